@@ -20,9 +20,6 @@ from cookbook.base.tables import text_table
 if TYPE_CHECKING:
     from cookbook.config.cluster import Cluster
 
-# A controller that does not answer must not hold up the other checks for minutes.
-TIMEOUT_S = 5.0
-
 
 class Answer(NamedTuple):
     """A command's answer; `status` is None where it is not installed or did not answer in time."""
@@ -32,8 +29,8 @@ class Answer(NamedTuple):
     error: str = ""
 
 
-def ask(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
-    """Run `command` here, for `timeout_s` seconds at most."""
+def ask(command: Sequence[str], timeout_s: float = 5.0) -> Answer:
+    """Run `command` here; a controller that does not answer holds up nothing for minutes."""
     text: Any = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
     try:
         done = subprocess.run(command, timeout=timeout_s, stdin=subprocess.DEVNULL, **text)
@@ -60,13 +57,11 @@ class Surroundings:
     which: Callable[[str], str | None] = shutil.which
     job_folder: Path | None = None
     deepep_between_nodes: bool = False
-    _answers: dict[Sequence[str], Answer] = field(default_factory=dict, init=False)
 
-    def answer(self, command: Sequence[str]) -> Answer:
+    @functools.cached_property
+    def answer(self) -> Callable[[Sequence[str]], Answer]:
         """Return the answer to a command, which is run once."""
-        if command not in self._answers:
-            self._answers[command] = self.run(command)
-        return self._answers[command]
+        return functools.cache(self.run)
 
     def path(self, absolute: str) -> Path:
         return self.root / absolute.lstrip("/")
@@ -147,8 +142,8 @@ class Check:
     name: str
     look: Callable[[Surroundings], Verdict]
     is_for_local: bool
-    node_hours: float | None = None
-    is_for_gpus: bool = False
+    node_hours: float | None
+    is_for_gpus: bool
 
     def finding(self, here: Surroundings) -> Finding | None:
         verdict = self.look(here) if here.gpus or not self.is_for_gpus else None

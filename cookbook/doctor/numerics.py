@@ -31,8 +31,6 @@ from cookbook.config.validate import missing_here, validation_errors
 from cookbook.observe.failure import find_reason
 
 _VERDICT = re.compile("ok     |WRONG  ")
-# Two ranks on a CPU, so that tokens are sent.
-_CPU_RANKS = 2
 # Of the second one attention alone: its other kernels are the first one's.
 _RECIPES = {"gpu": ("deepseek_v3_16b", "qwen3_30b_a3b"), "cpu": ("debug", "qwen3_debug")}
 
@@ -53,7 +51,8 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
     if cluster is not None and cluster.scheduler != "local":
         return _prove_on(cluster, output)
     gpus = visible_gpus()
-    ranks = len(gpus) or _CPU_RANKS
+    # Two on a CPU, so that tokens are sent.
+    ranks = len(gpus) or 2
     chosen = candidates(this_machine(ranks, gpus[0] if gpus else None))
     for one in chosen:
         if one.left_out:
@@ -66,23 +65,19 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
         cells.write_text(json.dumps(proved), encoding="utf-8")
         written = output or folder / "proofs.json"
         # Rank 0 prints the verdicts; all else is read where the ranks end early.
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         redirects = ",".join(f"{rank}:{3 if rank else 2}" for rank in range(ranks))
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={ranks}", f"--redirects={redirects}"),
+            *(f"--log-dir={folder}/ranks", "-m", f"{load_stack().hooks}.self_check_main"),
+            *(str(cells), "-o", str(written)),
+        ]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        pipes: Any = {"stdout": subprocess.PIPE, "text": True, "env": environment, "cwd": ROOT}
         with (
             (folder / "train.log").open("w", encoding="utf-8") as log,
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                    *(f"--nproc-per-node={ranks}", f"--redirects={redirects}"),
-                    *(f"--log-dir={folder}/ranks", "-m", f"{load_stack().hooks}.self_check_main"),
-                    *(str(cells), "-o", str(written)),
-                ],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            ) as torchrun,
+            subprocess.Popen(command, stderr=log, **pipes) as torchrun,
         ):
             for line in torchrun.stdout or ():
                 print(line, end="", flush=True, file=None if _VERDICT.match(line) else log)

@@ -17,6 +17,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -139,12 +140,8 @@ def _failed(rank: int, message: str, kind: str, place: str = "") -> Answer:
 
 def _place(filename: str, line: int | None) -> str:
     """Return `torchtitan/train.py:120` of a path that differs from machine to machine."""
-    parts = Path(filename).parts
-    for root in ("torchtitan", "cookbook", "torchao", "torch"):
-        if root in parts:
-            start = len(parts) - 1 - parts[::-1].index(root)
-            return f"{'/'.join(parts[start:])}:{line}"
-    return f"{Path(filename).name}:{line}"
+    found = re.search(r".*/((?:torchtitan|cookbook|torchao|torch)/.+)", filename)
+    return f"{found[1] if found else Path(filename).name}:{line}"
 
 
 def main(stack: str, describe: Callable[..., Answer]) -> None:

@@ -8,7 +8,6 @@ the weight gradient of experts by groups too.
 """
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, cycle, pairwise
@@ -76,20 +75,12 @@ class AttentionShape:
 def document_ends(packing: str, batch: int, length: int, most: int | None = None) -> torch.Tensor:
     """Return (batch, length), bool: the last token of each document, the same in every process.
 
-    Documents follow one another through the whole batch and are cut where a sequence ends. They are
-    of lengths around the kernels' tiles (`edges`), as C4's (`short`) or `whole` sequences; after
-    `most` of a sequence, the last one takes its rest.
+    They are `whole` sequences, or follow one another through the batch in lengths around the
+    kernels' tiles (`edges`), cut where a sequence ends. The last of `most` takes a sequence's rest.
     """
     ends = torch.zeros(batch * length, dtype=torch.bool)
-    drawn = random.Random(0)
-    lengths = {
-        "edges": cycle(_EDGES),
-        # 430 tokens on average: the median and the deviation of the logarithm.
-        "short": iter(lambda: math.ceil(drawn.lognormvariate(math.log(260), 1.0)), 0),
-        "whole": cycle([batch * length]),
-    }[packing]
-    last = -1
-    while (last := last + next(lengths)) < len(ends):
+    last, lengths = -1, cycle(_EDGES)
+    while packing == "edges" and (last := last + next(lengths)) < len(ends):
         ends[last] = True
     ends = ends.view(batch, length)
     if most is not None:
@@ -101,7 +92,7 @@ def document_ends(packing: str, batch: int, length: int, most: int | None = None
 def attention_inputs(shape: AttentionShape, like_trained: bool, device: str) -> Tensors:
     """Return q, k, v and the gradient of the output, (tokens, heads, head_dim), BF16.
 
-    As in a trained model, or else random: channels have an offset, and scores are peaked.
+    `like_trained`: channels have an offset and scores are peaked, as in a trained model.
     """
     source = generator(device, 0)
     rows, shared = shape.batch * shape.length, shape.heads // shape.groups
@@ -135,7 +126,7 @@ def attention_errors(
     leaves = [x.requires_grad_() for x in leaves]
     out = attend_by(shape, ends)(*leaves)
     found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    cu_seqlens = torch.unique_consecutive(padded_lengths(ends))
+    cu_seqlens = nn.functional.pad(ends.flatten().nonzero()[:, 0] + 1, (1, 0)).int()
     lengths = cu_seqlens.diff()
     document = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
     heads = max(1, min(4, SCORES // int(lengths.max()) ** 2) // shape.groups)
@@ -168,20 +159,15 @@ def attention_errors(
         yield Error(name, whole, worst, TRAINED if like_trained else RANDOM)
 
 
-def padded_lengths(ends: torch.Tensor, documents: int | None = None) -> torch.Tensor:
-    """Return cumulative lengths of `ends` as training makes them, with empty documents."""
-    if documents is None:
-        most = int(ends.sum(dim=1).max())
-        documents = len(ends) * varlen.bounds_capacity(most, ends.shape[1])
-    bounds = varlen.document_bounds(ends, documents // len(ends))
-    lengths = varlen.cumulative_lengths(bounds)
-    return nn.functional.pad(lengths, (0, documents + 1 - len(lengths)), value=ends.numel())
-
-
 def flash_attention_4(shape: AttentionShape, ends: torch.Tensor) -> Attend:
     """Return the operator that training calls; on a CPU it has an implementation of its own."""
-    documents = padded_lengths(ends, shape.max_documents), shape.max_length or shape.length
-    return lambda q, k, v: varlen.varlen_attention(q, k, v, *documents, shape.scale)
+    capacity = varlen.bounds_capacity(int(ends.sum(dim=1).max()), shape.length)
+    room = shape.max_documents or shape.batch * capacity
+    lengths = varlen.cumulative_lengths(varlen.document_bounds(ends, room // shape.batch))
+    # As training makes them, with empty documents.
+    cu_seqlens = nn.functional.pad(lengths, (0, room + 1 - len(lengths)), value=ends.numel())
+    longest = shape.max_length or shape.length
+    return lambda q, k, v: varlen.varlen_attention(q, k, v, cu_seqlens, longest, shape.scale)
 
 
 Products = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

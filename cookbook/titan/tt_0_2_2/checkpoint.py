@@ -62,7 +62,7 @@ class CheckpointPolicy:
         manager.maybe_wait_for_staging = self.wait_for_copy
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save after this step if it is due; TorchTitan calls it after every step."""
+        """Save or end the run if that is due; TorchTitan calls it after every step."""
         largest = torch.tensor(self._wish(), dtype=torch.int32, device=self.trainer.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         wish = int(largest.item())
@@ -80,7 +80,14 @@ class CheckpointPolicy:
             # TorchTitan counts no last step among the `keep_latest_k`.
             self.manager._purge_stale_checkpoints()
         if stops:
-            self._stop(curr_step)
+            # "Finished saving" in TorchTitan's log means copied.
+            if self._is_writing():
+                logger.info("cookbook: waiting until the checkpoint is written")
+            self.manager._async_wait()
+            if self.attempt and dist.get_rank() == 0:
+                job = os.environ.get("SLURM_JOB_ID", "local")
+                write_whole(self.attempt / STOPPED, f"{job} {curr_step}\n")
+            self.trainer.should_continue_training = lambda: False
 
     def should_save(self, curr_step: int, last_step: bool = False) -> bool:
         """Return whether this step is saved."""
@@ -117,16 +124,6 @@ class CheckpointPolicy:
     def _is_writing(self) -> bool:
         future = self.manager.save_future
         return future is not None and not future.done()
-
-    def _stop(self, step: int) -> None:
-        # "Finished saving" in TorchTitan's log means copied.
-        if self._is_writing():
-            logger.info("cookbook: waiting until the checkpoint is written")
-        self.manager._async_wait()
-        if self.attempt and dist.get_rank() == 0:
-            job = os.environ.get("SLURM_JOB_ID", "local")
-            write_whole(self.attempt / STOPPED, f"{job} {step}\n")
-        self.trainer.should_continue_training = lambda: False
 
 
 _initialize = CheckpointManager.__init__

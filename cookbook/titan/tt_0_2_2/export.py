@@ -39,15 +39,10 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 @dataclass(frozen=True)
 class Request:
-    """The order for one export.
+    """The order for one export of a `step-N` folder into the folder `to`.
 
-    Attributes:
-        checkpoint: a `step-N` folder.
-        to: the folder of the result.
-        model, flavor: TorchTitan's names.
-        seq_len: of training, which decides whether positions are scaled.
-        dtype: of every tensor but the routing bias, which stays float32.
-        tokenizer: a folder whose tokenizer is copied; empty for none.
+    Training's `seq_len` decides whether positions are scaled. The routing bias stays float32,
+    whatever `dtype`. The tokenizer of the folder `tokenizer` is copied; empty for none.
     """
 
     checkpoint: str
@@ -62,11 +57,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring tensors of the result that are one range of a tensor of the checkpoint.
+    """Neighbouring tensors of the result, of one shape, that are a range of the checkpoint's `fqn`.
 
-    Attributes:
-        names: in the result; several are experts, along the first dimension from `first` on.
-        shape: of one of them.
+    Several are experts, along the first dimension from `first` on.
     """
 
     fqn: str

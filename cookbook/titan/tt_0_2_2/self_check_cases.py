@@ -104,13 +104,6 @@ class Cell:
         cut = self.dims.tp if self.dims.ep == 1 else self.dims.etp
         return int(self.model_args.moe_inter_dim) // cut
 
-    @property
-    def sequences(self) -> int:
-        """Sequences of one forward: a pipeline's microbatch, or the whole local batch."""
-        if self.dims.pp_enabled:
-            return int(self.job_config.parallelism.pipeline_parallel_microbatch_size)
-        return int(self.job_config.training.local_batch_size)
-
     def convert(self, model: nn.Module) -> nn.Module:
         """Quantize `model` as the cell's converters do."""
         build_model_converters(self.job_config, self.dims).convert(model)
@@ -137,9 +130,13 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     while groups * length**2 > 4 * SCORES:
         # The reference compares all query heads of a key at a time, at most 4 GiB of scores.
         length //= 2
+    # Of one forward: a pipeline's microbatch, or the whole local batch.
+    sequences = cell.job_config.training.local_batch_size
+    if cell.dims.pp_enabled:
+        sequences = cell.job_config.parallelism.pipeline_parallel_microbatch_size
     # Use at least two sequences so that batch-indexing errors show.
-    batch = min(cell.sequences, max(2, limits.attention_scores // (heads * length * length)))
-    most = cell.sequences * bounds_capacity(0, whole) if is_flash else None
+    batch = min(sequences, max(2, limits.attention_scores // (heads * length * length)))
+    most = sequences * bounds_capacity(0, whole) if is_flash else None
     head_dim, v_head_dim = cell.model_args.head_dims
     scale = getattr(layer, cell.parts.scale)
     shape = AttentionShape(
