@@ -43,11 +43,7 @@ class Candidate(NamedTuple):
 
 
 def prove(cluster: Cluster | None, output: Path | None) -> int:
-    """Prove the kernels of this machine, or as a job those of a cluster's node.
-
-    Returns:
-        The exit status: 0 where no kernel is wrong.
-    """
+    """Prove the kernels of this machine, or as a job those of a cluster's node; 0 where right."""
     if cluster is not None and cluster.scheduler != "local":
         return _prove_on(cluster, output)
     gpus = visible_gpus()

@@ -15,14 +15,7 @@ from cookbook.base.errors import InputError
 from cookbook.config.stack import read_pins, stack_name
 from cookbook.doctor.check import Surroundings, Verdict, check
 from cookbook.doctor.machine import OLDEST_DRIVER, driver_branch
-from cookbook.install import find_distribution, package_folder
-from cookbook.install.attention import (
-    PACKAGE,
-    compiler_versions,
-    differences,
-    flash_attention_pins,
-    runs_on,
-)
+from cookbook.install import attention, find_distribution, package_folder
 from cookbook.install.corpus import is_made
 from cookbook.install.deepep import find_deepep, find_nvshmem, holds, torch_cuda
 
@@ -53,7 +46,7 @@ def user(here: Surroundings) -> Verdict:
 def pins(here: Surroundings) -> Verdict:
     requirements = here.repository / "requirements.txt"
     pinned = [pin for pin in read_pins(requirements) if not pin.extra]
-    found = differences(pinned, here.site)
+    found = attention.differences(pinned, here.site)
     if len(found) == len(pinned) and all(one.endswith("is missing") for one in found):
         remedy = "run ./setup.sh"
         if (here.repository / ".venv/bin/python").exists():
@@ -136,19 +129,19 @@ def flash_attention(here: Surroundings) -> Verdict:
     models = [gpu.model for gpu in here.gpus]
     if here.is_login_node and here.cluster:
         models = [here.cluster.gpu] if here.cluster.gpu else []
-    if models and not any(runs_on(model.compute_capability) for model in models):
+    if models and not any(attention.runs_on(model.compute_capability) for model in models):
         return "not here", "FlashAttention-4 needs Hopper or Blackwell GPUs"
     if not models and not here.trains_for_real:
         # Nothing that runs from here would use it.
         return None
-    pinned = flash_attention_pins(here.repository / "requirements.txt")
-    version = next(pin.value for pin in pinned if pin.name == PACKAGE)
-    if find_distribution(PACKAGE, here.site) is None:
+    pinned = attention.flash_attention_pins(here.repository / "requirements.txt")
+    version = next(pin.value for pin in pinned if pin.name == attention.PACKAGE)
+    if find_distribution(attention.PACKAGE, here.site) is None:
         found = "not installed: cells with model.attention=flash_attention_4 are refused"
         return "warning", found, "run ./setup.sh"
-    if differing := differences(pinned, here.site):
+    if differing := attention.differences(pinned, here.site):
         return "problem", "; ".join(differing), "run ./setup.sh"
-    compilers = compiler_versions(here.site)
+    compilers = attention.compiler_versions(here.site)
     listed = " and ".join(map(str, compilers))
     if not here.gpus:
         return "ok", f"{version}, its compiler for CUDA {listed}"

@@ -40,6 +40,8 @@ from torchtitan.train import Trainer
 from cookbook.titan.common.varlen_attention import FLASH_ATTENTION_4
 
 _LIMIT_S = 240.0
+# Words of TorchTitan's warnings about the process that builds.
+_OWN_WARNINGS = ("already initialized", "env[", "peak flops", "lspci", "fake")
 _FORK = multiprocessing.get_context("fork")
 Answer = dict[str, Any]
 
@@ -47,13 +49,9 @@ Answer = dict[str, Any]
 def build_cell(request: Answer, describe: Callable[..., Answer]) -> Answer:
     """Build the first rank of every pipeline stage, each in a child.
 
-    Args:
-        request: `argv`, `world`, `pp`, `ranks_per_node`, `compute_capability` (null for CPU ranks),
-            and `stack`, the package that the cells' jobs import.
-        describe: makes the answer from a `Build` and the stack.
-
-    Returns:
-        `ranks`, each with that answer or an `error`; `seconds`.
+    `request` has `argv`, `world`, `pp`, `ranks_per_node`, `compute_capability` (null for CPU ranks)
+    and `stack`. Return `seconds`, and `ranks`: each `describe`'s answer from a `Build` and the
+    stack, or an `error`.
     """
     start = time.monotonic()
     stage_ranks = max(request["world"] // max(request["pp"], 1), 1)
@@ -217,10 +215,19 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     place = {"RANK": rank, "LOCAL_RANK": rank % request["ranks_per_node"], "WORLD_SIZE": world}
     os.environ.update({name: str(number) for name, number in place.items()}, NGPU=str(world))
     notes = ["kernels, collectives, torch.compile, weights and optimizer steps: none ran"]
-    warnings = _Warnings()
-    logging.getLogger().addHandler(warnings)
-    # The cookbook's own refusals are read from standard error.
-    logging.getLogger().addHandler(logging.StreamHandler())
+    warnings: list[str] = []
+
+    def note_warning(record: logging.LogRecord) -> bool:
+        text = " ".join(record.getMessage().split())
+        is_of_this_process = any(word in text.lower() for word in _OWN_WARNINGS)
+        if record.levelno >= logging.WARNING and not is_of_this_process and text not in warnings:
+            warnings.append(text)
+        return True
+
+    # To standard error: there the cookbook's own refusals are read.
+    handler = logging.StreamHandler()
+    handler.addFilter(note_warning)
+    logging.getLogger().addHandler(handler)
     config = ConfigManager().parse_args(
         [*request["argv"], f"--job.dump_folder={folder}", "--comm.mode=fake_backend"]
     )
@@ -249,22 +256,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     config.metrics.enable_wandb = config.metrics.enable_tensorboard = False
     if config.checkpoint.enable:
         notes.append("checkpoint: options read, nothing loaded or saved")
-    return Build(Trainer(config), warnings.texts, notes)
-
-
-class _Warnings(logging.Handler):
-    """Keeps TorchTitan's warnings but those about this process."""
-
-    _OWN = ("already initialized", "ENV[", "peak flops", "lspci", "fake")
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = " ".join(record.getMessage().split())
-        if not any(word.lower() in text.lower() for word in self._OWN) and text not in self.texts:
-            self.texts.append(text)
+    return Build(Trainer(config), warnings, notes)
 
 
 def _keep_parameters_on_meta() -> None:

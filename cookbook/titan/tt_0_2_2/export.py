@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -188,23 +189,6 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
     return files
 
 
-class _Target:
-    """A planner's part that a storage reader needs: the tensors to read into."""
-
-    def __init__(self, tensors: dict[tuple[str, int], torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        offset = item.dest_index.offset
-        tensor = self._tensors[item.dest_index.fqn, offset[0] if offset else 0]
-        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is left to do: the reader has copied into the tensor."""
-
-
 def read_parts(
     reader: FileSystemReader, metadata: Metadata, parts: Sequence[Part]
 ) -> dict[str, torch.Tensor]:
@@ -218,8 +202,18 @@ def read_parts(
         saved: Any = metadata.state_dict_metadata[part.fqn]
         items += create_read_items_for_chunk_list(part.fqn, saved, [chunk])
         targets[part.fqn, part.first] = torch.empty(shape, dtype=part.dtype)
+
+    def resolve_tensor(item: ReadItem) -> torch.Tensor:
+        offset = item.dest_index.offset
+        tensor = targets[item.dest_index.fqn, offset[0] if offset else 0]
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    # What a storage reader asks of a planner. It copies into the tensor: nothing is to commit.
+    planner: Any = SimpleNamespace(resolve_tensor=resolve_tensor, commit_tensor=lambda *_: None)
     try:
-        reader.read_data(LoadPlan(items), _Target(targets)).wait()
+        reader.read_data(LoadPlan(items), planner).wait()
     except Exception as error:
         files = {str(reader.storage_data[item.storage_index].relative_path) for item in items}
         raise JobError(

@@ -28,13 +28,6 @@ from torchtitan.protocols.model_converter import build_model_converters
 from cookbook.titan.common.token_shard import TokenShard
 from cookbook.titan.common.varlen_attention import bounds_capacity
 from cookbook.titan.self_check import Error, KernelCase, products, rows
-from cookbook.titan.self_check.products import (
-    SCORES,
-    Attend,
-    AttentionShape,
-    attention_errors,
-    flash_attention_4,
-)
 from cookbook.titan.tt_0_2_2.activity import observe_model
 from cookbook.titan.tt_0_2_2.families import FAMILIES
 from cookbook.titan.tt_0_2_2.families.parts import FLASH_ATTENTION_4, FamilyParts
@@ -127,7 +120,7 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     groups = layer.n_heads // getattr(layer, "n_kv_heads", layer.n_heads)
     heads = max(groups, min(layer.n_heads // cell.dims.tp, limits.heads // groups * groups))
     length = min(whole, limits.sequence)
-    while groups * length**2 > 4 * SCORES:
+    while groups * length**2 > 4 * products.SCORES:
         # The reference compares all query heads of a key at a time, at most 4 GiB of scores.
         length //= 2
     # Of one forward: a pipeline's microbatch, or the whole local batch.
@@ -139,12 +132,12 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     most = sequences * bounds_capacity(0, whole) if is_flash else None
     head_dim, v_head_dim = cell.model_args.head_dims
     scale = getattr(layer, cell.parts.scale)
-    shape = AttentionShape(
+    shape = products.AttentionShape(
         *(batch, length, heads, head_dim, v_head_dim, scale, groups),
         max_documents=most,
         max_length=whole if is_flash else None,
     )
-    attend_by = {"flex": flex, "sdpa": sdpa, FLASH_ATTENTION_4: flash_attention_4}[kernel]
+    attend_by = {"flex": flex, "sdpa": sdpa, FLASH_ATTENTION_4: products.flash_attention_4}[kernel]
     room = f" in room for {most:,}" if most else ""
     # SDPA knows no documents.
     packings = ("whole",) if kernel == "sdpa" else limits.packings
@@ -152,12 +145,14 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
         # Each kind of inputs once: several sequences of many documents as trained ones.
         like_trained = packing == packings[0]
         values = "values as trained" if like_trained else "random values"
-        run = partial(attention_errors, shape, packing, like_trained, attend_by, cell.device)
+        run = partial(
+            products.attention_errors, shape, packing, like_trained, attend_by, cell.device
+        )
         name = f"{shape}, documents: {packing}{room}, {values}"
         yield KernelCase(kernel, name, run, _AVOID[kernel])
 
 
-def flex(shape: AttentionShape, ends: torch.Tensor) -> Attend:
+def flex(shape: products.AttentionShape, ends: torch.Tensor) -> products.Attend:
     """Return FlexAttention with TorchTitan's mask and options; on a CPU it is not compiled."""
     mask = and_masks(get_causal_mask_mod(), get_document_mask_mod(ends.int(), 1))
     device = ends.device.type
@@ -166,12 +161,14 @@ def flex(shape: AttentionShape, ends: torch.Tensor) -> Attend:
     return _unfolded(shape, partial(attention, block_mask=blocks, scale=shape.scale))
 
 
-def sdpa(shape: AttentionShape, ends: torch.Tensor) -> Attend:
+def sdpa(shape: products.AttentionShape, ends: torch.Tensor) -> products.Attend:
     """Return TorchTitan's SDPA, which knows no documents: `ends` are those of sequences."""
     return _unfolded(shape, partial(ScaledDotProductAttentionWrapper(), scale=shape.scale))
 
 
-def _unfolded(shape: AttentionShape, attention: Callable[..., torch.Tensor]) -> Attend:
+def _unfolded(
+    shape: products.AttentionShape, attention: Callable[..., torch.Tensor]
+) -> products.Attend:
     """Return an attention over (batch, heads, length, head_dim) for folded tensors."""
     options = {"enable_gqa": True} if shape.groups > 1 else {}
 
