@@ -41,7 +41,7 @@ def ask(command: Sequence[str], timeout_s: float = 5.0) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Surroundings:
     """The machine as the checks see it; tests put stand-ins for each part."""
 
@@ -58,10 +58,27 @@ class Surroundings:
     job_folder: Path | None = None
     deepep_between_nodes: bool = False
 
-    @functools.cached_property
-    def answer(self) -> Callable[[Sequence[str]], Answer]:
-        """Return the answer to a command, which is run once."""
-        return functools.cache(self.run)
+    def __post_init__(self) -> None:
+        # Each command is run once.
+        self.answer = functools.cache(self.run)
+        self.runs = self.repository / (self.environment.get("COOKBOOK_RUNS") or "runs")
+        self.installed_gpus: tuple[InstalledGpu, ...] = ()
+        self.why_no_gpus: NoGpusError | None = None
+        try:
+            self.installed_gpus = self.read_gpus()
+        except NoGpusError as error:
+            self.why_no_gpus = error
+        chosen = self.environment.get("CUDA_VISIBLE_DEVICES")
+        self.gpus = select_visible(self.installed_gpus, chosen)
+        self.has_slurm = self.which("sbatch") is not None
+        self.sends_jobs = self.cluster.scheduler == "slurm" if self.cluster else self.has_slurm
+        # Whether a job is about to train here.
+        self.is_in_job = self.job_folder is not None
+        # Whether runs go to other machines and this one has no GPU driver in its kernel.
+        has_driver = self.path("/proc/driver/nvidia").exists()
+        self.is_login_node = self.sends_jobs and not self.is_in_job and not has_driver
+        # Whether large recipes run from here: on GPUs of this machine or on a cluster.
+        self.trains_for_real = not self.local and (bool(self.gpus) or self.sends_jobs)
 
     def path(self, absolute: str) -> Path:
         return self.root / absolute.lstrip("/")
@@ -72,49 +89,6 @@ class Surroundings:
             return self.path(absolute).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
-
-    @functools.cached_property
-    def gpus_or_why_none(self) -> tuple[InstalledGpu, ...] | NoGpusError:
-        try:
-            return self.read_gpus()
-        except NoGpusError as error:
-            return error
-
-    @property
-    def installed_gpus(self) -> tuple[InstalledGpu, ...]:
-        return () if isinstance(self.gpus_or_why_none, NoGpusError) else self.gpus_or_why_none
-
-    @functools.cached_property
-    def gpus(self) -> tuple[InstalledGpu, ...]:
-        return select_visible(self.installed_gpus, self.environment.get("CUDA_VISIBLE_DEVICES"))
-
-    @property
-    def runs(self) -> Path:
-        return self.repository / (self.environment.get("COOKBOOK_RUNS") or "runs")
-
-    @property
-    def has_slurm(self) -> bool:
-        return self.which("sbatch") is not None
-
-    @property
-    def sends_jobs(self) -> bool:
-        return self.cluster.scheduler == "slurm" if self.cluster else self.has_slurm
-
-    @property
-    def is_in_job(self) -> bool:
-        """Whether a job is about to train here."""
-        return self.job_folder is not None
-
-    @property
-    def is_login_node(self) -> bool:
-        """Whether runs go to other machines and this one has no GPU driver in its kernel."""
-        has_driver = self.path("/proc/driver/nvidia").exists()
-        return self.sends_jobs and not self.is_in_job and not has_driver
-
-    @property
-    def trains_for_real(self) -> bool:
-        """Whether large recipes run from here: on GPUs of this machine or on a cluster."""
-        return not self.local and (bool(self.gpus) or self.sends_jobs)
 
 
 State = Literal["ok", "warning", "problem", "not here"]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from cookbook.base.gpus import Gpu, InstalledGpu, NoGpusError
+from cookbook.base.gpus import Gpu, InstalledGpu
 from cookbook.doctor.check import State, Surroundings, Verdict, check
 from cookbook.install import find_distribution
 from cookbook.install.deepep import torch_cuda
@@ -65,13 +65,13 @@ def driver_branch(driver: str) -> int:
 
 
 def _without_gpus(here: Surroundings) -> Verdict:
-    reason = here.gpus_or_why_none
+    reason = here.why_no_gpus
     if here.is_login_node:
         counts = _promised(here) or "the compute nodes' GPUs count"
         return "not here", f"none on this node, as on a login node; {counts}"
     if here.cluster and here.cluster.gpu:
         found = f"none on this node ({reason}); {_promised(here)}"
-    elif isinstance(reason, NoGpusError) and not reason.has_driver:
+    elif reason and not reason.has_driver:
         known = find_distribution("nvidia-ml-py", here.site) is not None
         return "not here", f"{reason}: {'this machine trains on its CPU' if known else 'not known'}"
     else:

@@ -6,7 +6,7 @@ some seconds. A CPU takes less: there the cases are for the code around the kern
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from cookbook.titan.common.varlen_attention import bounds_capacity
 from cookbook.titan.self_check import Error, KernelCase, products, rows
 from cookbook.titan.tt_0_2_2.activity import observe_model
 from cookbook.titan.tt_0_2_2.families import FAMILIES
-from cookbook.titan.tt_0_2_2.families.parts import FLASH_ATTENTION_4, FamilyParts
+from cookbook.titan.tt_0_2_2.families.parts import FLASH_ATTENTION_4
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
 from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
@@ -66,36 +66,18 @@ _LIMITS = {
 }
 
 
-@dataclass(frozen=True)
 class Cell:
     """The configuration that decides which kernels a rank uses; `device` is `cuda` or `cpu`."""
 
-    job_config: Any
-    dims: ParallelDims
-    model_args: Any
-    device: str
-
-    @property
-    def limits(self) -> Limits:
-        return _LIMITS[self.device]
-
-    @property
-    def parts(self) -> FamilyParts:
-        return FAMILIES[self.job_config.model.name]
-
-    @property
-    def comm_backend(self) -> str:
-        return str(self.job_config.parallelism.expert_parallel_comm_backend)
-
-    @property
-    def local_experts(self) -> int:
-        return int(self.model_args.moe_args.num_experts) // self.dims.ep
-
-    @property
-    def expert_hidden(self) -> int:
-        """The hidden size of an expert on one rank."""
-        cut = self.dims.tp if self.dims.ep == 1 else self.dims.etp
-        return int(self.model_args.moe_inter_dim) // cut
+    def __init__(self, job_config: Any, dims: ParallelDims, model_args: Any, device: str) -> None:
+        self.job_config, self.dims, self.model_args = job_config, dims, model_args
+        self.device, self.limits = device, _LIMITS[device]
+        self.parts = FAMILIES[job_config.model.name]
+        self.comm_backend: str = job_config.parallelism.expert_parallel_comm_backend
+        self.local_experts: int = model_args.moe_args.num_experts // dims.ep
+        # The hidden size of an expert on one rank.
+        cut = dims.tp if dims.ep == 1 else dims.etp
+        self.expert_hidden: int = model_args.moe_inter_dim // cut
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Quantize `model` as the cell's converters do."""
