@@ -1,7 +1,5 @@
 """The errors of this package, how they are worded, and how a command ends with them."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import io
@@ -26,14 +24,12 @@ class InputError(Exception):
     """
 
     def __init__(self, place: str, found: str, remedy: str = "") -> None:
-        self.place = place
-        self.found = found
-        self.remedy = remedy
-        super().__init__(f"{place}: {found}" + (f"; {remedy}" if remedy else ""))
+        self.place, self.found, self.remedy = place, found, remedy
+        # All three, so that it crosses processes.
+        super().__init__(place, found, remedy)
 
-    def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
-        # Of three arguments, so that it crosses processes.
-        return type(self), (self.place, self.found, self.remedy)
+    def __str__(self) -> str:
+        return f"{self.place}: {self.found}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 class JobError(Exception):
@@ -65,24 +61,20 @@ def unknown_name(place: str, what: str, name: str, known: Iterable[str]) -> Inpu
     """Return the error for a `name` that is not in `known`, with the nearest one as remedy."""
     names = sorted(known)
     close = nearest(name, names)
-    return InputError(
-        place,
-        f"unknown {what} {name!r}; allowed: {', '.join(names) or 'none, there is none yet'}",
-        f"did you mean {close[0]!r}?" if close else "",
-    )
+    found = f"unknown {what} {name!r}; allowed: {', '.join(names) or 'none, there is none yet'}"
+    return InputError(place, found, f"did you mean {close[0]!r}?" if close else "")
 
 
 def described(value: Any) -> str:
     """Return `value` with its YAML type, for a message: `the text 'four'`."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f"the text {value!r}" if len(value) <= 80 else f"the text {value[:77]!r}..."
-    if isinstance(value, int | float):
-        return f"the number {value}"
-    if value is None:
-        return "nothing"
-    kinds: dict[type, str] = {dict: "a mapping", list: "a list"}
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return f"the text {value!r}" if len(value) <= 80 else f"the text {value[:77]!r}..."
+        case int() | float():
+            return f"the number {value}"
+    kinds: dict[type, str] = {dict: "a mapping", list: "a list", type(None): "nothing"}
     return kinds.get(type(value)) or repr(value)
 
 

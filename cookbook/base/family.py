@@ -4,9 +4,7 @@ The training process describes each family (`titan/tt_0_2_2/families`), and `mak
 descriptions into the stack's table, which the driver reads.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,19 +78,17 @@ class Family:
     name: str
     title: str
     flavors: Mapping[str, Model]
-    weights: Mapping[str, tuple[str | None, ...]]
+    weights: Mapping[str, Sequence[str | None]]
     extra_layers: int = 0
     has_pipelines: bool = True
     publishes_bias: bool = True
 
     @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> Family:
+    def of(cls, entry: Mapping[str, Any]) -> "Family":
         """Read a family of a stack's table; sizes that its flavors share are in `shared`."""
-        rest = {**entry}
-        shared = rest.pop("shared")
-        rest["flavors"] = {name: Model(**shared, **own) for name, own in entry["flavors"].items()}
-        rest["weights"] = {name: tuple(dims) for name, dims in entry["weights"].items()}
-        return cls(**rest)
+        shared, rest = entry["shared"], {key: one for key, one in entry.items() if key != "shared"}
+        flavors = {name: Model(**shared, **own) for name, own in entry["flavors"].items()}
+        return cls(**{**rest, "flavors": flavors})
 
 
 def is_v_shaped(schedule: str) -> bool:

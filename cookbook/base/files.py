@@ -1,7 +1,5 @@
 """Write files whole and in turn, and values as JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

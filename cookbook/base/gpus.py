@@ -1,7 +1,5 @@
 """The GPUs of this machine as NVML lists them, and those that CUDA shows; no torch is needed."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

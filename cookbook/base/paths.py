@@ -1,7 +1,5 @@
 """Where the parts of this checkout lie."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

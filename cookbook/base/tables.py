@@ -3,8 +3,6 @@
 The doctor prints plain tables before any package is installed, so they need none.
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 import sys
@@ -77,7 +75,7 @@ INK, QUIET, GRID, BAND = "#1b2026", "#5d6670", "#e3e6e9", "#edf0f2"
 def draw_figure(
     name: str,
     height: float,
-    paint: Callable[[Axes], None],
+    paint: Callable[["Axes"], None],
     grid: Literal["x", "y"] = "y",
     legend: str = "",
 ) -> dict[str, bytes]:

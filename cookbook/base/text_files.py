@@ -5,8 +5,6 @@ reads them with the same functions, so both report the same place of a fault. `s
 records the lengths of documents in `texts.json` beside the runs, for `check` and `plan`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import gzip

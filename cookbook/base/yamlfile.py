@@ -13,8 +13,6 @@ A field without a default is required. `field(metadata={"key": name})` is filled
 A field that `fill` is given is no key of the file. Errors name file, line, key and allowed values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

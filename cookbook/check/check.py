@@ -3,8 +3,6 @@
 The driver imports no torch: one subprocess builds all cells, in a fake world.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The findings of a check: a text for people, or one JSON object for programs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Warnings and hints about a cell that may run, each a rule as in config/validate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

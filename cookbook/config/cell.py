@@ -1,7 +1,5 @@
 """A cell: a point of recipe x precision x EP backend on a cluster; and the findings about it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """A cluster: a scheduler, its nodes and its settings, from a YAML file."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """TorchTitan's options as files and command lines set them, and as a job will hold them."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -43,7 +41,7 @@ class Options:
     def values(self) -> dict[str, Any]:
         return {name: setting.value for name, setting in self.settings.items()}
 
-    def override(self, *layers: Settings) -> Options:
+    def override(self, *layers: Settings) -> "Options":
         """Return these with `layers` laid over them, the later winning."""
         over = {name: setting for layer in layers for name, setting in layer.items()}
         return Options(self.stack, {**self.settings, **over})

@@ -4,8 +4,6 @@ A new kind of EP exchange is a row of `EXCHANGES`, a dispatcher in `titan/`, and
 `predict/`; any other precision or EP backend is a YAML file.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -44,7 +42,7 @@ from cookbook.config.options import (
     read_sections,
     sections,
 )
-from cookbook.config.stack import DEEPEP, load_stack
+from cookbook.config.stack import load_stack
 
 # The folder below `recipes/` of each kind, and its name in messages.
 KINDS = {
@@ -65,15 +63,14 @@ _OTHER_KIND = {
 # Safe in a shell, in a path, and as a name of jobs and W&B runs. A cell's name holds three of them
 # and becomes a folder, whose name may have 255 bytes.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
-_ALLOWED = "letters, digits, '.', '-' and '_', at most 60, a letter or digit first"
 _WORD_CHARACTERS = 40
 
 
-def check_name(place: str, name: str) -> str:
-    """Return `name` where cells, jobs and folders can be named after it; raise elsewhere."""
+def check_name(place: str, name: str) -> None:
+    """Raise where cells, jobs and folders cannot be named after `name`."""
     if not _NAME.fullmatch(name):
-        raise InputError(place, f"found {name!r}, allowed: {_ALLOWED}")
-    return name
+        allowed = "letters, digits, '.', '-' and '_', at most 60, a letter or digit first"
+        raise InputError(place, f"found {name!r}, allowed: {allowed}")
 
 
 def word_of(value: Any) -> str:
@@ -95,9 +92,8 @@ def word_of(value: Any) -> str:
 
 def names_in(kind: str) -> list[str]:
     """Return the names of the files of `kind`; editors' backup files have no such names."""
-    return sorted(
-        path.stem for path in (RECIPES / kind).glob("*.yaml") if _NAME.fullmatch(path.stem)
-    )
+    stems = (path.stem for path in (RECIPES / kind).glob("*.yaml"))
+    return sorted(filter(_NAME.fullmatch, stems))
 
 
 def find_file(kind: str, name: str) -> Path:
@@ -127,7 +123,6 @@ def reference(kind: str, path: Path) -> str:
 
 
 COMM_BACKEND = "parallelism.expert_parallel_comm_backend"
-_A2A = "parallelism.expert_parallel_a2a_"
 
 
 @dataclass(frozen=True)
@@ -143,8 +138,6 @@ class Exchange:
         has_own_layer: the cookbook's hooks bring the MoE layer that it needs, which overlaps it
             with the shared experts itself.
         sends_once_per_rank: a token with several experts on one rank is sent there once.
-        uses_nccl: NCCL's SMs do its work.
-        reference: the source of these facts.
     """
 
     name: str
@@ -154,24 +147,16 @@ class Exchange:
     has_etp: bool = True
     has_own_layer: bool = False
     sends_once_per_rank: bool = False
-    uses_nccl: bool = True
-    reference: str = ""
 
 
 STANDARD = Exchange("standard", "the all-to-all")
-_DEEPEP = Exchange(
-    "deepep",
-    "DeepEP",
-    # `Buffer.get_dispatch_config` has a tuned configuration for these; others fail its assertion.
-    sizes=(2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160),
-    ranks_per_node=8,
-    has_etp=False,
-    has_own_layer=True,
-    sends_once_per_rank=True,
-    uses_nccl=False,
-    reference=DEEPEP,
-)
 _MXFP8 = Exchange("mxfp8", "TorchAO's quantized all-to-all")
+# Of the pinned DeepEP (`DEEPEP` of stack.py): `Buffer.get_dispatch_config` has a tuned
+# configuration for these sizes; others fail its assertion.
+_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+_DEEPEP = Exchange(
+    "deepep", "DeepEP", _SIZES, 8, has_etp=False, has_own_layer=True, sends_once_per_rank=True
+)
 EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8, _DEEPEP)}
 
 
@@ -184,7 +169,8 @@ def implied(options: Options) -> dict[str, str]:
     }
     linear = {"quantize.linear.mx": "mx", "quantize.linear.float8": "float8"}
     dispatch: str = options[COMM_BACKEND]
-    quantized = {options[f"{_A2A}{part}_precision"] for part in ("dispatch_fwd", "combine_bwd")}
+    exchanges = ("a2a_dispatch_fwd", "a2a_combine_bwd")
+    quantized = {options[f"parallelism.expert_parallel_{name}_precision"] for name in exchanges}
     if dispatch == STANDARD.name and quantized != {"default"}:
         dispatch = "mxfp8" if quantized == {"mxfp8"} else "mxfp8 in one exchange of two"
 
@@ -205,8 +191,6 @@ _EXPECTED: Mapping[Kind, Mapping[str, str]] = {
     "precision": dict.fromkeys(OF_PRECISION, "bf16"),
     "ep_backend": {"dispatch": "standard"},
 }
-# Names whose meaning depends on the GPU, the newest generation first.
-_BY_GPU = {"fp8": ("mxfp8", "float8")}
 
 
 @dataclass(frozen=True)
@@ -249,14 +233,13 @@ class Overlay:
 
 def load_precision(name: str, gpu: Gpu | None = None) -> Overlay:
     """Read the precision of a name, synonym or path; `fp8` means the format that `gpu` has."""
-    if name not in _BY_GPU:
+    if name != "fp8":
         return load_overlay("precision", name)
-    for choice in _BY_GPU[name] if gpu else ():
-        precision = load_overlay("precision", choice)
+    # The newest generation first.
+    for precision in (load_overlay("precision", "mxfp8"), load_overlay("precision", "float8")):
         if gpu and precision.needs.compute_capability <= gpu.compute_capability:
             return precision
-    choices = " or ".join(_BY_GPU[name])
-    raise InputError("precision", f"{name!r} depends on the GPU", f"name {choices}")
+    raise InputError("precision", "'fp8' depends on the GPU", "name mxfp8 or float8")
 
 
 def load_ep_backend(name: str) -> Overlay:
@@ -270,15 +253,13 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
         name = _synonyms(kind).get(name, [name])[0]
     path = find_file(kind, name)
     file = read_yaml(path)
-    is_emulated = file.content.get("emulated") is not None
-    emulated = mapping_at(file, "emulated")
+    emulated = read_options(file, mapping_at(file, "emulated"), ("emulated",))
     needed = read_options(file, mapping_at(file, "needs", "options"), ("needs", "options"))
     needs = fill(Needs, file, ("needs",), beside=("options",), settings=needed)
-    for package in needs.packages:
-        if not package.isidentifier():
-            found = f"found {package!r}, allowed: the name that Python imports"
-            remedy = "versions are pinned in requirements.txt"
-            raise InputError(file.place("needs", "packages"), found, remedy)
+    if wrong := [package for package in needs.packages if not package.isidentifier()]:
+        found = f"found {wrong[0]!r}, allowed: the name that Python imports"
+        remedy = "versions are pinned in requirements.txt"
+        raise InputError(file.place("needs", "packages"), found, remedy)
     overlay = fill(
         Overlay,
         file,
@@ -288,29 +269,28 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
         needs=needs,
         expect=_read_expect(file, kind),
         settings=read_sections(file),
-        emulated=read_options(file, emulated, ("emulated",)) if is_emulated else None,
+        emulated=None if file.content.get("emulated") is None else emulated,
         path=path,
     )
     check_environment(file, overlay.environment, overlay.environment_from)
+    place = file.place("synonyms")
     for synonym in overlay.synonyms:
-        check_name(file.place("synonyms"), synonym)
+        check_name(place, synonym)
         real = [synonym] if synonym in names_in(kind) else []
         for other in {*real, *_synonyms(kind).get(synonym, ())} - {overlay.name}:
             found = f"found {synonym!r}, which {shown_path(find_file(kind, other))} has already"
-            raise InputError(file.place("synonyms"), found, "remove one of the two")
+            raise InputError(place, found, "remove one of the two")
     return overlay
 
 
 def _read_expect(file: YamlFile, kind: Kind) -> Settings:
-    declared = mapping_at(file, "expect")
-    for key in declared:
-        if key not in _EXPECTED[kind]:
-            raise unknown_name(file.place("expect", key), "key", key, _EXPECTED[kind])
-    expect = {}
-    for key, default in _EXPECTED[kind].items():
+    expect, known = {}, _EXPECTED[kind]
+    for key, value in {**known, **mapping_at(file, "expect")}.items():
         place = file.place("expect", key)
+        if key not in known:
+            raise unknown_name(place, "key", key, known)
         option = load_stack().option(place, f"cookbook.{key}")
-        expect[option.name] = Setting(option.check(place, declared.get(key, default)), place)
+        expect[option.name] = Setting(option.check(place, value), place)
     return expect
 
 

@@ -1,7 +1,5 @@
 """Merge recipe, overlays, cluster and command line into a cell, and judge it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ Read from `requirements.txt` and from `tables/<name>.json`, which is made from t
 TorchTitan (see `job_config.py` of the stack's package in `titan/`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

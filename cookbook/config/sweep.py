@@ -1,7 +1,5 @@
 """A sweep: recipes and the axes to multiply them by, from a YAML file, and its cells."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

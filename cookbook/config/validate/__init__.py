@@ -4,8 +4,6 @@ TorchTitan refuses more when it builds the model (`check/`); a rule stands here 
 sees a fault only in the job, or never.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

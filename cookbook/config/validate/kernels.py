@@ -1,7 +1,5 @@
 """The needs of precision, EP backend and attention, held against the options."""
 
-from __future__ import annotations
-
 from cookbook.config.cell import (
     ATTENTION,
     EP_CHUNKS,

@@ -4,8 +4,6 @@ They are those of `ParallelDims`, `pipeline_llm` and the models in TorchTitan; e
 names the option to change and, where one exists, the nearest value that would do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

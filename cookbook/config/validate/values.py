@@ -3,8 +3,6 @@
 Those of single options; of recomputation; and of weights, own texts, validation and checkpoints.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
