@@ -1,12 +1,13 @@
 """A cell: a point of recipe x precision x EP backend on a cluster; and the findings about it."""
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import nearest
-from cookbook.base.yamlfile import Unchecked, Words
+from cookbook.base.yamlfile import Words
 from cookbook.config.cluster import Cluster
 from cookbook.config.options import Layout, Options, argv_of, exported, layout_of
 from cookbook.config.recipe import (
@@ -29,6 +30,8 @@ SCORE_ACTIVATIONS = "deepep.score_activations"
 ROW_KERNELS = "cookbook.row_kernels"
 SAVE_LIST = "activation_checkpoint.op_sac_save_list"
 LAYERS_KEPT = "activation_checkpoint.num_layers_kept"
+# A cell's files, by their key in its record.
+PARTS = ("recipe", "precision", "ep_backend", "cluster")
 # The operators that SAVE_LIST may name; the first three are TorchTitan's own list.
 SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
 
@@ -68,7 +71,6 @@ class Cell:
 
     @property
     def world(self) -> int:
-        """Ranks of the job."""
         return self.nodes * self.cluster.ranks_per_node
 
     @property
@@ -93,12 +95,10 @@ class Cell:
 
     @property
     def pair(self) -> str:
-        """`mxfp8+deepep`."""
         return f"{self.precision.name}+{self.ep_backend.name}"
 
     @property
     def emulated_parts(self) -> tuple[Overlay, ...]:
-        """The overlays that are emulated here."""
         parts = (self.precision, self.ep_backend)
         return tuple(one for one in parts if self.emulated and one.emulated is not None)
 
@@ -106,10 +106,6 @@ class Cell:
     def exchange(self) -> Exchange:
         """How tokens travel to their experts; the all-to-all where the options mix two kinds."""
         return EXCHANGES.get(implied(self.options)["dispatch"], STANDARD)
-
-    @property
-    def uses_deepep(self) -> bool:
-        return self.exchange.has_own_layer
 
     @property
     def own_pair(self) -> str:
@@ -131,8 +127,8 @@ class Cell:
     @property
     def saves(self) -> frozenset[str]:
         """The operators whose outputs selective recomputation saves; empty in other modes."""
-        mode = self.options["activation_checkpoint.mode"]
-        if mode != "selective" or self.options["activation_checkpoint.selective_ac_option"] != "op":
+        modes = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
+        if [self.options[name] for name in modes] != ["selective", "op"]:
             return frozenset()
         return frozenset(self.options[SAVE_LIST] or SAVED_OPERATORS[:3])
 
@@ -146,7 +142,7 @@ class Cell:
     def environment(self) -> dict[str, str]:
         """The variables that the job exports; cluster, EP backend, precision: the later wins."""
         parts = (self.cluster, self.ep_backend, self.precision)
-        return {name: one for part in parts for name, one in exported(part.environment).items()}
+        return dict(itertools.chain(*(exported(part.environment).items() for part in parts)))
 
     @property
     def max_restarts(self) -> int:
@@ -154,53 +150,37 @@ class Cell:
         return self.cluster.max_restarts if own is None else own
 
     def record(self) -> CellRecord:
-        source = self.recipe.published.source if self.recipe.published else None
-        paths = {"precision": self.precision.path, "ep_backend": self.ep_backend.path}
-        paths |= {"recipe": self.recipe.path, "cluster": self.cluster.path}
-        names = {key: reference(key.replace("recipe", ""), path) for key, path in paths.items()}
-        # Parts that are the user's own files.
-        files = {key: name for key, name in names.items() if name != paths[key].stem}
+        parts = {key: getattr(self, key) for key in PARTS}
+        names = {key: reference(key.replace("recipe", ""), one.path) for key, one in parts.items()}
+        published = self.recipe.published if self.published else None
+        same = ("name", "nodes", "emulated", "stand_in_for", "refused", "baseline", "prediction")
         return CellRecord(
-            name=self.name,
-            recipe=self.recipe.name,
-            precision=self.precision.name,
-            ep_backend=self.ep_backend.name,
-            cluster=self.cluster.name,
+            **{key: one.name for key, one in parts.items()},
+            **{key: getattr(self, key) for key in (*same, "repeat_of", "repeat", "max_restarts")},
             stack=self.options.stack.name,
-            nodes=self.nodes,
             ranks_per_node=self.cluster.ranks_per_node,
             device=self.cluster.device,
-            emulated=self.emulated,
-            stand_in_for=self.stand_in_for,
-            refused=self.refused,
             published_tokens_per_second_per_gpu=self.published,
-            published_source=source if self.published else None,
-            baseline=self.baseline,
-            prediction=self.prediction,
-            repeat_of=self.repeat_of,
-            repeat=self.repeat,
-            max_restarts=self.max_restarts,
+            published_source=published.source if published else None,
             environment=Words(self.environment),
-            options=Unchecked(self.options.values),
-            files=Words(files),
+            options=self.options.values,
+            # Parts that are the user's own files.
+            files={key: name for key, name in names.items() if name != parts[key].path.stem},
         )
 
     def job_record(self) -> CellRecord:
         """Return the record with all that a job needs, so that it reads no recipe again."""
-        profile = Unchecked(self.cluster.content)
+        profile = dict(self.cluster.content)
         return replace(self.record(), too_few_nodes=self.recipe.too_few_nodes, profile=profile)
 
 
 def train_argv(cell: Cell) -> list[str]:
     """Return all of the cell's arguments but the folders of the run."""
     stack = cell.options.stack
-    return [
-        *launch_argv(stack, cell.description),
-        *overlay_argv(stack, cell.precision),
-        *overlay_argv(stack, cell.ep_backend),
-        *(["--cookbook.emulated"] if cell.emulated else []),
-        *argv_of(stack, cell.options.settings),
-    ]
+    words = launch_argv(stack, cell.description)
+    words += [*overlay_argv(stack, cell.precision), *overlay_argv(stack, cell.ep_backend)]
+    words += ["--cookbook.emulated"] if cell.emulated else []
+    return words + argv_of(stack, cell.options.settings)
 
 
 def launch_argv(stack: Stack, description: str) -> list[str]:
@@ -222,10 +202,9 @@ ERROR, WARNING, HINT = "error", "warning", "hint"
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding about a cell before it runs: an error refuses it, the others inform.
+    """A finding about a cell before it runs: an error refuses it, the others inform.
 
     Attributes:
-        rule: the name of the rule that found it.
         option: the TorchTitan option to look at; empty where it is none.
         reference: public: a TorchTitan, TorchAO, DeepEP or PyTorch source file, or a page.
         is_input: whether the input is wrong (exit status 2), rather than the cell refused here.
@@ -261,11 +240,9 @@ def rule(
     """
 
     def register(problems: Callable[..., Problems]) -> Rule:
-        name = problems.__name__
-
         def findings(*arguments: Any) -> Iterator[Finding]:
-            for option, reason, remedy in problems(*arguments):
-                yield Finding(level, name, option, reason, remedy, reference, is_input)
+            for problem in problems(*arguments):
+                yield Finding(level, problems.__name__, *problem, reference, is_input)
 
         rules.append(findings)
         return findings
@@ -297,17 +274,11 @@ class Verdict:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All of them."""
         return (*self.rules, *(self.built or ()), *(self.here or ()))
 
     @property
     def errors(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.level == ERROR]
-
-    @property
-    def warnings(self) -> list[Finding]:
-        """What this environment lacks where the job runs elsewhere."""
-        return [finding for finding in self.findings if finding.level == WARNING]
 
     @property
     def refused(self) -> str | None:
@@ -317,8 +288,8 @@ class Verdict:
     @property
     def parts(self) -> str:
         """Which parts were looked at, and which not."""
-        names = ("the rules", "TorchTitan's build", "this environment")
-        parts = dict(zip(names, (self.rules, self.built, self.here), strict=True))
+        parts = {"the rules": self.rules, "TorchTitan's build": self.built}
+        parts["this environment"] = self.here
         seen = ", ".join(name for name, part in parts.items() if part is not None)
         unseen = ", ".join(name for name, part in parts.items() if part is None)
         return f"looked at: {seen}" + (f"; not: {unseen}" if unseen else "")

@@ -9,7 +9,7 @@ from typing import Any
 from cookbook.base.errors import InputError, named_at
 from cookbook.base.gpus import Gpu
 from cookbook.base.yamlfile import Words
-from cookbook.config.cell import Cell
+from cookbook.config.cell import PARTS, Cell
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.options import DEGREES, Options, Setting, Settings
 from cookbook.config.recipe import (
@@ -26,8 +26,6 @@ from cookbook.run.record import CellRecord
 
 # A folder's name may have 255 bytes; a run adds to it while it is made.
 _CELL_NAME_CHARACTERS = 200
-# A cell's parts, by their key in its record.
-_PARTS = ("recipe", "precision", "ep_backend", "cluster")
 # Settings of the sweep, of its axes, and of the command line.
 Layers = tuple[Settings, Settings, Settings]
 
@@ -178,7 +176,7 @@ def cell_from_record(
         return InputError(f"{place}: {key}" if key else place, found, "start a new run")
 
     stack = load_stack()
-    parts = {key: str(record.files.get(key) or getattr(record, key) or "") for key in _PARTS}
+    parts = {key: str(record.files.get(key) or getattr(record, key) or "") for key in PARTS}
     if missing := [key for key, part in parts.items() if not part]:
         raise wrong(f"does not say its {missing[0]}")
     if record.stack != stack.name:

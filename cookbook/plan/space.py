@@ -146,7 +146,7 @@ class Space:
 
     def _of_deepep(self, start: Cell, ep: int) -> dict[str, Any]:
         """Score activations; between nodes let experts compute beside DeepEP's exchanges."""
-        if not start.uses_deepep:
+        if not start.exchange.has_own_layer:
             return {}
         between_nodes = ep > start.cluster.ranks_per_node
         chunks = max(start.options[EP_CHUNKS], 2) if between_nodes else 1
