@@ -24,8 +24,9 @@ from cookbook.base.yamlfile import (
     fill,
     read_yaml,
 )
-from cookbook.config.options import Settings, check_environment, read_sections, sections
+from cookbook.config.options import Settings, check_environment, read_sections
 from cookbook.config.recipe import find_file, names_in
+from cookbook.config.stack import load_stack
 from cookbook.run import slurm
 from cookbook.run.record import CellRecord
 
@@ -111,7 +112,6 @@ class Cluster:
 
     @property
     def device(self) -> str:
-        """`cuda` or `cpu`."""
         return "cuda" if self.gpu else "cpu"
 
     @property
@@ -126,9 +126,6 @@ _TAKEN = frozenset(
     | {"gpus-per-node", "job-name", "ntasks", "ntasks-per-node", "mem", "no-requeue", "output"}
     | {"error", "open-mode", "array", "wrap", "chdir", "export", "signal"}
 )
-# sm_90 is 9.0.
-_NO_CAPABILITY = 20
-_TIME = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<rest>[0-9]+(?::[0-9]+){0,2})")
 
 
 def default_cluster() -> str:
@@ -157,9 +154,8 @@ def default_cluster() -> str:
 def runs_here(cluster: Cluster) -> bool:
     """Whether a job on `cluster` would run in this environment, with its packages and files."""
     is_job = os.environ.get("SLURM_JOB_ID") and not os.environ.get("COOKBOOK_CHECK")
-    if cluster.scheduler == "local" or is_job:
-        return True
-    return has_slurm() and _slurm_has(cluster, nodes=1)
+    is_here = cluster.scheduler == "local" or bool(is_job)
+    return is_here or (has_slurm() and _slurm_has(cluster, nodes=1))
 
 
 def _slurm_has(cluster: Cluster, nodes: int) -> bool:
@@ -167,10 +163,10 @@ def _slurm_has(cluster: Cluster, nodes: int) -> bool:
     found = 0
     for count, gres in slurm.node_groups() or ():
         # `gpu:b200:8(S:0-1)`, `gpu:8`, `(null)`.
-        match = re.search(r"gpu:(?:(?P<kind>[^:(,]+):)?(?P<gpus>[0-9]+)", gres)
-        kind = match["kind"] if match else None
+        match = re.search(r"gpu:(?:([^:(,]+):)?([0-9]+)", gres)
+        kind, gpus = match.groups() if match else (None, 0)
         is_alike = not kind or not cluster.gpu or cluster.gpu.name.lower() in kind.lower()
-        if is_alike and (int(match["gpus"]) if match else 0) == (cluster.gpus_per_node or 0):
+        if is_alike and int(gpus) == (cluster.gpus_per_node or 0):
             found += count
     return found >= nodes
 
@@ -181,8 +177,7 @@ def load_cluster(name: str) -> Cluster:
     cluster = _read_cluster(read_yaml(find_file("cluster", name)))
     gpus = visible_gpus() if cluster.scheduler == "local" else ()
     # Unlike GPUs in one job would run at the pace of the slowest: take those like the first.
-    alike = [other for other in gpus if other == gpus[0]]
-    return replace(cluster, gpu=gpus[0], gpus_per_node=len(alike)) if gpus else cluster
+    return replace(cluster, gpu=gpus[0], gpus_per_node=gpus.count(gpus[0])) if gpus else cluster
 
 
 def cluster_from_record(record: CellRecord) -> Cluster:
@@ -194,7 +189,7 @@ def _read_cluster(file: YamlFile) -> Cluster:
     own: dict[str, Any] = {"name": file.path.stem, "path": file.path, "content": file.content}
     if file.content.get("gpu") is not None:
         own["gpu"] = Gpu(**vars(fill(_GpuKeys, file, ("gpu",))))
-    beside = {"gpu", *sections()}
+    beside = {"gpu", *load_stack().sections}
     cluster = fill(Cluster, file, beside=beside, settings=read_sections(file), **own)
     for key, reason, remedy in _problems(file, cluster):
         raise InputError(file.place(*key), reason, remedy)
@@ -208,7 +203,8 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
         yield ("gpus_per_node",), "goes with `gpu`", "set both, or neither for CPU"
     if "ranks_per_node" in file.content and cluster.gpu is not None:
         yield ("ranks_per_node",), "is for CPU nodes", "there is a rank for each GPU"
-    if cluster.gpu and cluster.gpu.compute_capability >= _NO_CAPABILITY:
+    # Somebody wrote 90, as in sm_90, for 9.0.
+    if cluster.gpu and cluster.gpu.compute_capability >= 20:
         found = f"found {cluster.gpu.compute_capability:g}, allowed: MAJOR.MINOR"
         remedy = f"write {cluster.gpu.compute_capability / 10:.1f}"
         yield ("gpu", "compute_capability"), found, remedy
@@ -244,11 +240,10 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
 
 def seconds_of(limit: str) -> int | None:
     """Return a time limit of sbatch (`90`, `1:30:00`, `1-12`) in seconds; None for no limit."""
-    match = _TIME.fullmatch(limit)
+    match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+(?::[0-9]+){0,2})", limit)
     if match is None:
         return None
-    days = match["days"]
-    parts = [int(part) for part in match["rest"].split(":")]
+    days, parts = match[1], [int(part) for part in match[2].split(":")]
     # Minutes stand first, hours only where there are days, or three parts.
     if days is None and len(parts) < 3:
         parts.insert(0, 0)

@@ -1,6 +1,5 @@
 """TorchTitan's options as files and command lines set them, and as a job will hold them."""
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,17 +52,15 @@ class Options:
 
     @property
     def family(self) -> Family | None:
-        """The model's family; None for one that the stack does not know."""
+        """None for one that the stack does not know, as is `model`."""
         return self.stack.families.get(self["model.name"])
 
     @property
     def model(self) -> Model | None:
-        """The sizes of the model; None for one that the stack does not know."""
         return self.family.flavors.get(self["model.flavor"]) if self.family else None
 
     @property
     def model_title(self) -> str:
-        """`DeepSeek-V3 16B`, for messages."""
         name = self.family.title if self.family else self["model.name"]
         return f"{name} {self['model.flavor']}"
 
@@ -98,7 +95,6 @@ class Layout:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage."""
         return self.world // self.pp
 
 
@@ -110,15 +106,10 @@ def layout_of(options: Options, world: int) -> Layout:
     return Layout(world=world, **degrees)
 
 
-def sections() -> frozenset[str]:
-    """Return the names of TorchTitan's sections: keys that may stand at the top of a file."""
-    return load_stack().sections
-
-
 def read_sections(file: YamlFile) -> Settings:
     """Read the options of all sections at the top of `file`."""
-    top = {key: value for key, value in file.content.items() if key.partition(".")[0] in sections()}
-    return read_options(file, top)
+    top, sections = file.content, load_stack().sections
+    return read_options(file, {key: top[key] for key in top if key.partition(".")[0] in sections})
 
 
 def read_options(
@@ -153,14 +144,13 @@ def command_line_settings(words: Sequence[str], flag: str = "--set") -> Settings
         place = f"{flag} {name}"
         if not equals:
             raise InputError(place, "has no value", f"write {flag} SECTION.KEY=VALUE")
-        option = load_stack().setting(place, name)
-        settings[name] = Setting(option.parse(place, text), place)
+        settings[name] = Setting(load_stack().setting(place, name).parse(place, text), place)
     return settings
 
 
 def argv_of(stack: Stack, settings: Settings) -> list[str]:
-    words = (stack.options[name].arguments(one.value) for name, one in settings.items())
-    return [*itertools.chain(*words)]
+    options = stack.options
+    return [word for name in settings for word in options[name].arguments(settings[name].value)]
 
 
 def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
@@ -170,8 +160,7 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
         words: as they stand on a command line, `--section.key=value` or `--section.key value`.
         place: begins the place of an error.
     """
-    settings: dict[str, Setting] = {}
-    left = list(words)
+    settings, left = dict[str, Setting](), list(words)
     while left:
         word = left.pop(0)
         if not (word.startswith("--") and "." in word.partition("=")[0]):
@@ -205,7 +194,6 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
     return Options(stack, settings)
 
 
-_EXPANSION = re.compile(r"\$\{?[A-Za-z_]")
 # Bash's read-only ones, and those that the scripts need (held to both by tests/test_overlay.py).
 RESERVED = frozenset(
     {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "IFS", "SECONDS", "ATTEMPT"}
@@ -227,7 +215,7 @@ def check_environment(file: YamlFile, environment: Words, sources: Words | None 
             found = "is a variable of bash or of the scripts"
             raise InputError(file.place(key, name), found, "leave it out")
     for name, word in environment.items():
-        if isinstance(word, str) and _EXPANSION.search(word):
+        if isinstance(word, str) and re.search(r"\$\{?[A-Za-z_]", word):
             found = f"found {word!r}, and values are exported as they stand: nothing is expanded"
             remedy = "write it in full, or export it in a file that the cluster's `source` names"
             raise InputError(file.place("environment", name), found, remedy)
@@ -235,6 +223,4 @@ def check_environment(file: YamlFile, environment: Words, sources: Words | None 
 
 def exported(words: Words) -> dict[str, str]:
     """Return the texts that a shell exports; YAML's true is 1."""
-    return {
-        name: str(int(word)) if isinstance(word, bool) else word for name, word in words.items()
-    }
+    return {key: str(int(one)) if isinstance(one, bool) else one for key, one in words.items()}

@@ -40,7 +40,6 @@ from cookbook.config.options import (
     check_environment,
     read_options,
     read_sections,
-    sections,
 )
 from cookbook.config.stack import load_stack
 
@@ -263,7 +262,7 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
     overlay = fill(
         Overlay,
         file,
-        beside=("needs", "expect", "emulated", *sections()),
+        beside=("needs", "expect", "emulated", *load_stack().sections),
         kind=kind,
         name=path.stem,
         needs=needs,
@@ -365,8 +364,8 @@ def load_recipe(name: str) -> Recipe:
     if "recipes" in file.content:
         remedy = f"write: python submit.py sweep {name}"
         raise InputError(file.place("recipes"), "is a key of a sweep", remedy)
-    settings = read_sections(file)
-    recipe = fill(Recipe, file, beside=sections(), name=path.stem, settings=settings, path=path)
+    sections, settings = load_stack().sections, read_sections(file)
+    recipe = fill(Recipe, file, beside=sections, name=path.stem, settings=settings, path=path)
     check_name(file.place("name"), recipe.short_name)
     pairs = [f"{p}+{e}" for p in names_in("precision") for e in names_in("ep_backend")]
     for pair in recipe.published_numbers:

@@ -24,8 +24,6 @@ from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
 from cookbook.run.record import CellRecord
 
-# A folder's name may have 255 bytes; a run adds to it while it is made.
-_CELL_NAME_CHARACTERS = 200
 # Settings of the sweep, of its axes, and of the command line.
 Layers = tuple[Settings, Settings, Settings]
 
@@ -40,10 +38,7 @@ def resolve_cell(
     layers: Layers = ({}, {}, {}),
     suffix: str = "",
 ) -> Cell:
-    """Merge the parts into a cell, name it and judge it.
-
-    Args:
-        suffix: ends the name of a cell that is no stand-in.
+    """Merge the parts into a cell, name it and judge it; a stand-in's name has no `suffix`.
 
     Raises:
         InputError: degrees that do not divide, or a node count that the cluster does not have.
@@ -53,24 +48,25 @@ def resolve_cell(
     for option, setting in layers[1].items():
         words.append(f"{option.rpartition('.')[2]}_{word_of(setting.value)}")
     name = "-".join([cell.name, *words])
-    if len(name) > _CELL_NAME_CHARACTERS:
-        found = f"its name has {len(name)} characters, allowed: {_CELL_NAME_CHARACTERS}"
+    # A folder's name may have 255 bytes; a run adds to it while it is made.
+    if len(name) > 200:
+        found = f"its name has {len(name)} characters, allowed: 200"
         raise InputError(f"cell {name[:40]}...", found, "vary less, or shorten the names")
     cell = replace(cell, name=name, published=published_number(cell))
-    folder = "checkpoint.folder"
-    if cell.options[folder].startswith("/"):
+    option, folder = "checkpoint.folder", cell.options["checkpoint.folder"]
+    if folder.startswith("/"):
         # Cells that share a folder would continue each other's checkpoints.
-        own = Setting(f"{cell.options[folder]}/{name}", cell.options.origin(folder))
-        cell = replace(cell, options=cell.options.override({folder: own}))
+        own = Setting(f"{folder}/{name}", cell.options.origin(option))
+        cell = replace(cell, options=cell.options.override({option: own}))
     return _judged(cell)
 
 
 def _judged(cell: Cell) -> Cell:
     """Return the cell with the rules' first error; raise where the input is wrong."""
     findings = validation_errors(cell)
-    for finding in findings:
-        if finding.is_input:
-            raise InputError(cell.options.origin(finding.option), finding.reason, finding.remedy)
+    for one in findings:
+        if one.is_input:
+            raise InputError(cell.options.origin(one.option), one.reason, one.remedy)
     return replace(cell, refused=str(findings[0])) if findings else cell
 
 
@@ -89,8 +85,7 @@ def merge_config(
     the sweep's axes, the command line. On the `local` cluster the recipe's stand-in takes its
     place, and the sweep's own settings, made for the recipe's size, are left out.
     """
-    stand_in_for, left_out = None, tuple[str, ...]()
-    of_sweep, varied, overrides = layers
+    (of_sweep, varied, overrides), stand_in_for, left_out = layers, None, tuple[str, ...]()
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         stand_in_for, recipe = recipe.name, load_recipe(recipe.stand_in)
         left_out, of_sweep = tuple(of_sweep), {}
@@ -138,7 +133,7 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
     spare = recipe.spare_nodes if cluster.scheduler == "slurm" else 0
     most = cluster.nodes - spare
     nodes = asked if asked is not None else max(1, min(recipe.nodes, most))
-    if nodes < 1 or nodes > most:
+    if not 1 <= nodes <= most:
         kept = f", where {spare} more are kept as spares" if spare else ""
         found = f"found {nodes}, allowed: 1 to {most} on cluster {cluster.name}{kept}"
         raise InputError("--nodes", found)
@@ -161,12 +156,7 @@ def cell_from_record(
     """Rebuild the cell of `record` as it was asked for most recently, under `overrides`; judge it.
 
     Its options are the recorded ones, whatever became of the recipe; the overlays' `expect` blocks
-    and the environment come from the files as they are now.
-
-    Args:
-        name: of the cell's folder.
-        place: of the record, for errors.
-        nodes: None leaves them.
+    and the environment come from the files as they are now. `place` is the record's, for errors.
 
     Raises:
         InputError: the record names nothing that is here, or the cell cannot run.

@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,14 @@ PIPELINING = (
     "https://github.com/pytorch/pytorch/blob/v2.10.0/torch/distributed/pipelining/schedules.py"
 )
 _LINE = re.compile(
-    r"(?P<name>[A-Za-z0-9_.-]+)\s*"
-    r"(?:==\s*(?P<version>[^\s;#]+)|@\s*(?P<source>\S+@(?P<commit>[0-9a-f]{7,40})))"
-    r"\s*(?:;\s*extra\s*==\s*[\"'](?P<extra>\w+)[\"'])?"
+    r"([A-Za-z0-9_.-]+)\s*(?:==\s*([^\s;#]+)|@\s*(\S+@([0-9a-f]{7,40})))"
+    r"\s*(?:;\s*extra\s*==\s*[\"'](\w+)[\"'])?"
 )
 
 
 @dataclass(frozen=True)
 class Pin:
-    """One pinned package; `value` is its version, or its commit where `source` is a repository."""
+    """A pinned package; `value` is its version, or its commit where `source` is a repository."""
 
     name: str
     value: str
@@ -50,17 +49,14 @@ class Pin:
 
 def read_pins(path: Path = REQUIREMENTS) -> list[Pin]:
     found = map(_LINE.match, path.read_text(encoding="utf-8").splitlines())
-    words = (match.groupdict("") for match in found if match)
-    return [
-        Pin(one["name"], one["version"] or one["commit"], one["source"], one["extra"])
-        for one in words
-    ]
+    rows = (match.groups("") for match in found if match)
+    return [Pin(name, of or commit, url, extra) for name, of, url, commit, extra in rows]
 
 
 def stack_name(path: Path = REQUIREMENTS) -> str:
     """Return the stack that `path` pins, from its first line (`# stack 2026.02`)."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return lines[0].removeprefix("# stack").strip() if lines else ""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("# stack").strip()
 
 
 @dataclass(frozen=True)
@@ -86,9 +82,8 @@ class Option:
         if self.kind == "float" and _holds("int", value):
             value = float(value)
         if not _holds(self.kind, value):
-            allowed = _ALLOWED[self.kind]
-            found = f"found {described(value)}, allowed: {allowed}"
-            raise InputError(place, found, quotes_remedy(value, allowed))
+            found = f"found {described(value)}, allowed: {_ALLOWED[self.kind]}"
+            raise InputError(place, found, quotes_remedy(value, _ALLOWED[self.kind]))
         if self.kind == "list" and not value and self.default:
             # TorchTitan reads an empty word as a list of one empty name.
             raise InputError(place, "found an empty list, which TorchTitan cannot be given here")
@@ -141,15 +136,9 @@ def _holds(kind: str, value: Any) -> bool:
     if kind in ("list", "lists"):
         inner = "str" if kind == "list" else "list"
         return isinstance(value, list) and all(_holds(inner, item) for item in value)
-    is_finite = not isinstance(value, float) or math.isfinite(value)
-    return type(value).__name__ == kind and is_finite
+    return type(value).__name__ == kind and (kind != "float" or math.isfinite(value))
 
 
-def _initials(key: str) -> str:
-    return "".join(word[:1] for word in key.split("_"))
-
-
-_TABLES = Path(__file__).parent / "tables"
 # Options that the scripts set, after all settings, and the remedy.
 _SET_BY_SCRIPTS = {
     "job.dump_folder": "set CELL_DIR or COOKBOOK_RUNS in the environment",
@@ -166,8 +155,6 @@ _SET_BY_SCRIPTS = {
     "cookbook.dispatch": "set dispatch in the EP backend's `expect` block",
     "cookbook.emulated": "it follows from precision and cluster",
 }
-
-
 # Keys of the cookbook's own files that are no options.
 _OWN_KEYS = {
     "precision": "use --precision, or `precision` at the top of a recipe or sweep",
@@ -185,7 +172,7 @@ class Stack:
     options: Mapping[str, Option]
     families: Mapping[str, Family]
     refused_families: Mapping[str, str]
-    datasets: tuple[str, ...]
+    datasets: Sequence[str]
 
     @functools.cached_property
     def sections(self) -> frozenset[str]:
@@ -201,10 +188,12 @@ class Stack:
         """Return the option called `name`; an error names the nearest real ones."""
         if name not in self.options:
             # Else options of any section whose last word is near, or a degree by its initials.
-            last = {full: full.rpartition(".")[2] for full in self.options}
-            last = {full: key for full, key in last.items() if full not in _SET_BY_SCRIPTS}
+            known = [full for full in self.options if full not in _SET_BY_SCRIPTS]
+            last = {full: full.rpartition(".")[2] for full in known}
             keys = nearest(name.rpartition(".")[2], {*last.values()})
-            keys += [key for key in last.values() if _initials(key) == f"{name}d"]
+            # `tp` is `tensor_parallel_degree`.
+            of = {key: "".join(word[:1] for word in key.split("_")) for key in last.values()}
+            keys += [key for key in of if of[key] == f"{name}d"]
             close = nearest(name, last, 3) or [n for n in last if last[n] in keys]
             found = f"TorchTitan {self.pins['torchtitan']} has no option {name!r}"
             remedy = f"nearest: {', '.join(close)}" if close else ""
@@ -224,16 +213,15 @@ class Stack:
 def load_stack(name: str | None = None) -> Stack:
     """Read the stack called `name`; by default the one that this checkout's requirements pin."""
     name = name or stack_name()
-    known = sorted(path.stem for path in _TABLES.glob("*.json"))
-    if name not in known:
-        raise unknown_name("requirements.txt", "stack", name, known)
-    table = json.loads((_TABLES / f"{name}.json").read_text(encoding="utf-8"))
+    tables = {path.stem: path for path in (Path(__file__).parent / "tables").glob("*.json")}
+    if name not in tables:
+        raise unknown_name("requirements.txt", "stack", name, tables)
+    table = json.loads(tables[name].read_text(encoding="utf-8"))
     choices, optional = table["choices"], table["optional"]
     options = {}
     for one, default in table["options"].items():
         kind = optional.get(one, "choice" if one in choices else type(default).__name__)
         options[one] = Option(one, kind, default, one in optional, tuple(choices.get(one, ())))
     families = {entry["name"]: Family.of(entry) for entry in table["families"]}
-    pins = {pin.name: pin.value for pin in read_pins(REQUIREMENTS)}
-    refused = table["refused_families"]
-    return Stack(name, pins, options, families, refused, tuple(table["datasets"]))
+    pins = {pin.name: pin.value for pin in read_pins()}
+    return Stack(name, pins, options, families, table["refused_families"], table["datasets"])

@@ -9,15 +9,13 @@ from cookbook.base.errors import InputError, described, named_at, unknown_name
 from cookbook.base.yamlfile import Text, Texts, Unchecked, YamlFile, fill, read_yaml
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster
-from cookbook.config.options import Setting, Settings, read_options, sections
+from cookbook.config.options import Setting, Settings, read_options
 from cookbook.config.recipe import (
-    Kind,
     Overlay,
     Recipe,
     check_name,
     find_file,
     load_ep_backend,
-    load_overlay,
     load_precision,
     load_recipe,
     names_in,
@@ -26,7 +24,6 @@ from cookbook.config.resolve import resolve_cell
 from cookbook.config.stack import load_stack
 
 Pair = tuple[Overlay, Overlay]
-_KINDS: tuple[Kind, Kind] = ("precision", "ep_backend")
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             if is_own and request.overrides.keys() <= {"training.steps"}:
                 cell = replace(cell, prediction=point.prediction or None)
             cells[cell.name], groups[cell.name] = cell, (group, point)
-            if sweep.baseline and pair_name(pair) == pair_name(sweep.baseline):
+            if sweep.baseline and _pair_name(pair) == _pair_name(sweep.baseline):
                 baselines[group] = cell.name
     if not cells:
         raise InputError(sweep.name, "a sweep over nothing: no cell is left", "widen the options")
@@ -151,8 +148,7 @@ def requested_pair(recipe: Recipe, request: CellRequest, pair: Pair | None = Non
     return precision, ep_backend
 
 
-def pair_name(pair: Pair) -> str:
-    """Return `mxfp8+deepep`."""
+def _pair_name(pair: Pair) -> str:
     return "+".join(overlay.name for overlay in pair)
 
 
@@ -164,8 +160,6 @@ class _Names:
 
 @dataclass(frozen=True)
 class _Entry(_Names):
-    """The keys of an entry of `cells`."""
-
     recipe: Text | None = None
     name: Text = ""
     options: Unchecked = field(default_factory=Unchecked)
@@ -174,8 +168,6 @@ class _Entry(_Names):
 
 @dataclass(frozen=True)
 class _File:
-    """The keys of a sweep file."""
-
     description: Text
     recipes: Texts
     precision: Texts = ()
@@ -194,7 +186,7 @@ def load_sweep(name: str) -> Sweep:
         remedy = f"write: python submit.py run {name}"
         raise InputError(file.place("nodes"), "is a key of a recipe", remedy)
     for key in file.content:
-        if key.partition(".")[0] in sections():
+        if key.partition(".")[0] in load_stack().sections:
             found = "is a TorchTitan option, not a key of a sweep"
             raise InputError(file.place(key), found, f"put {key} below `options`")
     own = fill(_File, file)
@@ -204,13 +196,11 @@ def load_sweep(name: str) -> Sweep:
     with named_at(file.place("recipes")):
         recipes = tuple(load_recipe(recipe) for recipe in own.recipes)
     points = tuple(_points(file, own, recipes))
-    baseline = None
-    if own.baseline is not None:
-        baseline = _pair(file, own.baseline, "baseline")
-        known = {pair_name(one.pair or recipe.pair) for one in points for recipe in recipes}
-        if pair_name(baseline) not in known:
-            place = file.place("baseline")
-            raise unknown_name(place, "cell of the sweep", pair_name(baseline), known)
+    baseline = _pair(file, own.baseline, "baseline") if own.baseline else None
+    if baseline:
+        known = {_pair_name(one.pair or recipe.pair) for one in points for recipe in recipes}
+        if (found := _pair_name(baseline)) not in known:
+            raise unknown_name(file.place("baseline"), "cell of the sweep", found, known)
     axes = {}
     for name, values in own.vary.items():
         place = file.place("vary", name)
@@ -260,8 +250,7 @@ def _points(file: YamlFile, own: _File, recipes: tuple[Recipe, ...]) -> Iterator
 
 
 def _pair(file: YamlFile, names: _Names, *within: str) -> Pair:
-    found = []
-    for kind in _KINDS:
-        with named_at(file.place(*within or (kind,))):
-            found.append(load_overlay(kind, getattr(names, kind)))
-    return found[0], found[1]
+    with named_at(file.place(*within or ("precision",))):
+        precision = load_precision(names.precision)
+    with named_at(file.place(*within or ("ep_backend",))):
+        return precision, load_ep_backend(names.ep_backend)

@@ -220,7 +220,7 @@ def space_of(
         for value in tried:
             place = asked[key].origin if key in asked else f"--vary {key}"
             if wrong := wrong_value(_changed(base, {key: Setting(value, place)}), key):
-                raise InputError(place, wrong.reason, wrong.remedy)
+                raise InputError(place, *wrong)
     usual = {"precision": ["bf16"], "ep_backend": ["standard", "deepep"]}
     gpu = base.cluster.gpu
     if gpu and gpu.compute_capability >= load_precision("mxfp8").needs.compute_capability:

@@ -43,19 +43,18 @@ def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
 
 def validation_errors(cell: Cell) -> list[Finding]:
     """Return the rules' errors, wrong input first; where the layout does not divide, that alone."""
-    problems = layout.layout_findings(cell.options, cell.world)
-    if problems:
+    if problems := layout.layout_findings(cell.options, cell.world):
         return problems
     rules = (*values.RULES, *kernels.RULES, *layout.RULES)
     found = [finding for rule in rules for finding in rule(cell)]
     return sorted(found, key=lambda finding: not finding.is_input)
 
 
-def wrong_value(cell: Cell, option: str) -> Finding | None:
-    """Return an error in the value of `option` that no other option can fix."""
-    found = layout.impossible_findings(cell.options)
-    found += [*values.bounds(cell), *values.selected(cell)]
-    return next((finding for finding in found if finding.option == option), None)
+def wrong_value(cell: Cell, option: str) -> list[str] | None:
+    """Return reason and remedy of an error in `option` that no other option can fix."""
+    found = (*values.bounds(cell), *values.selected(cell))
+    problems = [*layout.impossible(cell.options), *((f.option, f.reason, f.remedy) for f in found)]
+    return next((words for name, *words in problems if name == option), None)
 
 
 def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
@@ -100,9 +99,8 @@ def files(cell: Cell) -> Problems:
             continue
         path, shown = ROOT / value / file, Path(value) / file
         if not path.exists():
-            is_whole = value[0] not in "~$"
-            remedy = remedy if is_whole else "write the whole path: nothing is expanded"
-            yield name, f"{shown} is not there", remedy
+            unexpanded = "write the whole path: nothing is expanded"
+            yield name, f"{shown} is not there", unexpanded if value[0] in "~$" else remedy
         elif name == "training.dataset_path" and not path.is_dir():
             yield name, f"{shown} is a file, allowed: a folder", remedy
     for section, name in (("training", "data.files"), ("validation", "data.validation_files")):
@@ -149,13 +147,10 @@ def weights(cell: Cell) -> Problems:
     options = cell.options
     if not (options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]):
         return
-    option = "checkpoint.initial_load_path"
-    shown = options[option] or options["model.hf_assets_path"]
-    if not options[option]:
-        option = "model.hf_assets_path"
-    folder = ROOT / shown
-    index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
+    has_own = options["checkpoint.initial_load_path"]
+    option = "checkpoint.initial_load_path" if has_own else "model.hf_assets_path"
+    shown, folder = options[option], ROOT / options[option]
+    index, files = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
     if not files:
         if folder.is_dir():
             remedy = "download the weights there, or set checkpoint.initial_load_path"
@@ -164,8 +159,8 @@ def weights(cell: Cell) -> Problems:
     try:
         if index.is_file():
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            missing = sorted({file for file in names.values() if not (folder / file).is_file()})
-            if missing:
+            found = {*names.values()}
+            if missing := sorted(file for file in found if not (folder / file).is_file()):
                 reason = f"{shown} lacks {len(missing)} of its files, {missing[0]} first"
                 yield option, reason, "download the whole checkpoint"
                 return
@@ -188,7 +183,7 @@ def weights(cell: Cell) -> Problems:
 def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Reason and remedy of the first tensor that does not fit the model."""
     family, model, title = cell.options.family, cell.options.model, cell.options.model_title
-    if family is None or model is None:
+    if not family or not model:
         return
     layers = {int(found[1]) for name in names if (found := re.match(r"model\.layers\.(\d+)", name))}
     flavor = "set model.flavor to the checkpoint's"
@@ -200,9 +195,8 @@ def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[t
             yield f" has no {name}, which {title} needs", "name weights of this model"
             return
         shape = read_shapes(folder / names[name])[name]
-        expected = [
-            getattr(model, dim) if dim else size for dim, size in zip(dims, shape, strict=True)
-        ]
+        sizes = zip(dims, shape, strict=True)
+        expected = [getattr(model, dim) if dim else size for dim, size in sizes]
         if shape != expected:
             yield f": {name} is {shape}, {title} has {expected}", flavor
             return

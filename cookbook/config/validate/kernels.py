@@ -21,24 +21,26 @@ CUSTOM_IMPORT = "experimental.custom_import"
 MX = frozenset({"quantize.grouped_mm.mx", "quantize.linear.mx"})
 _PARALLELIZE = f"{TORCHTITAN}/models/llama4/infra/parallelize.py"
 _MX = f"{TORCHTITAN}/components/quantization/mx.py"
-# Hopper and Blackwell of data centres: 9.0 is H100 and H200, 10.0 and 10.3 are B200 and B300.
-_FLASH_GENERATIONS = (9, 10)
 # Of queries and keys, and of values. Gradients of other sizes were not compared with a reference,
 # and some have been wrong on some GPUs.
 _FLASH_HEAD_DIMS = ((192, 128), (128, 128))
-# TorchTitan's `attn_type` of PyTorch's scaled_dot_product_attention.
-_SDPA = "sdpa"
 
 
 @rule(RULES, reference=_MX)
 def hardware(cell: Cell) -> Problems:
     """An overlay needs its generation of GPUs, unless it is emulated."""
-    gpu = cell.cluster.gpu
-    have = f"{gpu.name} has {gpu.compute_capability}" if gpu else "there is no CUDA GPU"
+    capability, have = _gpu_of(cell)
     for overlay in (cell.precision, cell.ep_backend):
         needed = overlay.needs.compute_capability
-        if needed > (gpu.compute_capability if gpu else 0) and overlay not in cell.emulated_parts:
+        if needed > capability and overlay not in cell.emulated_parts:
             yield "", f"{overlay.name} needs a GPU of compute capability {needed}, {have}", ""
+
+
+def _gpu_of(cell: Cell) -> tuple[float, str]:
+    gpu = cell.cluster.gpu
+    if gpu is None:
+        return 0.0, "there is no CUDA GPU"
+    return gpu.compute_capability, f"{gpu.name} has {gpu.compute_capability}"
 
 
 @rule(RULES, reference=_PARALLELIZE)
@@ -60,19 +62,16 @@ def needs(cell: Cell) -> Problems:
 @rule(RULES, reference=f"{TORCHTITAN}/protocols/model_converter.py")
 def declaration(cell: Cell) -> Problems:
     """The job stops at its first step if the options turn on another format or exchange."""
-    found = implied(cell.options)
-    for overlay, what in ((cell.precision, "precision"), (cell.ep_backend, "EP backend")):
-        for name, setting in overlay.expect.items():
-            key = name.removeprefix("cookbook.")
-            # With one EP rank nothing is dispatched.
-            if found[key] == setting.value or (key == "dispatch" and cell.layout.ep == 1):
-                continue
-            reason = (
-                f"{what} {overlay.name} expects {key} {setting.value}, and the options turn on "
-            )
-            reason += f"{found[key]}: the job would stop at its first step"
+    for key, found in implied(cell.options).items():
+        is_exchange = key == "dispatch"
+        overlay = cell.ep_backend if is_exchange else cell.precision
+        what = "EP backend" if is_exchange else "precision"
+        # With one EP rank nothing is dispatched.
+        if found != overlay.expects(key) and not (is_exchange and cell.layout.ep == 1):
+            reason = f"{what} {overlay.name} expects {key} {overlay.expects(key)}, and the options "
+            reason += f"turn on {found}: the job would stop at its first step"
             remedy = f"correct the options, or `expect` in {overlay.path.name}"
-            yield "model.converters" if what == "precision" else "", reason, remedy
+            yield "" if is_exchange else "model.converters", reason, remedy
 
 
 @rule(RULES, reference=_PARALLELIZE)
@@ -90,11 +89,9 @@ def ep_size(cell: Cell) -> Problems:
         reason = f"{exchange.title} has no configuration for EP {degree}; it has {sizes}"
         yield option, reason, f"try {best}"
     elif degree > per_node and exchange.ranks_per_node not in (0, per_node):
-        reason = (
-            f"EP {degree} leaves the node, and {exchange.title} between nodes takes them to have"
-        )
+        reason = f"EP {degree} leaves the node, and {exchange.title} between nodes takes them to "
         remedy = f"set it to at most {per_node}, or take the standard backend"
-        yield option, f"{reason} {exchange.ranks_per_node} GPUs, not {per_node}", remedy
+        yield option, f"{reason}have {exchange.ranks_per_node} GPUs, not {per_node}", remedy
 
 
 @rule(RULES, reference=_PARALLELIZE)
@@ -124,12 +121,9 @@ def hooks_are_on(cell: Cell) -> Problems:
 @rule(RULES, reference=_MX)
 def mxfp8_hardware(cell: Cell) -> Problems:
     """MXFP8 converters need Blackwell or emulation, also those that an option brought in."""
-    gpu = cell.cluster.gpu
-    if gpu is not None and gpu.compute_capability >= 10.0:
-        return
-    have = f"{gpu.name} has {gpu.compute_capability}" if gpu else "there is no CUDA GPU"
+    capability, have = _gpu_of(cell)
     for name in sorted(MX & set(cell.options["model.converters"])):
-        if not cell.options[f"{name}.emulate"]:
+        if capability < 10.0 and not cell.options[f"{name}.emulate"]:
             reason = f"{name} needs compute capability 10.0 (SM100), {have}"
             remedy = f"set {name}.emulate=true for numerics without speed"
             yield "model.converters", reason, remedy
@@ -149,35 +143,32 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
 @rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
 def flash_attention(cell: Cell) -> Problems:
     """It has kernels for two generations of GPUs, and only the families' own heads were checked."""
-    gpu, model, remedy = cell.cluster.gpu, cell.options.model, f"set {ATTENTION}=flavor"
+    model, remedy = cell.options.model, f"set {ATTENTION}=flavor"
+    capability, have = _gpu_of(cell)
     if not cell.uses_flash_attention:
         return
-    # On the CPU its reference runs.
-    if gpu and int(gpu.compute_capability) not in _FLASH_GENERATIONS:
-        reason = (
-            "FlashAttention-4 needs a GPU of compute capability 9.x (H100, H200) or 10.x (B200)"
-        )
-        yield ATTENTION, f"{reason}, {gpu.name} has {gpu.compute_capability}", remedy
+    # Hopper and Blackwell of data centres; on the CPU (0) its reference runs.
+    if int(capability) not in (0, 9, 10):
+        reason = "FlashAttention-4 needs a GPU of compute capability 9.x (H100, H200) or 10.x "
+        yield ATTENTION, f"{reason}(B200), {have}", remedy
     if model and model.head_dims not in _FLASH_HEAD_DIMS:
         every = (*_FLASH_HEAD_DIMS, model.head_dims)
-        *allowed, have = ("/".join(map(str, dims)) for dims in every)
-        reason = (
-            f"FlashAttention-4 is for heads of {' or '.join(allowed)} (queries and keys/values)"
-        )
-        yield ATTENTION, f"{reason}, {cell.options.model_title} has {have}", remedy
+        *allowed, found = ("/".join(map(str, dims)) for dims in every)
+        reason = f"FlashAttention-4 is for heads of {' or '.join(allowed)} (queries and keys/"
+        yield ATTENTION, f"{reason}values), {cell.options.model_title} has {found}", remedy
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/context_parallel.py")
 def context_parallel_attention(cell: Cell) -> Problems:
     """TorchTitan has context parallelism for SDPA only; most flavors have FlexAttention."""
     model, title = cell.options.model, cell.options.model_title
-    own = model.attn_type if model else _SDPA
     if cell.layout.cp == 1:
         return
     if cell.uses_flash_attention:
         reason = "FlashAttention-4 computes a sequence on one rank, and context parallelism "
         reason += f"({cell.layout.cp}) cuts it over several"
-    elif own != _SDPA:
+    elif model and model.attn_type != "sdpa":
+        own = model.attn_type
         reason = f"TorchTitan has context parallelism for SDPA only, and {title} has {own}"
     elif model and model.kv_heads < model.heads:
         reason = f"context parallelism is untested with grouped-query attention, as in {title}"

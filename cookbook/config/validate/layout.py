@@ -23,47 +23,33 @@ STAGES_PER_RANK = {
     "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }
-
-
 # Option, reason, and the remedy or the values to try.
 _Problem = tuple[str, str, str | list[int]]
 _BATCH = "training.local_batch_size"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
-_OVERLAP = "parallelism.pipeline_parallel_expert_parallel_overlap"
-_SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 
 
 def layout_findings(options: Options, world: int) -> list[Finding]:
     """Return all that does not divide in a job of `world` ranks, the outermost degree first."""
-    return [
-        _finding(option, reason, _suggestion(option, remedy, options, world))
-        for option, reason, remedy in _problems(options, world)
-    ]
+    reference, found = f"{TORCHTITAN}/distributed/parallel_dims.py", []
+    for option, reason, remedy in _problems(options, world):
+        if not isinstance(remedy, str):
+            remedy = _suggestion(option, remedy, options, world)
+        found.append(Finding(ERROR, "layout", option, reason, remedy, reference, is_input=True))
+    return found
 
 
-def impossible_findings(options: Options) -> list[Finding]:
-    """Return the values that fit no job: unknown models, degrees and batches below 1."""
-    return [_finding(option, found, str(remedy)) for option, found, remedy in _impossible(options)]
-
-
-def _finding(option: str, found: str, remedy: str) -> Finding:
-    reference = f"{TORCHTITAN}/distributed/parallel_dims.py"
-    return Finding(ERROR, "layout", option, found, remedy, reference, is_input=True)
-
-
-def _suggestion(name: str, remedy: str | list[int], options: Options, world: int) -> str:
+def _suggestion(name: str, values: list[int], options: Options, world: int) -> str:
     """Name the value nearest to the one found that leaves no problem, or not this one."""
-    if isinstance(remedy, str):
-        return remedy
     sizes = EXCHANGES.get(options[COMM_BACKEND], STANDARD).sizes
     if name == DEGREES["ep"] and sizes:
-        remedy = [value for value in remedy if value in (1, *sizes)]
+        values = [value for value in values if value in (1, *sizes)]
     # Of two that are as near, the smaller needs less.
     left = {
         value: [one[0] for one in _problems(options.override({name: Setting(value, name)}), world)]
-        for value in sorted(remedy, key=lambda value: (abs(value - options[name]), value))
+        for value in sorted(values, key=lambda value: (abs(value - options[name]), value))
     }
     nearest_first = sorted(left, key=lambda value: bool(left[value]))
     best = next((value for value in nearest_first if name not in left[value]), None)
@@ -75,10 +61,10 @@ def _suggestion(name: str, remedy: str | list[int], options: Options, world: int
 
 
 def _problems(options: Options, world: int) -> list[_Problem]:
-    if problems := [*_impossible(options)]:
-        return problems
     layout, family, model = layout_of(options, world), options.family, options.model
-    if problems := [*_degrees(layout)]:
+    problems: list[_Problem] = [*impossible(options)]
+    problems = problems or [*_degrees(layout)]
+    if problems:
         return problems
     if family is not None and model is not None:
         of = f"of {options.model_title}"
@@ -92,7 +78,8 @@ def _problems(options: Options, world: int) -> list[_Problem]:
     return [*problems, *_batch(options, layout)]
 
 
-def _impossible(options: Options) -> Iterator[_Problem]:
+def impossible(options: Options) -> Problems:
+    """Yield the values that fit no job: unknown models, degrees and batches below 1."""
     family, refused = options.family, options.stack.refused_families
     known = {"model.name": options.stack.families, "model.flavor": family and family.flavors}
     for option, names in known.items():
@@ -124,15 +111,13 @@ def _degrees(layout: Layout) -> Iterator[_Problem]:
     ranks = layout.dp_shard * layout.cp * layout.tp
     if product != layout.world:
         for short in ("pp", "tp", "cp", "dp_replicate"):
-            if layout.world % (degree := getattr(layout, short)):
-                yield from _undivided(short, degree, layout.world, "ranks")
+            if problems := _undivided(short, getattr(layout, short), layout.world, "ranks"):
+                yield from problems
                 return
-        reason = (
-            f"PP {layout.pp} x DP replicate {layout.dp_replicate} x DP shard {layout.dp_shard} "
-            f"x CP {layout.cp} x TP {layout.tp} is {product} ranks, the job has {layout.world}"
-        )
+        reason = f"PP {layout.pp} x DP replicate {layout.dp_replicate} x DP shard {layout.dp_shard}"
+        reason += f" x CP {layout.cp} x TP {layout.tp} is {product} ranks, the job has "
         remedy = "set it to -1 (all ranks that are left), or change another degree"
-        yield DEGREES["dp_shard"], reason, remedy
+        yield DEGREES["dp_shard"], f"{reason}{layout.world}", remedy
     elif layout.ep > 1 and layout.etp not in (1, layout.tp):
         found = f"found {layout.etp}, allowed: 1 or the tensor parallel degree ({layout.tp})"
         yield DEGREES["etp"], found, [1]
@@ -165,10 +150,8 @@ def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Prob
         stages = math.ceil(layers / per_stage) if per_stage > 0 else 0
         per_rank, left = divmod(stages, layout.pp)
         if left or per_rank < at_least or (at_least == 1 and per_rank != 1):
-            reason = (
-                f"{per_stage} layers a stage make {stages} stages of {num_layers} layers, which "
-                f"{schedule} cannot divide among {layout.pp} pipeline ranks"
-            )
+            reason = f"{per_stage} layers a stage make {stages} stages of {num_layers} layers, "
+            reason += f"which {schedule} cannot divide among {layout.pp} pipeline ranks"
             yield _PER_STAGE, reason, f"try {math.ceil(layers / (layout.pp * at_least))}"
             return
     if max(first, last, 1) > layers // stages:
@@ -238,7 +221,8 @@ def enough_microbatches(cell: Cell) -> Problems:
 def splittable_backward(cell: Cell) -> Problems:
     """Schedules that run the backward in two halves cannot split a compiled layer's."""
     schedule = cell.options[_SCHEDULE]
-    if cell.layout.pp > 1 and schedule.lower() in _SPLIT_BACKWARD and cell.is_compiled:
+    splits = schedule.lower() in ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+    if cell.layout.pp > 1 and splits and cell.is_compiled:
         reason = f"{schedule} splits the backward, which compiled layers cannot do"
         yield _SCHEDULE, reason, "set compile.components loss, or take Interleaved1F1B"
 
@@ -261,11 +245,11 @@ def two_stages(cell: Cell) -> Problems:
 def dual_pipe_v_overlap(cell: Cell) -> Problems:
     """DualPipeV overlaps TorchTitan's own dispatch and combine, which some MoE layers replace.
 
-    They fit the standard backend and `mxfp8_a2a`, whose classes have both. TorchTitan builds such a
-    cell, and it stops in its first step.
+    TorchTitan builds such a cell, and it stops in its first step.
     """
-    is_overlapped = cell.options[_OVERLAP] and cell.options[_SCHEDULE].lower() == "dualpipev"
+    option = "parallelism.pipeline_parallel_expert_parallel_overlap"
+    is_overlapped = cell.options[option] and cell.options[_SCHEDULE].lower() == "dualpipev"
     if cell.exchange.has_own_layer and is_overlapped and cell.layout.pp > 1 and cell.layout.ep > 1:
         reason = "DualPipeV overlaps the exchanges of the standard backend, not those of "
         reason += f"{cell.exchange.title}, which overlap with the shared experts already"
-        yield _OVERLAP, reason, "set it to false, or take EP backend standard"
+        yield option, reason, "set it to false, or take EP backend standard"

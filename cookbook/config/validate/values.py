@@ -24,10 +24,7 @@ RULES: list[Rule] = []
 _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
 _RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
-_VALIDATE = f"{TORCHTITAN}/components/validate.py"
 TEXT = "text"
-# Rank 0 writes them as one file, under the timeout of a collective.
-_LARGEST_HF_SAVE_GB = 60
 # The smallest and the largest value that makes sense.
 _AT_LEAST_1 = (
     *("training.steps", "training.gc_freq", "metrics.log_freq", "checkpoint.interval"),
@@ -53,9 +50,9 @@ _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 # Lists of names; TorchTitan ends at any other, or ignores it.
 _NAMES: dict[str, tuple[str, ...]] = {
     "compile.components": ("model", "loss"),
-    "model.converters": tuple(
-        f"quantize.{part}"
-        for part in ("grouped_mm.mx", "linear.mx", "grouped_mm.float8", "linear.float8")
+    "model.converters": (
+        *("quantize.grouped_mm.mx", "quantize.linear.mx"),
+        *("quantize.grouped_mm.float8", "quantize.linear.float8"),
     ),
     "checkpoint.exclude_from_loading": _STATES,
     SAVE_LIST: SAVED_OPERATORS,
@@ -86,17 +83,16 @@ def names(cell: Cell) -> Problems:
 @rule(RULES, reference=f"{TORCHTITAN}/tools/profiling.py", is_input=True)
 def profiled_steps(cell: Cell) -> Problems:
     """The profiler skips, warms up, and then records the last steps of every `profile_freq`."""
-    section, options = "profiling", cell.options
-    needed = options[f"{section}.profiler_warmup"] + options[f"{section}.profiler_active"]
-    frequency = options[f"{section}.profile_freq"]
-    if options[f"{section}.enable_profiling"] and 1 <= frequency < needed:
-        reason = f"found {frequency}, allowed: {needed} and up (profiler_warmup + profiler_active)"
-        yield f"{section}.profile_freq", reason, f"try {needed}"
+    options, option = cell.options, "profiling.profile_freq"
+    needed = options["profiling.profiler_warmup"] + options["profiling.profiler_active"]
+    found = options[option]
+    if options["profiling.enable_profiling"] and 1 <= found < needed:
+        reason = f"found {found}, allowed: {needed} and up (profiler_warmup + profiler_active)"
+        yield option, reason, f"try {needed}"
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def kept_checkpoints(cell: Cell) -> Problems:
-    """TorchTitan refuses to keep a single checkpoint, on every rank."""
     if cell.options["checkpoint.enable"] and cell.options["checkpoint.keep_latest_k"] == 1:
         reason = "1 would leave none while the next is being written, and TorchTitan refuses it"
         yield "checkpoint.keep_latest_k", reason, "set it to 2, or to 0 to keep all"
@@ -117,13 +113,12 @@ def selected(cell: Cell) -> Problems:
     """`op` or n, at which TorchTitan ends once the model is built; 0 recomputes every layer."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
-    if chosen == "op" or re.fullmatch("0*[1-9][0-9]*", chosen):
-        return
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
     if chosen and not chosen.strip("0"):
         remedy = "set activation_checkpoint.mode=full to recompute every layer"
-    reason = f"found {chosen!r}, allowed: op, or n from 1 up to recompute every n-th layer"
-    yield option, reason, remedy
+    if not re.fullmatch("op|0*[1-9][0-9]*", chosen):
+        reason = f"found {chosen!r}, allowed: op, or n from 1 up to recompute every n-th layer"
+        yield option, reason, remedy
 
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
@@ -139,17 +134,16 @@ def unused(cell: Cell) -> Problems:
         yield LAYERS_KEPT, reason, "set activation_checkpoint.mode=selective or full"
 
 
-@rule(RULES, reference=_VALIDATE, is_input=True)
+@rule(RULES, reference=f"{TORCHTITAN}/components/validate.py", is_input=True)
 def validation(cell: Cell) -> Problems:
     """A validation is some batches of training's shape, the same ones each time."""
     options = cell.options
     if not options["validation.enable"]:
         return
-    if options["validation.steps"] < 1:
-        reason = f"found {options['validation.steps']}, allowed: 1 and up batches a validation"
-        yield "validation.steps", reason, "try 10"
-    if options["validation.freq"] < 1:
-        yield "validation.freq", f"found {options['validation.freq']}, allowed: 1 and up", "try 100"
+    least = (("steps", " batches a validation", 10), ("freq", "", 100))
+    for name, things, best in least:
+        if (found := options[f"validation.{name}"]) < 1:
+            yield f"validation.{name}", f"found {found}, allowed: 1 and up{things}", f"try {best}"
     for name in ("seq_len", "local_batch_size"):
         asked, training = f"validation.{name}", options[f"training.{name}"]
         if asked in options.settings and options[asked] != training:
@@ -199,27 +193,23 @@ def addresses(cell: Cell) -> Problems:
 @rule(RULES, reference=_CHECKPOINT, is_input=True)
 def formats(cell: Cell) -> Problems:
     """Options for published weights that contradict one another."""
-    options, section = cell.options, "checkpoint"
-    if not options[f"{section}.enable"]:
-        for name in ("initial_load_in_hf", "initial_load_path", "last_save_in_hf"):
-            if options[f"{section}.{name}"]:
-                remedy = f"set {section}.enable: true"
-                yield f"{section}.{name}", "has no effect without checkpoints", remedy
+    options, model, in_hf = cell.options, cell.options.model, "checkpoint.initial_load_in_hf"
+    alone, save = "checkpoint.initial_load_model_only", "checkpoint.last_save_in_hf"
+    if not options["checkpoint.enable"]:
+        for name in (in_hf, "checkpoint.initial_load_path", save):
+            if options[name]:
+                yield name, "has no effect without checkpoints", "set checkpoint.enable: true"
         return
-    in_hf = options[f"{section}.initial_load_in_hf"]
-    if options[f"{section}.initial_load_in_hf_quantized"] and not in_hf:
-        option = f"{section}.initial_load_in_hf_quantized"
-        yield option, "is for published weights", f"set {section}.initial_load_in_hf: true"
-    if in_hf and not options[f"{section}.initial_load_model_only"]:
-        option = f"{section}.initial_load_model_only"
-        yield option, "is false, and published weights hold the model alone", "set it to true"
-    if options[f"{section}.last_save_in_hf"]:
-        model, size = cell.options.model, 0.0
-        if model:
-            # FP32; the routed experts are nearly all of a large model.
-            layers = model.n_layers - model.n_dense_layers
-            size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9
-        if size > _LARGEST_HF_SAVE_GB:
+    if options[f"{in_hf}_quantized"] and not options[in_hf]:
+        yield f"{in_hf}_quantized", "is for published weights", f"set {in_hf}: true"
+    if options[in_hf] and not options[alone]:
+        yield alone, "is false, and published weights hold the model alone", "set it to true"
+    if options[save] and model:
+        # FP32; the routed experts are nearly all of a large model.
+        layers = model.n_layers - model.n_dense_layers
+        size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9
+        # Rank 0 writes them as one file, under the timeout of a collective.
+        if size > 60:
             reason = f"rank 0 would write {size:,.0f} GB as one file, until a collective times out"
             remedy = "leave it out, and run: python submit.py export RUN/CELL --to FOLDER"
-            yield f"{section}.last_save_in_hf", reason, remedy
+            yield save, reason, remedy
