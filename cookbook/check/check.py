@@ -20,7 +20,7 @@ from cookbook.base.paths import ROOT
 from cookbook.check.warnings import ADVICE, BUILT_ADVICE
 from cookbook.config.cell import ERROR, WARNING, Cell, Finding, Verdict, train_argv
 from cookbook.config.recipe import OF_PRECISION
-from cookbook.config.stack import load_stack
+from cookbook.config.stack import TORCHTITAN, load_stack
 from cookbook.config.validate import judge
 from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
 from cookbook.predict.rank import Rank, describe_ranks
@@ -30,7 +30,7 @@ from cookbook.predict.traffic import Work, count_work
 
 @dataclass(frozen=True)
 class Built:
-    """TorchTitan's answer for one cell.
+    """TorchTitan's answer for a cell.
 
     Attributes:
         ranks: of the first rank of every pipeline stage `active`, `warnings` and `not_exercised`.
@@ -88,14 +88,12 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
                     requests.flush()
                     line = answers.readline()
             if not line.strip():
-                lines = said.read_text(errors="replace").split("\n")
-                last = next((text for text in reversed(lines) if text.strip()), "")
+                last = said.read_text(errors="replace").strip().rpartition("\n")[2]
                 return Built(unavailable=last.strip() or "the dry run ended without a word")
             answer = json.loads(line)
-            for rank in answer["ranks"]:
-                if "error" in rank:
-                    return Built(failure=rank, seconds=answer["seconds"])
-            return Built(tuple(answer["ranks"]), seconds=answer["seconds"])
+            ranks, seconds = answer["ranks"], answer["seconds"]
+            failure = next((rank for rank in ranks if "error" in rank), None)
+            return Built(() if failure else tuple(ranks), failure, seconds=seconds)
 
         try:
             yield build
@@ -111,12 +109,11 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
 def build_cells(cells: Sequence[Cell]) -> list[Built]:
     """Build every cell; cells that differ in their names alone are built once."""
     known: dict[str, Built] = {}
-    found = []
+    requests = [json.dumps(_request(cell)) for cell in cells]
     with dry_run() as build:
-        for cell in cells:
-            key = json.dumps(_request(cell))
-            found.append(known.setdefault(key, known.get(key) or build(cell)))
-    return found
+        for key, cell in zip(requests, cells, strict=True):
+            known[key] = known.get(key) or build(cell)
+    return [known[key] for key in requests]
 
 
 def _request(cell: Cell) -> dict[str, Any]:
@@ -130,7 +127,6 @@ def _request(cell: Cell) -> dict[str, Any]:
     }
 
 
-_TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2"
 _MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
 # TorchTitan's warnings that say nothing about the cell, or repeat a rule.
 _ROUTINE = (
@@ -144,7 +140,7 @@ _ROUTINE = (
 
 @dataclass(frozen=True)
 class CellCheck:
-    """All that a check found out about one cell.
+    """All that a check found out about a cell.
 
     `ranks` and their `stages` are empty for a cell that TorchTitan did not build, or whose layers
     are not counted; `no_step` says why the time of its step is not known.
@@ -162,7 +158,6 @@ class CellCheck:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The errors, then the advice."""
         return (*self.judged.findings, *self.advice)
 
     @property
@@ -179,7 +174,7 @@ class CellCheck:
 
     @property
     def active(self) -> dict[str, str]:
-        if self.built is None or not self.built.ranks:
+        if not self.built or not self.built.ranks:
             return {}
         found = {key: self.built.active(key) for key in self.built.ranks[0]["active"]}
         return {k: " and ".join(sorted(one - {"bf16"} or one)) for k, one in found.items() if one}
@@ -216,11 +211,11 @@ def check_cells(
         is_divided = not any(finding.is_input for finding in judged.rules)
         advice = tuple(found for rule in ADVICE for found in rule(cell)) if is_divided else ()
         checks.append(CellCheck(cell, judged, advice))
-    wanted = [one.cell for one in checks if build and not one.judged.rules]
-    built = iter(build_cells(wanted) if wanted else ())
-    return [
-        one if one.judged.rules or not build else _with_build(one, next(built)) for one in checks
-    ]
+    wanted = [index for index, one in enumerate(checks) if build and not one.judged.rules]
+    answers = build_cells([cells[index] for index in wanted]) if wanted else ()
+    for index, answer in zip(wanted, answers, strict=True):
+        checks[index] = _with_build(checks[index], answer)
+    return checks
 
 
 def _with_build(check: CellCheck, built: Built) -> CellCheck:
@@ -234,14 +229,14 @@ def _with_build(check: CellCheck, built: Built) -> CellCheck:
         except InputError as error:
             check = replace(check, no_step=str(error))
     found = [*_build_findings(check, built)]
-    others = tuple(finding for finding in found if finding.level != ERROR)
     errors = tuple(finding for finding in found if finding.level == ERROR)
-    judged = replace(check.judged, built=check.judged.built if built.unavailable else errors)
+    others = tuple(finding for finding in found if finding.level != ERROR)
+    judged = replace(check.judged, built=None if built.unavailable else errors)
     return replace(check, judged=judged, advice=(*check.advice, *others))
 
 
 def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
-    cell, trainer = check.cell, f"{_TORCHTITAN}/torchtitan/train.py"
+    cell, trainer = check.cell, f"{TORCHTITAN}/train.py"
     if built.unavailable:
         reason = f"TorchTitan could not be asked: {built.unavailable}"
         remedy = "run: bash setup.sh; until then only the rules were applied"
@@ -274,7 +269,7 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
             reason = f"precision {precision.name} expects {key} {expected}, and {active} is active "
             reason += "in the model that TorchTitan builds: the job would stop at its first step"
             remedy = f"correct the options, or `expect` in {precision.path.name}"
-            reference = f"{_TORCHTITAN}/torchtitan/components/quantization"
+            reference = f"{TORCHTITAN}/components/quantization"
             yield Finding(ERROR, "expectation", "", reason, remedy, reference)
 
 
@@ -283,12 +278,12 @@ def _refusal(cell: Cell, failure: Mapping[str, Any]) -> Finding:
     message, place = failure["error"], failure["place"]
     # A message with an option's full name has its last word too.
     named = [name for name in cell.options.settings if name.rpartition(".")[2] in message]
-    version, file = cell.options.stack.pins["torchtitan"], place.rpartition(":")[0]
+    version, (package, _, file) = cell.options.stack.pins["torchtitan"], place.partition("/")
     reason = f"TorchTitan {version} refuses it: {message} (rank {failure['rank']}, "
     reason += f"{place or failure['kind']})"
-    file = file if file.startswith("torchtitan/") else "torchtitan/train.py"
+    file = file.rpartition(":")[0] if package == "torchtitan" else "train.py"
     option = max(named, key=len, default="")
-    return Finding(ERROR, "torchtitan", option, reason, "", f"{_TORCHTITAN}/{file}")
+    return Finding(ERROR, "torchtitan", option, reason, "", f"{TORCHTITAN}/{file}")
 
 
 def _remedy(check: CellCheck, largest: str) -> str:

@@ -39,13 +39,13 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
         "memory": check.peak
         and {
             "verdict": check.verdict,
-            "gpu_gib": gpu.memory_gib if gpu else None,
+            "gpu_gib": gpu and gpu.memory_gib,
             "total_gib": round(check.peak.total, 2),
             "largest": check.peak.largest,
             "stages": list(map(_stage_mapping, check.stages, check.ranks)),
         },
-        "work": check.work.as_mapping() if check.work else None,
-        "step": check.step.as_mapping() if check.step else None,
+        "work": check.work and check.work.as_mapping(),
+        "step": check.step and check.step.as_mapping(),
         "no_step": check.no_step or None,
     }
 
@@ -65,20 +65,13 @@ def _stage_mapping(stage: StageMemory, rank: Rank) -> dict[str, object]:
 
 
 def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None) -> str:
-    """A line for every cell, what all cells share, then each in detail.
-
-    Args:
-        width: columns that sentences are wrapped to; None wraps nothing.
-    """
-    first = checks[0].cell
-    cluster = first.cluster
+    """A line for every cell, what all cells share, then each in detail; sentences fit `width`."""
+    first, cluster = checks[0].cell, checks[0].cell.cluster
     words = {True: "may run", False: "REFUSED"}
     verdicts = [[check.cell.name, words[check.may_run], check.summary] for check in checks]
-    lines = [
-        f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}",
-        text_table(verdicts, width=width, indent=2),
-        *(f"  {parts}" for parts in dict.fromkeys(check.judged.parts for check in checks)),
-    ]
+    lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}"]
+    lines.append(text_table(verdicts, width=width, indent=2))
+    lines += [f"  {parts}" for parts in dict.fromkeys(check.judged.parts for check in checks)]
     everywhere = [one for one in checks[0].findings if all(one in c.findings for c in checks)]
     shared = everywhere if len(checks) > 1 else []
     if shared:
@@ -114,20 +107,20 @@ def _findings(findings: Iterable[Finding], width: int | None) -> str:
 def _memory(check: CellCheck) -> Iterator[str]:
     if check.peak is None:
         return
-    terms = {name: None for stage in check.stages for name in stage.terms}
-    rows = {name: [stage.terms.get(name, 0.0) for stage in check.stages] for name in terms}
-    rows["reserved (`memory` in the log)"] = [stage.reserved for stage in check.stages]
-    rows["CUDA, NCCL, DeepEP"] = [stage.outside for stage in check.stages]
-    rows["total"] = [stage.total for stage in check.stages]
-    table = [["memory, GiB a GPU", *(f"rank {stage.rank}" for stage in check.stages), ""]]
+    stages = check.stages
+    terms = {name: None for stage in stages for name in stage.terms}
+    rows = {name: [stage.terms.get(name, 0.0) for stage in stages] for name in terms}
+    rows["reserved (`memory` in the log)"] = [stage.reserved for stage in stages]
+    rows["CUDA, NCCL, DeepEP"] = [stage.outside for stage in stages]
+    rows["total"] = [stage.total for stage in stages]
+    table = [["memory, GiB a GPU", *(f"rank {stage.rank}" for stage in stages), ""]]
     for name, sizes in rows.items():
         mark = "largest" if name == check.peak.largest else ""
         table.append([f"  {name}", *(f"{size:.1f}" for size in sizes), mark])
-    yield text_table(table, align="l" + "r" * len(check.stages), indent=2)
+    yield text_table(table, align="l" + "r" * len(stages), indent=2)
     gpu = check.cell.cluster.gpu
-    moments = {stage.moment: None for stage in check.stages}
     of = f"{check.verdict} in {gpu.memory_gib:g}" if gpu else "no GPU to fit into"
-    yield f"    {of}; the peak is at {' or '.join(moments)}"
+    yield f"    {of}; the peak is at {' or '.join(dict.fromkeys(one.moment for one in stages))}"
     for rank in check.ranks:
         state = f"{state_gib(rank):.1f} GiB with gradients and Adam"
         yield f"    rank {rank.rank}: {rank.local_parameters / 1e9:.3f} B parameters, {state}"
@@ -137,15 +130,11 @@ def _work(check: CellCheck) -> Iterator[str]:
     work = check.work
     if work is None:
         return
+    active = f"{work.active_parameters / 1e9:.1f} B active; {work.flops_per_token / 1e9:.1f} GFLOP"
     yield "  work"
-    yield (
-        f"    {work.parameters / 1e9:.1f} B parameters, {work.active_parameters / 1e9:.1f} B "
-        f"active; {work.flops_per_token / 1e9:.1f} GFLOP a token (TorchTitan's count)"
-    )
-    yield (
-        f"    {work.tokens_per_step:,} tokens and {work.flops_per_gpu_step / 1e12:,.0f} TFLOP a "
-        "GPU in a step, which sends, in GiB:"
-    )
+    yield f"    {work.parameters / 1e9:.1f} B parameters, {active} a token (TorchTitan's count)"
+    flops = f"{work.flops_per_gpu_step / 1e12:,.0f} TFLOP a GPU in a step"
+    yield f"    {work.tokens_per_step:,} tokens and {flops}, which sends, in GiB:"
     titles = {"fsdp": "FSDP", "tp": "TP", "pp": "PP"}
     titles |= {f"ep/{name}": f"EP {name}" for name in EP_BACKENDS}
     rows = [["", "NVLink", "InfiniBand", ""]]
@@ -164,10 +153,9 @@ def _step(check: CellCheck) -> Iterator[str]:
         return
     seq_len = check.cell.options["training.seq_len"]
     yield f"  attention: {attended_text(step.documents, seq_len)}"
-    yield (
-        f"  time, predicted (docs/evidence/prediction.md): {step.step_ms:,.0f} ms a step, "
-        f"{step.tokens_per_second_per_gpu:,.0f} tokens/s/GPU; milliseconds of rank {step.rank}:"
-    )
+    speed = f"{step.step_ms:,.0f} ms a step, {step.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+    source = "predicted (docs/evidence/prediction.md)"
+    yield f"  time, {source}: {speed}; milliseconds of rank {step.rank}:"
     terms = sorted(step.terms_ms.items(), key=lambda item: -item[1])
     rows = [[name, f"{time_ms:,.0f}", f"{time_ms / step.step_ms:.0%}"] for name, time_ms in terms]
     rows.append(["of these computed or sent again", f"{step.recompute_ms:,.0f}", ""])
