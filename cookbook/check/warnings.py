@@ -26,15 +26,6 @@ _BLOG = (
     "https://pytorch.org/blog/enabling-up-to-41-faster-pre-training-mxfp8-and-deepep-"
     "for-deepseek-v3-on-b200-with-torchtitan"
 )
-# Of a parameter with Adam's two moments.
-_STATES = 3
-# A GPU's state to its host's memory, which is all that training waits for where saves are
-# asynchronous. TorchTitan's log says what it was: `Finished saving the checkpoint ...`.
-_COPY_GB_PER_S = 10.0
-# Warm-up and steps of the published convergence experiment.
-_PUBLISHED_WARM_UP = (2000, 1500)
-# So much longer or shorter costs little: the curve is flat around its lowest point.
-_NEAR = 3.0
 
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/train.py")
@@ -45,7 +36,7 @@ def fewer_nodes(cell: Cell) -> Problems:
         return
     reason = f"{cell.recipe.name} is made for {wanted} nodes and runs on {cell.nodes}"
     if cell.options["training.global_batch_size"] < 0:
-        local = cell.options["training.local_batch_size"]
+        local = cell.options[_BATCH]
         replicas = layout.dp_replicate * layout.dp_shard
         reason += f", and a step trains {local * replicas:,} sequences (local batch {local} x "
         reason += f"{replicas} data-parallel ranks)"
@@ -73,10 +64,8 @@ def released_torchtitan(cell: Cell) -> Problems:
     """Released TorchTitan has both faults, which the cookbook's hooks correct."""
     hooks = cell.options.stack.hooks
     if cell.hooks != hooks:
-        reason = (
-            "without the cookbook's hooks the router's gradient is wrong under TP, and V-shaped"
-        )
-        yield CUSTOM_IMPORT, f"{reason} schedules log no loss", f"set it to {hooks}"
+        reason = "without the cookbook's hooks the router's gradient is wrong under TP, and "
+        yield CUSTOM_IMPORT, f"{reason}V-shaped schedules log no loss", f"set it to {hooks}"
 
 
 @rule(ADVICE, level=WARNING, reference=PIPELINING)
@@ -102,27 +91,26 @@ def pipeline_bubble(cell: Cell) -> Problems:
 @rule(ADVICE, level=WARNING, reference=_CHECKPOINT)
 def checkpoints_resume(cell: Cell) -> Problems:
     """A long run should be able to go on after a lost node, and its last step too."""
-    section, steps, options = "checkpoint", cell.steps, cell.options
-    if not options[f"{section}.enable"]:
+    steps, options = cell.steps, cell.options
+    if not options["checkpoint.enable"]:
         if steps > _LONG_RUN:
             reason = f"no checkpoint in {steps} steps: a lost node costs the whole run"
-            yield f"{section}.enable", reason, "set checkpoint.enable true"
+            yield "checkpoint.enable", reason, "set checkpoint.enable true"
         return
-    if options[f"{section}.last_save_model_only"]:
+    if options[option := "checkpoint.last_save_model_only"]:
         reason = "the last step is saved without optimizer and cannot be resumed"
-        yield f"{section}.last_save_model_only", reason, "set it to false to be able to continue"
-    interval = options[f"{section}.interval"]
-    if interval > steps and not options[f"{section}.interval_minutes"]:
+        yield option, reason, "set it to false to be able to continue"
+    interval = options[option := "checkpoint.interval"]
+    if interval > steps and not options["checkpoint.interval_minutes"]:
         reason = f"{interval} is beyond the last step ({steps}): nothing is saved before the end"
-        yield f"{section}.interval", reason, f"try {max(steps // 6, 1)}"
-    if options[f"{section}.load_only"]:
+        yield option, reason, f"try {max(steps // 6, 1)}"
+    if options[option := "checkpoint.load_only"]:
         reason = "nothing is saved: a requeued job begins where this one did"
-        yield f"{section}.load_only", reason, "set it to false"
-    left_out = sorted({*options[f"{section}.exclude_from_loading"]} - {"model"})
-    if left_out:
+        yield option, reason, "set it to false"
+    option = "checkpoint.exclude_from_loading"
+    if left_out := sorted({*options[option]} - {"model"}):
         reason = f"{', '.join(left_out)} would start anew after every restart"
-        remedy = "use it for the first start of a fine-tuning only"
-        yield f"{section}.exclude_from_loading", reason, remedy
+        yield option, reason, "use it for the first start of a fine-tuning only"
 
 
 def _routing_option(cell: Cell) -> str:
@@ -135,10 +123,10 @@ def _routing_option(cell: Cell) -> str:
 def warm_up_ends(cell: Cell) -> Problems:
     """TorchTitan shortens a warm-up that is longer than the schedule, which a benchmark may be."""
     options, option = cell.options, "lr_scheduler.warmup_steps"
-    total = options["lr_scheduler.total_steps"] or options["training.steps"]
-    if (options[option], total) == _PUBLISHED_WARM_UP:
-        return
-    if options[option] > total and not options["debug.moe_force_load_balance"]:
+    total = options["lr_scheduler.total_steps"] or cell.steps
+    # Those of the published convergence experiment.
+    is_published = (options[option], total) == (2000, 1500)
+    if options[option] > total and not (is_published or options["debug.moe_force_load_balance"]):
         reason = f"{options[option]} steps are longer than the run, whose {total} steps all warm up"
         yield option, reason, f"try {max(1, total // 10)}"
 
@@ -220,10 +208,8 @@ def exchange_within_a_node(cell: Cell) -> Problems:
 def emulated_has_no_speed(cell: Cell) -> Problems:
     """Emulation computes what MXFP8 would, in BF16 and slower."""
     if cell.emulated:
-        reason = (
-            f"{cell.emulated_parts[0].name} is emulated here: its numerics are right, its speed"
-        )
-        yield "", f"{reason} means nothing", ""
+        name = cell.emulated_parts[0].name
+        yield "", f"{name} is emulated here: its numerics are right, its speed means nothing", ""
 
 
 @rule(ADVICE, level=HINT, reference=f"{FLASH_ATTENTION}/interface.py")
@@ -263,24 +249,25 @@ def saving(cell: Cell, ranks: Sequence[Rank]) -> Problems:
     cluster, options = cell.cluster, cell.options
     if not options["checkpoint.enable"] or cluster.node_failure_days is None:
         return
-    size = _STATES * ranks[0].parameters * ranks[0].units[0].bytes
-    rate = cluster.write_gb_per_s
-    written_s = None if rate is None else size / (rate * 1e9)
-    waits_s = written_s
+    # A parameter with Adam's two moments.
+    size_gb = 3 * ranks[0].parameters * ranks[0].units[0].bytes / 1e9
+    waits_s = written_s = size_gb / cluster.write_gb_per_s if cluster.write_gb_per_s else None
     if options["checkpoint.async_mode"] != "disabled":
-        waits_s = size / cell.world / (_COPY_GB_PER_S * 1e9)
+        # Training waits for the copy to the host's memory alone, at about 10 GB/s; TorchTitan's
+        # log says what it was: `Finished saving the checkpoint ...`.
+        waits_s = size_gb / cell.world / 10.0
     if waits_s is None:
-        reason = f"training waits until {size / 1e9:,.0f} GB are written, at each save"
+        reason = f"training waits until {size_gb:,.0f} GB are written, at each save"
         yield "checkpoint.async_mode", reason, "set it to async"
         return
-    between_s = cluster.node_failure_days * 86_400 / cell.nodes
-    best_s = max(math.sqrt(2 * waits_s * between_s), written_s or 0.0)
+    days = cluster.node_failure_days / cell.nodes
+    best_s = max(math.sqrt(2 * waits_s * days * 86_400), written_s or 0.0)
     found_s = 60 * options["checkpoint.interval_minutes"]
-    if found_s and best_s / _NEAR <= found_s <= best_s * _NEAR:
+    # The curve is flat around its lowest point: 3 times longer or shorter costs little.
+    if found_s and best_s / 3.0 <= found_s <= best_s * 3.0:
         return
     found = f"every {found_s / 60:g} minutes" if found_s else "by steps, not by minutes"
-    reason = f"saved {found}; a save of {size / 1e9:,.0f} GB keeps training waiting for about "
-    reason += f"{waits_s:.2g} s, and one of {cell.nodes} nodes fails about every "
-    reason += f"{between_s / 86_400:.2g} days"
+    reason = f"saved {found}; a save of {size_gb:,.0f} GB keeps training waiting for about "
+    reason += f"{waits_s:.2g} s, and one of {cell.nodes} nodes fails about every {days:.2g} days"
     remedy = f"set it to about {max(1, round(best_s / 60))} (Young and Daly)"
     yield "checkpoint.interval_minutes", reason, remedy
