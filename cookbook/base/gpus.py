@@ -1,5 +1,6 @@
 """The GPUs of this machine as NVML lists them, and those that CUDA shows; no torch is needed."""
 
+import contextlib
 import functools
 import os
 import re
@@ -9,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,10 @@ def read_gpus(timeout_s: float = 20.0) -> tuple[InstalledGpu, ...]:
     thread = threading.Thread(target=lambda: answer.append(_ask_nvml()), daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if not answer:
-        raise NoGpusError(f"NVML: no answer in {timeout_s:.0f} s", has_driver=True)
-    if isinstance(answer[0], NoGpusError):
-        raise answer[0]
-    return answer[0]
+    found = answer[0] if answer else NoGpusError(f"NVML: no answer in {timeout_s:.0f} s", True)
+    if isinstance(found, NoGpusError):
+        raise found
+    return found
 
 
 def _ask_nvml() -> tuple[InstalledGpu, ...] | NoGpusError:
@@ -108,14 +106,13 @@ def _installed(nvml: Any, handle: Any, driver: str) -> InstalledGpu:
     *_, pending, failed = known((False, False), nvml.nvmlDeviceGetRemappedRows, handle)
     links = range(nvml.NVML_NVLINK_MAX_LINKS)
     kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    names = [known("?", nvml.nvmlSystemGetProcessName, pid) for pid in running]
     return InstalledGpu(
         Gpu(nvml.nvmlDeviceGetName(handle), float(f"{major}.{minor}"), round(total / 2**30, 1)),
         driver,
         nvml.nvmlDeviceGetUUID(handle),
         memory_used_mib=used // 2**20,
-        processes=tuple(
-            f"{pid} ({known('?', nvml.nvmlSystemGetProcessName, pid)})" for pid in running
-        ),
+        processes=tuple(f"{pid} ({name})" for pid, name in zip(running, names, strict=True)),
         ecc_errors=known(0, nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds),
         row_pending=bool(pending),
         row_failed=bool(failed),
@@ -143,11 +140,10 @@ def select_visible(
         return tuple(installed)
     visible: list[InstalledGpu] = []
     for entry in map(str.strip, chosen.split(",")):
-        named = [
-            gpu for gpu in installed if entry[:4] == "GPU-" != entry and gpu.uuid.startswith(entry)
-        ]
+        is_uuid = entry[:4] == "GPU-" != entry
+        named = [gpu for gpu in installed if is_uuid and gpu.uuid.startswith(entry)]
         if entry.isdecimal():
-            named = list(installed[int(entry) :][:1])
+            named = [*installed[int(entry) :][:1]]
         if len(named) != 1:
             break
         if named[0] in visible:
@@ -165,31 +161,30 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 def driver_version() -> str | None:
     """Return the loaded NVIDIA driver's version, from the kernel; None where there is none."""
-    try:
-        found = re.search(r"Kernel Module(?: for \S+)?\s+([0-9][0-9.]*)", _DRIVER.read_text())
-    except OSError:
-        return None
-    return found[1] if found else None
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        found = re.search(r"Kernel Module(?: for \S+)?\s+([0-9][0-9.]*)", text)
+        return found[1] if found else None
+    return None
 
 
 def has_slurm() -> bool:
-    """Return whether jobs can be handed to Slurm from here."""
     return shutil.which("sbatch") is not None
 
 
 # Dense, in TFLOP/s, by bits of an input's element; the 16-bit ones are TorchTitan 0.2.2's. The
 # first entry counts that is part of a GPU's name.
-_PEAKS: tuple[tuple[str, dict[int, float]], ...] = (
-    ("GB200", {16: 2500.0, 8: 5000.0}),
-    ("B200", {16: 2250.0, 8: 4500.0}),
-    ("H200", {16: 989.0, 8: 1979.0}),
-    ("H100 NVL", {16: 835.0, 8: 1671.0}),
-    ("H100 PCIe", {16: 756.0, 8: 1513.0}),
-    ("H100", {16: 989.0, 8: 1979.0}),
-    ("A100", {16: 312.0}),
-)
+_PEAKS: dict[str, dict[int, float]] = {
+    "GB200": {16: 2500.0, 8: 5000.0},
+    "B200": {16: 2250.0, 8: 4500.0},
+    "H200": {16: 989.0, 8: 1979.0},
+    "H100 NVL": {16: 835.0, 8: 1671.0},
+    "H100 PCIe": {16: 756.0, 8: 1513.0},
+    "H100": {16: 989.0, 8: 1979.0},
+    "A100": {16: 312.0},
+}
 
 
 def peak_tflops(name: str, bits: int) -> float | None:
     """Return the peak of a matrix product on the GPU called `name`; None where not known here."""
-    return next((peaks.get(bits) for model, peaks in _PEAKS if model in name), None)
+    return next((peaks.get(bits) for model, peaks in _PEAKS.items() if model in name), None)

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A last column that is narrower than this is hard to read; the line grows too long instead.
-_NARROWEST = 20
-
 
 def terminal_width() -> int | None:
     """Return the columns of standard output; None for a file or a pipe."""
@@ -38,7 +35,8 @@ def text_table(
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     align = align.ljust(len(widths), "l")
     start = indent + sum(widths[:-1]) + 2 * (len(widths) - 1)
-    room = max(width - start, _NARROWEST) if width else sys.maxsize
+    # A narrower last column is hard to read; the line grows too long instead.
+    room = max(width - start, 20) if width else sys.maxsize
     lines: list[str] = []
     for *cells, last in table:
         head = [_pad(*column) for column in zip(cells, widths, align, strict=False)]
@@ -54,15 +52,10 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: st
     """Return a Markdown table that is aligned in its source too."""
     table = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (head, *rows)]
     widths = [max(2, *map(len, column)) for column in zip(*table, strict=True)]
-    rule = [
-        "-" * (width - 1) + ("-" if a == "l" else ":")
-        for width, a in zip(widths, align, strict=True)
-    ]
-    table.insert(1, rule)
-    return "\n".join(
-        "| " + " | ".join(_pad(*cell) for cell in zip(row, widths, align, strict=True)) + " |"
-        for row in table
-    )
+    ends = {"l": "-", "r": ":"}
+    table.insert(1, ["-" * (n - 1) + ends[a] for n, a in zip(widths, align, strict=True)])
+    rows = ([_pad(*cell) for cell in zip(row, widths, align, strict=True)] for row in table)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def _pad(text: str, width: int, align: str) -> str:

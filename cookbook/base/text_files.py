@@ -24,8 +24,6 @@ from cookbook.base.paths import runs_folder
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 # Documents read, and shuffled, at a time.
 WINDOW = 4096
-_LENGTHS = "texts.json"
-_WEIGHTED = re.compile(r"(\d+(?:\.\d+)?):(.+)")
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,7 @@ class Document:
     raw: str | bytes | None
 
     def text(self, key: str) -> str:
-        """Return the text of the document.
-
-        Raises:
-            InputError: broken JSON, or no text under `key`.
-        """
+        """Return the text under `key`; InputError for broken JSON, or none."""
         place = f"{self.file}:{self.row}"
         value: Any = self.raw
         if self.file.suffix != ".parquet":
@@ -80,7 +74,7 @@ def find_sources(patterns: Sequence[str], root: Path = Path()) -> list[TextSourc
         InputError: a pattern without files, a file of another kind, weights on some patterns only.
     """
     place = "data.files"
-    weighted = [_WEIGHTED.fullmatch(pattern) for pattern in patterns]
+    weighted = [re.fullmatch(r"(\d+(?:\.\d+)?):(.+)", pattern) for pattern in patterns]
     if not any(weighted):
         files = tuple(path for pattern in patterns for path in _files(pattern, root))
         if not files:
@@ -114,10 +108,8 @@ def _files(pattern: str, root: Path) -> list[Path]:
         raise InputError("data.files", f"{pattern!r} matches no file", remedy)
     for file in found:
         if not file.name.endswith(SUFFIXES):
-            allowed = ", ".join(SUFFIXES)
-            raise InputError(
-                "data.files", f"found {file}, allowed: {allowed}", "convert it, or narrow the glob"
-            )
+            wrong = f"found {file}, allowed: {', '.join(SUFFIXES)}"
+            raise InputError("data.files", wrong, "convert it, or narrow the glob")
         if not file.stat().st_size:
             raise InputError("data.files", f"{file} is empty", "remove it, or narrow the glob")
     return found
@@ -138,9 +130,8 @@ def read_windows(file: Path, key: str) -> Iterator[list[Document]]:
 
 def _read_lines(file: Path) -> Iterator[list[Document]]:
     with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
-        documents = (
-            Document(file, row, line) for row, line in enumerate(lines, 1) if not line.isspace()
-        )
+        rows = enumerate(lines, 1)
+        documents = (Document(file, row, line) for row, line in rows if not line.isspace())
         while window := list(itertools.islice(documents, WINDOW)):
             yield window
 
@@ -163,26 +154,17 @@ def _read_parquet(file: Path, key: str) -> Iterator[list[Document]]:
         yield [Document(file, next(rows), text) for text in batch.column(0).to_pylist()]
 
 
-def check_sources(
-    patterns: Sequence[str], key: str, root: Path = Path(), documents: int = 100
-) -> list[TextSource]:
-    """Return the sources after reading the first `documents` of every file.
+def check_sources(patterns: Sequence[str], key: str, root: Path) -> None:
+    """Read the first 100 documents of every file; raise, with file and line, as a job would.
 
-    Args:
-        root: where relative patterns start.
-
-    Raises:
-        InputError: with file and line, what a job would stop at.
+    Relative patterns start at `root`.
     """
-    sources = find_sources(patterns, root)
-    for source in sources:
-        for file in source.files:
-            first = next(read_windows(file, key), [])
-            if not first:
-                raise InputError(str(file), "has no documents", "remove it")
-            for document in first[:documents]:
-                document.text(key)
-    return sources
+    for file in (file for source in find_sources(patterns, root) for file in source.files):
+        first = next(read_windows(file, key), [])
+        if not first:
+            raise InputError(str(file), "has no documents", "remove it")
+        for document in first[:100]:
+            document.text(key)
 
 
 def write_lengths(
@@ -190,7 +172,7 @@ def write_lengths(
 ) -> None:
     """Record the mean and the median length of the documents, in tokens."""
     found = _read_lengths() | {_key(sources, text_key, tokenizer): [mean, median]}
-    write_whole(runs_folder() / _LENGTHS, json_text(found))
+    write_whole(runs_folder() / "texts.json", json_text(found))
 
 
 def read_lengths(
@@ -204,7 +186,7 @@ def read_lengths(
 def _read_lengths() -> dict[str, list[float]]:
     # Nothing was counted yet, and a damaged file is counted anew.
     with contextlib.suppress(OSError, ValueError):
-        found: dict[str, list[float]] = json.loads((runs_folder() / _LENGTHS).read_bytes())
+        found: dict[str, list[float]] = json.loads((runs_folder() / "texts.json").read_bytes())
         return found
     return {}
 

@@ -30,19 +30,18 @@ from cookbook.base.errors import InputError, described, quotes_remedy, unknown_n
 
 Keys = tuple[str, ...]
 _TAG = "tag:yaml.org,2002:"
-_SCALARS = {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(?:0|[1-9][0-9_]*)",
-    "float": r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?",
-}
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
 
 
-for _kind, _pattern in _SCALARS.items():
+for _kind, _pattern in {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(?:0|[1-9][0-9_]*)",
+    "float": r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?",
+}.items():
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), None)
 
 
@@ -79,18 +78,16 @@ def shown_path(path: Path) -> str:
 def read_yaml(path: Path) -> YamlFile:
     """Read the mapping in `path`; syntax errors, duplicate keys, other types are input errors."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return parse_yaml(path.read_text(encoding="utf-8"), path)
     except OSError as error:
         raise InputError(shown_path(path), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(shown_path(path), f"is not UTF-8 text: {error}") from None
-    return parse_yaml(text, path)
 
 
 def parse_yaml(text: str, path: Path) -> YamlFile:
     """Parse `text` as the content of `path`; an empty file is an empty mapping."""
-    lines: dict[Keys, int] = {}
-    texts: dict[Keys, str] = {}
+    lines, texts = dict[Keys, int](), dict[Keys, str]()
     make = yaml.constructor.SafeConstructor().construct_object
     shown = shown_path(path)
 
@@ -219,20 +216,22 @@ def _input_error(
         return InputError(place, "is missing", "add it")
     if kind == "unexpected_keyword_argument":
         for name in filter(lambda key: isinstance(key, str), error["loc"][:-1]):
-            hint = typing.get_type_hints(cls)[name]
-            cls = next(filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
-        known = [field.name for field in dataclasses.fields(cls)]
-        return unknown_name(place, "key", rest[-1], known)
+            cls = _dataclass_at(cls, name)
+        return unknown_name(place, "key", rest[-1], [one.name for one in dataclasses.fields(cls)])
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         return unknown_name(place, "value", str(found), choices)
     allowed = _ALLOWED.get(kind, "a mapping").format(**error.get("ctx", {}))
     if kind == "dataclass_type":
-        hint = typing.get_type_hints(cls)[first]
-        inner = next(filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
-        allowed += f" of {', '.join(field.name for field in dataclasses.fields(inner))}"
+        inner = dataclasses.fields(_dataclass_at(cls, first))
+        allowed += f" of {', '.join(field.name for field in inner)}"
     remedy = quotes_remedy(found, allowed)
     return InputError(place, f"found {described(found)}, allowed: {allowed}", remedy)
+
+
+def _dataclass_at(cls: Any, name: str) -> Any:
+    hint = typing.get_type_hints(cls)[name]
+    return next(filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
 
 
 def mapping_at(file: YamlFile, *keys: str) -> dict[str, Any]:
