@@ -11,22 +11,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sizes:
-    """The widths of a layer, of the whole model or of one TP rank.
-
-    Attributes:
-        kv_heads: heads of keys and values; with multi-head latent attention as many as `heads`.
-        qk_norm: whether each head's queries and keys are normed.
-        q_lora, kv_lora: ranks of multi-head latent attention; without it `kv_lora` is 0.
-        nope, rope: of each query and key, the part without and the part with rotary embedding.
-    """
+    """The widths of a layer, of the whole model or of one TP rank."""
 
     dim: int
     heads: int
-    kv_heads: int
-    qk_norm: bool
-    q_lora: int
+    kv_heads: int  # of keys and values; with multi-head latent attention as many as `heads`
+    qk_norm: bool  # each head's queries and keys are normed
+    q_lora: int  # ranks of multi-head latent attention; without it `kv_lora` is 0
     kv_lora: int
-    nope: int
+    nope: int  # of each query and key, the part without and the part with rotary embedding
     rope: int
     v_head: int
     dense_hidden: int
@@ -40,19 +33,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Model(Sizes):
-    """A whole model; its router may choose from `num_limited_groups` of `num_expert_groups`.
-
-    Attributes:
-        attn_type: TorchTitan's name of the flavor's own attention.
-        by_document: whether tokens attend within their document, not their whole sequence.
-    """
+    """A whole model; its router may choose from `num_limited_groups` of `num_expert_groups`."""
 
     n_layers: int
     n_dense_layers: int
     num_expert_groups: int | None
     num_limited_groups: int | None
-    attn_type: str
-    by_document: bool
+    attn_type: str  # TorchTitan's name of the flavor's own attention
+    by_document: bool  # tokens attend within their document, not their whole sequence
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.n_dense_layers
@@ -64,24 +52,16 @@ class Model(Sizes):
 
 @dataclass(frozen=True)
 class Family:
-    """A model family that the cookbook trains.
-
-    Attributes:
-        title: its name in messages.
-        weights: tensors of a published checkpoint, and the sizes that are their dimensions; None
-            for any size.
-        extra_layers: layers that a published checkpoint may have beyond the model's.
-        has_pipelines: whether TorchTitan cuts it into pipeline stages.
-        publishes_bias: whether a published checkpoint has a place for the routing bias.
-    """
+    """A model family that the cookbook trains."""
 
     name: str
-    title: str
+    title: str  # its name in messages
     flavors: Mapping[str, Model]
+    # Tensors of a published checkpoint, and the sizes that are their dimensions; None for any size.
     weights: Mapping[str, Sequence[str | None]]
-    extra_layers: int = 0
-    has_pipelines: bool = True
-    publishes_bias: bool = True
+    extra_layers: int = 0  # that a published checkpoint may have beyond the model's
+    has_pipelines: bool = True  # TorchTitan cuts it into pipeline stages
+    publishes_bias: bool = True  # a published checkpoint has a place for the routing bias
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Family":

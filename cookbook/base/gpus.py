@@ -23,25 +23,17 @@ class Gpu:
 
 @dataclass(frozen=True)
 class InstalledGpu:
-    """A GPU in a machine and its health.
-
-    Attributes:
-        memory_used_mib: in use by anybody, without the driver's reserve.
-        processes: those that compute on it, as `4711 (python)`.
-        ecc_errors: uncorrectable ones since the driver was loaded.
-        row_pending, row_failed: a memory row waits for a reset; no spare row was left for one.
-        links: active NVLinks.
-    """
+    """A GPU in a machine and its health."""
 
     model: Gpu
     driver: str
     uuid: str
-    memory_used_mib: int = 0
-    processes: tuple[str, ...] = ()
-    ecc_errors: int = 0
-    row_pending: bool = False
-    row_failed: bool = False
-    links: int = 0
+    memory_used_mib: int = 0  # by anybody, without the driver's reserve
+    processes: tuple[str, ...] = ()  # those that compute on it, as `4711 (python)`
+    ecc_errors: int = 0  # uncorrectable ones since the driver was loaded
+    row_pending: bool = False  # a memory row waits for a reset
+    row_failed: bool = False  # no spare row was left for one
+    links: int = 0  # active NVLinks
 
 
 class NoGpusError(Exception):

@@ -47,17 +47,12 @@ for _kind, _pattern in {
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A mapping read from `path`.
-
-    Attributes:
-        lines: the line of each key, by its keys from the top.
-        texts: each number and bool as it was typed (`3.10` is the number 3.1).
-    """
+    """A mapping read from `path`."""
 
     path: Path
     content: Mapping[str, Any]
-    lines: Mapping[Keys, int] = field(repr=False)
-    texts: Mapping[Keys, str] = field(repr=False)
+    lines: Mapping[Keys, int] = field(repr=False)  # of each key, by its keys from the top
+    texts: Mapping[Keys, str] = field(repr=False)  # numbers as typed (`3.10` is the number 3.1)
 
     def place(self, *keys: str) -> str:
         """Return `recipes/debug.yaml:12: training.steps`, for the head of a message."""

@@ -30,17 +30,12 @@ from cookbook.predict.traffic import Work, count_work
 
 @dataclass(frozen=True)
 class Built:
-    """TorchTitan's answer for a cell.
+    """TorchTitan's answer for a cell: ranks, a failure, or neither."""
 
-    Attributes:
-        ranks: of the first rank of every pipeline stage `active`, `warnings` and `not_exercised`.
-        failure: the error of one of them; then there are no ranks.
-        unavailable: why TorchTitan could not be asked here; then there is neither.
-    """
-
+    # Of the first rank of every pipeline stage `active`, `warnings` and `not_exercised`.
     ranks: tuple[dict[str, Any], ...] = ()
-    failure: dict[str, Any] | None = None
-    unavailable: str = ""
+    failure: dict[str, Any] | None = None  # the error of one of them
+    unavailable: str = ""  # why TorchTitan could not be asked here
     seconds: float = 0.0
 
     def noted(self, key: str) -> list[str]:
@@ -140,21 +135,17 @@ _ROUTINE = (
 
 @dataclass(frozen=True)
 class CellCheck:
-    """All that a check found out about a cell.
-
-    `ranks` and their `stages` are empty for a cell that TorchTitan did not build, or whose layers
-    are not counted; `no_step` says why the time of its step is not known.
-    """
+    """All that a check found out about a cell."""
 
     cell: Cell
     judged: Verdict
     advice: tuple[Finding, ...] = ()
     built: Built | None = None
-    ranks: tuple[Rank, ...] = ()
-    stages: tuple[StageMemory, ...] = ()
+    ranks: tuple[Rank, ...] = ()  # none if TorchTitan did not build it, or its layers are unknown
+    stages: tuple[StageMemory, ...] = ()  # their memory
     work: Work | None = None
     step: StepTime | None = None
-    no_step: str = ""
+    no_step: str = ""  # why the time of its step is not known
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -38,18 +38,7 @@ SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One point of recipe x precision x EP backend on a cluster.
-
-    Attributes:
-        hooks: the module that TorchTitan imports in every training process.
-        emulated: its precision or EP backend is computed, not accelerated, on this cluster.
-        stand_in_for: the requested recipe, where another takes its place here.
-        refused: why the cell cannot run.
-        published: tokens/s/GPU published for exactly this cell.
-        prediction: the sweep's text: expected speed, and the meaning of any other.
-        left_out: options of the sweep that are made for the requested recipe.
-        repeat_of: the cell that this one repeats, None for the first of them; the `repeat`-th.
-    """
+    """One point of recipe x precision x EP backend on a cluster."""
 
     name: str
     recipe: Recipe
@@ -58,15 +47,15 @@ class Cell:
     cluster: Cluster
     nodes: int
     options: Options
-    hooks: str
-    emulated: bool
-    stand_in_for: str | None = None
-    refused: str | None = None
-    published: float | None = None
+    hooks: str  # the module that TorchTitan imports in every training process
+    emulated: bool  # precision or EP backend is computed, not accelerated, on this cluster
+    stand_in_for: str | None = None  # the requested recipe, where another takes its place here
+    refused: str | None = None  # why the cell cannot run
+    published: float | None = None  # tokens/s/GPU published for exactly this cell
     baseline: str | None = None
-    prediction: str | None = None
-    left_out: tuple[str, ...] = ()
-    repeat_of: str | None = None
+    prediction: str | None = None  # the sweep's text: expected speed, and the meaning of any other
+    left_out: tuple[str, ...] = ()  # options of the sweep that are made for the requested recipe
+    repeat_of: str | None = None  # the cell that this one, the `repeat`-th, repeats
     repeat: int = 1
 
     @property
@@ -202,21 +191,15 @@ ERROR, WARNING, HINT = "error", "warning", "hint"
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a cell before it runs: an error refuses it, the others inform.
-
-    Attributes:
-        option: the TorchTitan option to look at; empty where it is none.
-        reference: public: a TorchTitan, TorchAO, DeepEP or PyTorch source file, or a page.
-        is_input: whether the input is wrong (exit status 2), rather than the cell refused here.
-    """
+    """A finding about a cell before it runs: an error refuses it, the others inform."""
 
     level: str
     rule: str
-    option: str
+    option: str  # the TorchTitan option to look at; empty where it is none
     reason: str
     remedy: str = ""
-    reference: str = ""
-    is_input: bool = False
+    reference: str = ""  # a public source file of TorchTitan, TorchAO, DeepEP, ..., or a page
+    is_input: bool = False  # the input is wrong (exit status 2), rather than the cell refused here
 
     def as_mapping(self) -> dict[str, str]:
         return {key: value for key, value in asdict(self).items() if key != "is_input"}
@@ -259,17 +242,11 @@ def unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a cell may not run, in three parts; a part that was not looked at is None.
+    """Why a cell may not run, in three parts; a part that was not looked at is None."""
 
-    Attributes:
-        rules: errors that hold anywhere.
-        built: errors of the model that TorchTitan builds on the CPU.
-        here: packages and files that this environment lacks: errors where the job would run in it,
-            else warnings.
-    """
-
-    rules: tuple[Finding, ...]
-    built: tuple[Finding, ...] | None = None
+    rules: tuple[Finding, ...]  # errors that hold anywhere
+    built: tuple[Finding, ...] | None = None  # of the model that TorchTitan builds on the CPU
+    # What this environment lacks: errors where the job would run in it, else warnings.
     here: tuple[Finding, ...] | None = None
 
     @property

@@ -56,12 +56,7 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A scheduler, its nodes and its settings.
-
-    `gpu` is None where ranks run on the CPU (gloo). `node_failure_days` is the mean time between
-    two failures of a node, `write_gb_per_s` what all nodes together write to the shared folder.
-    A job reads the files of `source`, which must exist, and those of `source_if_exists` that do.
-    """
+    """A scheduler, its nodes and its settings."""
 
     name: str
     description: Text
@@ -71,7 +66,7 @@ class Cluster:
     nodes: Count = 1
     gpus_per_node: Count | None = None
     cpu_ranks_per_node: Count = field(default=1, metadata={"key": "ranks_per_node"})
-    gpu: SkipValidation[Gpu | None] = None
+    gpu: SkipValidation[Gpu | None] = None  # None where ranks run on the CPU (gloo)
     emulate: Flag = False
     partition: Text | None = None
     account: Text | None = None
@@ -82,12 +77,12 @@ class Cluster:
     requeue: Flag = True
     max_restarts: Natural = 3
     seconds_to_stop: Count = 300
-    node_failure_days: Number | None = None
-    write_gb_per_s: Number | None = None
+    node_failure_days: Number | None = None  # the mean time between two failures of a node
+    write_gb_per_s: Number | None = None  # of all nodes together to the shared folder
     sbatch: Words = field(default_factory=Words)
     environment: Words = field(default_factory=Words)
-    source: Texts = ()
-    source_if_exists: Texts = ()
+    source: Texts = ()  # files that a job reads, which must exist
+    source_if_exists: Texts = ()  # and those that it reads where they do
     rendezvous_port: Count = 29500
     container: Container | None = None
     price_per_gpu_hour: Number | None = None

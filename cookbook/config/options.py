@@ -78,15 +78,12 @@ DEGREES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of a job are divided; every degree at least 1.
-
-    `dp_shard` is resolved: TorchTitan's -1 (the remaining ranks) is replaced by the count, and is 0
-    where the other degrees leave none.
-    """
+    """How the ranks of a job are divided; every degree at least 1."""
 
     world: int
     pp: int
     dp_replicate: int
+    # TorchTitan's -1 (the remaining ranks) is resolved: 0 where the other degrees leave none.
     dp_shard: int
     cp: int
     tp: int

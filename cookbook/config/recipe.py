@@ -126,26 +126,16 @@ COMM_BACKEND = "parallelism.expert_parallel_comm_backend"
 
 @dataclass(frozen=True)
 class Exchange:
-    """How tokens travel to the ranks of their experts.
+    """How tokens travel to the ranks of their experts."""
 
-    Attributes:
-        name: as an EP backend's `expect.dispatch` and the job's log have it.
-        title: for messages.
-        sizes: EP degrees that it is configured for; empty for any.
-        ranks_per_node: of every node, where it leaves the node; 0 for any number.
-        has_etp: whether it works with expert tensor parallelism.
-        has_own_layer: the cookbook's hooks bring the MoE layer that it needs, which overlaps it
-            with the shared experts itself.
-        sends_once_per_rank: a token with several experts on one rank is sent there once.
-    """
-
-    name: str
-    title: str
-    sizes: tuple[int, ...] = ()
-    ranks_per_node: int = 0
-    has_etp: bool = True
+    name: str  # as an EP backend's `expect.dispatch` and the job's log have it
+    title: str  # for messages
+    sizes: tuple[int, ...] = ()  # EP degrees that it is configured for; empty for any
+    ranks_per_node: int = 0  # of every node, where it leaves the node; 0 for any number
+    has_etp: bool = True  # works with expert tensor parallelism
+    # The cookbook's hooks bring its MoE layer, which overlaps it with the shared experts itself.
     has_own_layer: bool = False
-    sends_once_per_rank: bool = False
+    sends_once_per_rank: bool = False  # a token with several experts there
 
 
 STANDARD = Exchange("standard", "the all-to-all")
@@ -207,24 +197,21 @@ class Needs:
 class Overlay:
     """A precision (`bf16`, `mxfp8`: formats of the GEMMs) or an EP backend (`deepep`: exchanges).
 
-    Attributes:
-        expect: what must be active in training, as the options `cookbook.<key>` of the job.
-        environment_from: exports a variable with the value of another, where the cluster sets that.
-        emulated: laid over `settings` where the GPU lacks `needs.compute_capability`; None where
-            there is no emulation.
+    Where the GPU lacks `needs.compute_capability`, `emulated`, if there is one, is laid over
+    `settings`.
     """
 
     kind: Kind
     name: str
     description: Text
     needs: Needs
-    expect: SkipValidation[Settings]
+    expect: SkipValidation[Settings]  # must be active in training: `cookbook.<key>` of the job
     settings: SkipValidation[Settings]
     emulated: SkipValidation[Settings | None]
     path: Path
     synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
-    environment_from: Words = field(default_factory=Words)
+    environment_from: Words = field(default_factory=Words)  # the values of other variables
 
     def expects(self, key: str) -> Any:
         return self.expect[f"cookbook.{key}"].value
@@ -317,35 +304,24 @@ class Published:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, its layout on the cluster and its training options.
+    """A model, its layout on the cluster and its training options."""
 
-    Attributes:
-        name: of the file.
-        short_name: begins the names of cells, jobs and W&B runs.
-        stand_in: the recipe that `--cluster local` trains in its place.
-        precision: of a cell that names none; so is `ep_backend`.
-        spare_nodes: nodes that a job has beyond those that train, to take the place of bad ones.
-        too_few_nodes: what a job does without enough healthy nodes: wait for them, or stop.
-        max_restarts: restarts of a job after failures; None: as the cluster's profile says.
-    """
-
-    name: str
+    name: str  # of the file
     description: Text
     nodes: Count
     settings: SkipValidation[Settings]
     path: Path
-    short_name: Text = field(metadata={"key": "name"})
-    stand_in: Text | None = None
-    precision: Text = "bf16"
+    short_name: Text = field(metadata={"key": "name"})  # begins the names of cells and jobs
+    stand_in: Text | None = None  # the recipe that `--cluster local` trains in its place
+    precision: Text = "bf16"  # of a cell that names none; so is `ep_backend`
     ep_backend: Text = "standard"
-    spare_nodes: Natural = 0
-    too_few_nodes: Literal["wait", "stop"] = "wait"
-    max_restarts: Natural | None = None
+    spare_nodes: Natural = 0  # beyond those that train, to take the place of bad ones
+    too_few_nodes: Literal["wait", "stop"] = "wait"  # without enough healthy nodes
+    max_restarts: Natural | None = None  # after failures; None: as the cluster's profile says
     published: Published | None = None
 
     @property
     def published_numbers(self) -> Mapping[str, float]:
-        """Tokens/s/GPU by pair; empty where nothing was published."""
         return self.published.tokens_per_second_per_gpu if self.published else {}
 
     @property

@@ -28,37 +28,26 @@ Pair = tuple[Overlay, Overlay]
 
 @dataclass(frozen=True)
 class Point:
-    """A pair of a sweep; None for the recipe's own.
-
-    Attributes:
-        recipe: the one recipe that it is for; None for all of the sweep.
-        name: ends the names of its cells.
-        settings: laid over those of the sweep.
-        prediction: expected speed, and the meaning of any other; text for the report.
-    """
+    """A pair of a sweep; None for the recipe's own."""
 
     pair: Pair | None = None
-    recipe: Recipe | None = None
-    name: str = ""
-    settings: Settings = field(default_factory=dict)
-    prediction: str = ""
+    recipe: Recipe | None = None  # the one recipe that it is for; None for all of the sweep
+    name: str = ""  # ends the names of its cells
+    settings: Settings = field(default_factory=dict)  # laid over those of the sweep
+    prediction: str = ""  # expected speed, and the meaning of any other; text for the report
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Recipes and the axes to multiply them by.
-
-    Attributes:
-        points: the product of the axes `precision` and `ep_backend`, or listed one by one.
-        vary: multiplies further by the values of any TorchTitan options.
-    """
+    """Recipes and the axes to multiply them by."""
 
     name: str
     description: str
     recipes: tuple[Recipe, ...]
-    points: tuple[Point, ...] = (Point(),)
+    points: tuple[Point, ...] = (Point(),)  # the product of the two axes, or one by one
     baseline: Pair | None = None
     settings: Settings = field(default_factory=dict)
+    # Multiplies further by the values of any TorchTitan options.
     vary: Mapping[str, tuple[Setting, ...]] = field(default_factory=dict)
 
 
