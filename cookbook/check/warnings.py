@@ -70,7 +70,6 @@ def released_torchtitan(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=PIPELINING)
 def starved_pipeline(cell: Cell) -> Problems:
-    """With fewer microbatches than ranks, some ranks never have work."""
     count, ranks = microbatches(cell), cell.layout.pp
     if count is not None and count < ranks:
         size = cell.options["parallelism.pipeline_parallel_microbatch_size"]
@@ -80,7 +79,6 @@ def starved_pipeline(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference=PIPELINING)
 def pipeline_bubble(cell: Cell) -> Problems:
-    """Few microbatches leave pipeline ranks idle."""
     count, ranks = microbatches(cell), cell.layout.pp
     if count is not None and ranks <= count < 4 * ranks:
         idle = f"{(ranks - 1) / (count + ranks - 1):.0%} of the time is bubble"
@@ -114,7 +112,6 @@ def checkpoints_resume(cell: Cell) -> Problems:
 
 
 def _routing_option(cell: Cell) -> str:
-    """Return the option that deals experts out."""
     forced = "debug.moe_force_load_balance"
     return forced if cell.options[forced] else "debug.moe_routing"
 
@@ -159,7 +156,6 @@ def balance_is_real(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference=f"{TORCHTITAN}/protocols/state_dict_adapter.py")
 def routing_bias_stays_here(cell: Cell) -> Problems:
-    """The bias that balances experts has no place in some published formats."""
     family = cell.options.family
     if family and not family.publishes_bias and cell.options["checkpoint.enable"]:
         reason = f"{family.title}'s published format has no routing bias: an export leaves it out, "
@@ -168,7 +164,6 @@ def routing_bias_stays_here(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/utils.py")
 def parameters_are_sharded(cell: Cell) -> Problems:
-    """Without FSDP, TorchTitan trains TP and PP models in FP32."""
     layout = cell.layout
     if layout.dp_shard * layout.cp == 1 and layout.ep == 1 and layout.tp * layout.pp > 1:
         reason = "TP or PP without FSDP computes in FP32: mixed precision comes with FSDP"
@@ -177,7 +172,6 @@ def parameters_are_sharded(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/llama3/infra/parallelize.py")
 def replicas_are_summed(cell: Cell) -> Problems:
-    """Without shards DDP averages the gradients that FSDP sums."""
     layout = cell.layout
     if layout.dp_replicate > 1 and layout.dp_shard * layout.cp == 1 and layout.ep == 1:
         reason = "without shards DDP averages gradients that are divided by all replicas' tokens"
@@ -206,7 +200,6 @@ def exchange_within_a_node(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference=f"{TORCHAO}/prototype/moe_training/README.md")
 def emulated_has_no_speed(cell: Cell) -> Problems:
-    """Emulation computes what MXFP8 would, in BF16 and slower."""
     if cell.emulated:
         name = cell.emulated_parts[0].name
         yield "", f"{name} is emulated here: its numerics are right, its speed means nothing", ""
@@ -214,7 +207,6 @@ def emulated_has_no_speed(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference=f"{FLASH_ATTENTION}/interface.py")
 def reference_has_no_speed(cell: Cell) -> Problems:
-    """On the CPU plain PyTorch stands in for FlashAttention-4."""
     if cell.attends_by_reference:
         reason = "a reference computes attention on the CPU, document by document: its numerics are"
         yield ATTENTION, f"{reason} right, its speed means nothing", ""

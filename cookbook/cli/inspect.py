@@ -199,7 +199,7 @@ def _kind(arguments: argparse.Namespace) -> str:
     if not (found or is_file):
         raise unknown_name("--from", "name", arguments.source, {*chain(*known.values())})
     if len(found) != 1:
-        kinds = ", ".join(KINDS[kind] for kind in found)
+        kinds = ", ".join(KINDS[kind][0] for kind in found)
         names = f"is the name of several files ({kinds})" if found else "does not tell its kind"
         remedy = "say which: --kind recipe, precision, ep-backend, cluster or sweep"
         raise InputError("--from", f"{arguments.source!r} {names}", remedy)

@@ -4,11 +4,12 @@ A new kind of EP exchange is a row of `EXCHANGES`, a dispatcher in `titan/`, and
 `predict/`; any other precision or EP backend is a YAML file.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -43,21 +44,14 @@ from cookbook.config.options import (
 )
 from cookbook.config.stack import load_stack
 
-# The folder below `recipes/` of each kind, and its name in messages.
+# The folder below `recipes/` of each kind: its name in messages, and the remedy for one of its
+# names in the place of another kind's.
 KINDS = {
-    "": "recipe",
-    "precision": "precision",
-    "ep_backend": "EP backend",
-    "cluster": "cluster",
-    "sweep": "sweep",
-}
-# The remedy where a file of another kind has the name.
-_OTHER_KIND = {
-    "": "write: python submit.py run {}",
-    "precision": "it is a precision: --precision {}",
-    "ep_backend": "it is an EP backend: --ep-backend {}",
-    "cluster": "it is a cluster: --cluster {}",
-    "sweep": "write: python submit.py sweep {}",
+    "": ("recipe", "write: python submit.py run {}"),
+    "precision": ("precision", "it is a precision: --precision {}"),
+    "ep_backend": ("EP backend", "it is an EP backend: --ep-backend {}"),
+    "cluster": ("cluster", "it is a cluster: --cluster {}"),
+    "sweep": ("sweep", "write: python submit.py sweep {}"),
 }
 # Safe in a shell, in a path, and as a name of jobs and W&B runs. A cell's name holds three of them
 # and becomes a folder, whose name may have 255 bytes.
@@ -97,7 +91,7 @@ def names_in(kind: str) -> list[str]:
 
 def find_file(kind: str, name: str) -> Path:
     """Return the file for `name`, which may also be the path of a user's own YAML file."""
-    title = KINDS[kind]
+    title = KINDS[kind][0]
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.is_file():
@@ -109,10 +103,8 @@ def find_file(kind: str, name: str) -> Path:
     if name in names_in(kind):
         return RECIPES / kind / f"{name}.yaml"
     error = unknown_name(title, title, name, names_in(kind))
-    for other, remedy in _OTHER_KIND.items():
-        if name in names_in(other):
-            raise InputError(error.place, error.found, remedy.format(name))
-    raise error
+    others = [remedy for other, (_, remedy) in KINDS.items() if name in names_in(other)]
+    raise InputError(title, error.found, others[0].format(name)) if others else error
 
 
 def reference(kind: str, path: Path) -> str:
@@ -140,8 +132,8 @@ class Exchange:
 
 STANDARD = Exchange("standard", "the all-to-all")
 _MXFP8 = Exchange("mxfp8", "TorchAO's quantized all-to-all")
-# Of the pinned DeepEP (`DEEPEP` of stack.py): `Buffer.get_dispatch_config` has a tuned
-# configuration for these sizes; others fail its assertion.
+# `Buffer.get_dispatch_config` of the pinned DeepEP has a tuned configuration for these; others fail
+# its assertion.
 _SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 _DEEPEP = Exchange(
     "deepep", "DeepEP", _SIZES, 8, has_etp=False, has_own_layer=True, sends_once_per_rank=True
@@ -163,14 +155,10 @@ def implied(options: Options) -> dict[str, str]:
     if dispatch == STANDARD.name and quantized != {"default"}:
         dispatch = "mxfp8" if quantized == {"mxfp8"} else "mxfp8 in one exchange of two"
 
-    def join(found: Iterable[str]) -> str:
-        return " and ".join(found) or "bf16"
-
-    return {
-        "grouped_gemms": join(grouped[name] for name in converters if name in grouped),
-        "linear_layers": join(linear[name] for name in converters if name in linear),
-        "dispatch": dispatch,
-    }
+    kinds = {"grouped_gemms": grouped, "linear_layers": linear}
+    found = {key: [of[name] for name in converters if name in of] for key, of in kinds.items()}
+    joined = {key: " and ".join(formats) or "bf16" for key, formats in found.items()}
+    return {**joined, "dispatch": dispatch}
 
 
 Kind = Literal["precision", "ep_backend"]
@@ -285,12 +273,10 @@ def _synonyms(kind: Kind) -> Mapping[str, list[str]]:
     """Return the overlays that have each synonym; a file that cannot be read has none."""
     found: dict[str, list[str]] = {}
     for name in names_in(kind):
-        try:
+        with contextlib.suppress(InputError):
             synonyms = read_yaml(find_file(kind, name)).content.get("synonyms")
-        except InputError:
-            continue
-        for synonym in synonyms if isinstance(synonyms, list) else ():
-            found.setdefault(str(synonym), []).append(name)
+            for synonym in synonyms if isinstance(synonyms, list) else ():
+                found.setdefault(str(synonym), []).append(name)
     return found
 
 

@@ -91,7 +91,6 @@ HERE: list[Rule] = []
 
 @rule(HERE)
 def files(cell: Cell) -> Problems:
-    """Paths that are not there, and texts that cannot be read."""
     options = cell.options
     for name, (file, remedy) in _PATHS.items():
         value = options[name]
@@ -143,7 +142,6 @@ def vocabulary(cell: Cell) -> Problems:
 
 @rule(HERE)
 def weights(cell: Cell) -> Problems:
-    """A missing checkpoint, one that is quantized unlike the options, or one of other shapes."""
     options = cell.options
     if not (options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]):
         return

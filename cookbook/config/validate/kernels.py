@@ -28,7 +28,6 @@ _FLASH_HEAD_DIMS = ((192, 128), (128, 128))
 
 @rule(RULES, reference=_MX)
 def hardware(cell: Cell) -> Problems:
-    """An overlay needs its generation of GPUs, unless it is emulated."""
     capability, have = _gpu_of(cell)
     for overlay in (cell.precision, cell.ep_backend):
         needed = overlay.needs.compute_capability
@@ -45,7 +44,6 @@ def _gpu_of(cell: Cell) -> tuple[float, str]:
 
 @rule(RULES, reference=_PARALLELIZE)
 def needs(cell: Cell) -> Problems:
-    """An overlay needs GPUs, EP and options; the first unmet one is named."""
     for overlay in (cell.precision, cell.ep_backend):
         needed, unmet = overlay.needs, list[str]()
         if needed.device == "cuda" and cell.cluster.gpu is None:
@@ -61,7 +59,6 @@ def needs(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/protocols/model_converter.py")
 def declaration(cell: Cell) -> Problems:
-    """The job stops at its first step if the options turn on another format or exchange."""
     for key, found in implied(cell.options).items():
         is_exchange = key == "dispatch"
         overlay = cell.ep_backend if is_exchange else cell.precision
@@ -76,7 +73,6 @@ def declaration(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_PARALLELIZE)
 def ep_size(cell: Cell) -> Problems:
-    """An exchange supports certain EP degrees, and between nodes certain nodes."""
     exchange, degree, option = cell.exchange, cell.layout.ep, DEGREES["ep"]
     per_node = cell.cluster.ranks_per_node
     if not exchange.sizes:
@@ -96,7 +92,6 @@ def ep_size(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_PARALLELIZE)
 def expert_tensor_parallel(cell: Cell) -> Problems:
-    """TorchTitan has expert tensor parallelism with its own exchange alone."""
     if not cell.exchange.has_etp and cell.layout.etp > 1:
         reason = f"{cell.exchange.title} needs 1, found {cell.layout.etp}"
         yield DEGREES["etp"], reason, "set it to 1"
@@ -120,7 +115,6 @@ def hooks_are_on(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_MX)
 def mxfp8_hardware(cell: Cell) -> Problems:
-    """MXFP8 converters need Blackwell or emulation, also those that an option brought in."""
     capability, have = _gpu_of(cell)
     for name in sorted(MX & set(cell.options["model.converters"])):
         if capability < 10.0 and not cell.options[f"{name}.emulate"]:

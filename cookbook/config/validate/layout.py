@@ -202,7 +202,6 @@ def microbatches(cell: Cell) -> int | None:
 
 @rule(RULES, reference=PIPELINING)
 def enough_microbatches(cell: Cell) -> Problems:
-    """The schedules' own demands on the number of microbatches."""
     count, ranks = microbatches(cell), cell.layout.pp
     if count is None:
         return
@@ -219,7 +218,6 @@ def enough_microbatches(cell: Cell) -> Problems:
 
 @rule(RULES, reference=PIPELINING)
 def splittable_backward(cell: Cell) -> Problems:
-    """Schedules that run the backward in two halves cannot split a compiled layer's."""
     schedule = cell.options[_SCHEDULE]
     splits = schedule.lower() in ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
     if cell.layout.pp > 1 and splits and cell.is_compiled:
@@ -229,7 +227,6 @@ def splittable_backward(cell: Cell) -> Problems:
 
 @rule(RULES, reference=PIPELINING)
 def two_stages(cell: Cell) -> Problems:
-    """V-shaped schedules need two stages on each rank."""
     ranks, per_stage = cell.layout.pp, cell.options[_PER_STAGE]
     schedule, model = cell.options[_SCHEDULE], cell.options.model
     if ranks == 1 or not is_v_shaped(schedule) or not per_stage or model is None:

@@ -61,7 +61,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def bounds(cell: Cell) -> Problems:
-    """Numbers outside the sensible range."""
     for name, (low, high) in _BOUNDS.items():
         value = cell.options[name]
         if value is not None and not low <= value <= high:
@@ -123,7 +122,6 @@ def selected(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def unused(cell: Cell) -> Problems:
-    """Options that the recomputation mode ignores."""
     mode = cell.options["activation_checkpoint.mode"]
     if cell.options[SAVE_LIST] and not cell.saves:
         remedy = "set activation_checkpoint.mode=selective and selective_ac_option=op"
@@ -153,7 +151,6 @@ def validation(cell: Cell) -> Problems:
 
 @rule(RULES, is_input=True)
 def texts(cell: Cell) -> Problems:
-    """`data.files` and `training.dataset=text` go together, and so for validation."""
     options = cell.options
     for section, files in (("training", "data.files"), ("validation", "data.validation_files")):
         if section == "validation" and not options["validation.enable"]:
@@ -192,7 +189,6 @@ def addresses(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_CHECKPOINT, is_input=True)
 def formats(cell: Cell) -> Problems:
-    """Options for published weights that contradict one another."""
     options, model, in_hf = cell.options, cell.options.model, "checkpoint.initial_load_in_hf"
     alone, save = "checkpoint.initial_load_model_only", "checkpoint.last_save_in_hf"
     if not options["checkpoint.enable"]:
