@@ -30,7 +30,6 @@ class AttemptSummary:
 
     @property
     def line(self) -> str:
-        """The attempt in one line."""
         steps = "no step"
         if self.first_step is not None:
             steps = f"steps {self.first_step} to {self.last_step}"

@@ -282,7 +282,6 @@ class Tail:
         self.recent: deque[StepMetrics] = deque(maxlen=_NUM_RECENT)
 
     def read(self) -> Newest:
-        """Return the newest step and phase."""
         steps = [one for line in self._metrics.lines() if (one := _parse(line))]
         for step in steps:
             self._validation_loss = step.validation_loss or self._validation_loss

@@ -106,7 +106,6 @@ class RankProfile:
 
 
 def profile_rank(path: Path) -> RankProfile:
-    """Read and count one trace."""
     trace = read_trace(path)
     host = Host(trace)
     kernels = kernels_of(trace, host)

@@ -60,13 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class NetworkVerdict:
-    """What follows for the nodes.
-
-    Attributes:
-        bad: bad nodes and their faults.
-        warning: a slow network that is no single node's fault.
-        error: a broken network that is no single node's fault.
-    """
+    """Bad nodes and their faults, and a slow (`warning`) or broken (`error`) network otherwise."""
 
     slowest: dict[str, float]
     bad: dict[str, str] = field(default_factory=dict)
@@ -183,8 +177,7 @@ def run_ranks(
 ) -> None:
     """Run this node's ranks, and print their first error.
 
-    Args:
-        teams: nodes in order of rank; the first one's address and port are the team's.
+    A team's nodes are in order of rank; its address and port are the first one's.
     """
     node = os.environ["SLURMD_NODENAME"]
     number, team = next((index, team) for index, team in enumerate(teams) if node in team)

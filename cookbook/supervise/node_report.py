@@ -63,7 +63,7 @@ def report_node(
     deepep_between_nodes: bool,
     files: Mapping[str, str],
 ) -> Report:
-    """Return this node's report.
+    """Look at this node.
 
     Args:
         cluster: the profile's name; `profile` is its content.
