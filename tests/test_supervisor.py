@@ -1,5 +1,6 @@
 """What a supervisor does about attempts and cells; short scripts stand in for training."""
 
+import errno
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ from cookbook.run.status import (
 )
 from cookbook.supervise.attempt import Timeouts, end_orphan_processes
 from cookbook.supervise.exits import Decision, decide
+from cookbook.supervise.resume_point import prepare
 from cookbook.supervise.supervisor import Supervisor
 from tests.started import lives, start_marked
 
@@ -292,6 +294,21 @@ def test_told_to_stop_between_two_attempts_it_is_cancelled(
     monkeypatch.setattr("cookbook.supervise.exits.decide", decide_late)
     done = supervised("exit 1")
     assert (done.code, done.status.state) == (128 + signal.SIGTERM, "cancelled")
+
+
+def test_a_disk_that_is_full_for_seconds_is_no_end(
+    supervised: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed = time.monotonic() + 1.5
+
+    def prepare_on_disk(*arguments: Any) -> None:
+        if time.monotonic() < freed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        prepare(*arguments)
+
+    monkeypatch.setattr("cookbook.supervise.supervisor._FULL_DISK_S", 1.0)
+    monkeypatch.setattr("cookbook.supervise.supervisor.prepare", prepare_on_disk)
+    assert supervised("step 1 7").causes == [Cause.FINISHED]
 
 
 @pytest.mark.parametrize("rest", ["exit 0", "exit 1", 'mkdir -p "${A}"'])

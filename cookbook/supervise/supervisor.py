@@ -34,6 +34,8 @@ from cookbook.supervise.resume_point import prepare
 _POLL_S = 2.0
 # Slurm ends a requeued job at once.
 _REQUEUE_S = 120.0
+# Until the next try on a full disk: one that is refused at once takes no time by itself.
+_FULL_DISK_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MOST_SPAWNS = 5
 
@@ -161,6 +163,8 @@ class Supervisor:
                 code = end.exit_code or 1
                 return code if code > 0 else 128 - code
             self._write(cell, end, RUNNING, None)
+            if end.cause is Cause.DISK_FULL:
+                self._pause(_FULL_DISK_S)
 
     def _attempt(
         self, cell: CellFolder, record: CellRecord, ends: Sequence[AttemptEnd]
@@ -271,15 +275,19 @@ class Supervisor:
             return Decision(Action.STOP, why)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        deadline = time.monotonic() + _REQUEUE_S
-        while not self.signal_number and time.monotonic() < deadline:
-            time.sleep(0.2)
+        self._pause(_REQUEUE_S)
         if self.signal_number:
             stopped, state = exits.stopped_end(end, self._signal_name)
             if state != QUEUED:
                 # Somebody has cancelled it meanwhile.
                 self._write(cell, end, state, stopped.reason)
         return wanted
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, but no longer than until a signal."""
+        deadline = time.monotonic() + seconds
+        while not self.signal_number and time.monotonic() < deadline:
+            time.sleep(0.2)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
