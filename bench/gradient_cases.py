@@ -148,6 +148,12 @@ def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
         if case.precision == "mxfp8_linear":
             precision = case.precision
             options |= {"model.converters": ["quantize.linear.mx"], "cookbook.grouped_gemms": ""}
+    elif precision == "float8":
+        # The experts alone: TorchAO scales a linear layer's gradients over all tokens of a rank.
+        options |= {
+            "model.converters": ["quantize.grouped_mm.float8"],
+            "cookbook.linear_layers": "",
+        }
     return cell_on(
         this_machine(case.ranks, gpu), case.recipe, precision, backend, options, case.name
     )
@@ -170,8 +176,8 @@ def corrected_cases() -> list[Case]:
     return [*cases, Case("mxfp8_linear", "mxfp8_a2a", "tp2-ep4")]
 
 
-def qwen3_cases() -> list[Case]:
-    """Return the cells of Qwen3-MoE, which has no pipelines."""
+def qwen3_cases(has_fp8: bool = False) -> list[Case]:
+    """Return the cells of Qwen3-MoE, which has no pipelines; nothing emulates `float8`."""
     three = ("standard", "deepep", "mxfp8_a2a")
     found = [Case("bf16", backend, "tp1-ep4") for backend in three]
     found += [Case("bf16", backend, "tp2-ep4") for backend in three[:2]]
@@ -181,6 +187,7 @@ def qwen3_cases() -> list[Case]:
     found += [Case("mxfp8", backend, "tp1-ep4") for backend in three]
     found += [Case("mxfp8", "standard", "tp2-ep4"), Case("mxfp8_wgrad_hp", "standard", "tp1-ep4")]
     found += [Case("mxfp8_linear", "standard", "tp1-ep4")]
+    found += [Case("float8", "standard", "tp1-ep4")] * has_fp8
     return [replace(case, recipe="qwen3_debug") for case in found]
 
 
