@@ -292,7 +292,7 @@ def test_a_log_gets_a_line_only_when_something_changes(monkeypatch: pytest.Monke
     # A dumb terminal is a log too.
     monkeypatch.setenv("TERM", "dumb")
     for log in (io.StringIO(), Terminal()):
-        progress = Progress(log, every_steps=10)
+        progress = Progress(log)
         progress.update([QUEUED])
         progress.update([QUEUED])
         silent = replace(QUEUED, is_known=False)

@@ -28,6 +28,8 @@ _COLUMNS = {
 # Those that a narrow terminal drops, in order.
 _SPARE = ("elapsed", "sparks", "loss", "speed", "note", "left", "bar")
 _BAR = 10
+# Steps between two lines off a terminal.
+_EVERY_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,8 @@ class CellProgress:
 class Progress:
     """Shows progress on a stream: in place on a terminal, else a line for each change."""
 
-    def __init__(self, stream: TextIO, every_steps: int = 10) -> None:
-        self._stream, self._every_steps = stream, every_steps
-        self._written: dict[str, CellProgress] = {}
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._written = stream, dict[str, CellProgress]()
         console = Console(file=stream, highlight=False, emoji=False, markup=False)
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
@@ -68,9 +69,9 @@ class Progress:
         words = attrgetter("state", "phase", "is_known")
         for cell in cells:
             before = self._written.get(cell.name)
-            # Fewer steps than before: the cell was resumed from a checkpoint.
             made = (cell.step or 0) - ((before.step or 0) if before else 0)
-            is_moved = made >= self._every_steps or made < 0
+            # Fewer steps than before: the cell was resumed from a checkpoint.
+            is_moved = made < 0 or made >= _EVERY_STEPS
             if before is None or words(before) != words(cell) or is_moved:
                 print(describe_cell(cell), file=self._stream, flush=True)
                 self._written[cell.name] = cell

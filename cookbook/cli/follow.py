@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -77,14 +77,15 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 def _pending_scripts() -> list[str]:
     """Return a line for each waiting job of plain sbatch: its run begins when it starts."""
-    jobs, lines = dict[str, slurm.JobInfo](), []
+    jobs, lines = list[slurm.JobInfo](), []
     with contextlib.suppress(JobError):
-        jobs = slurm.user_jobs(os.getuid()) if has_slurm() else {}
-    for job_id, job in jobs.items():
-        is_ours = job.state in slurm.WAITING and job.script.name != "submission.sh"
-        if is_ours and job.script.is_file() and "cookbook.supervise" in job.script.read_text():
+        jobs = slurm.own_jobs() if has_slurm() else []
+    for job in jobs:
+        script = Path(job.script)
+        is_ours = job.state in slurm.WAITING and script.name != "submission.sh"
+        if is_ours and script.is_file() and "cookbook.supervise" in script.read_text():
             why = f": {job.reason}" if job.reason else ""
-            lines.append(f"waits, started by sbatch {job.script}: job {job_id}{why}")
+            lines.append(f"waits, started by sbatch {script}: job {job.job_id}{why}")
     return lines
 
 
@@ -141,13 +142,12 @@ def _state(run: Run, cell: CellFolder) -> CellState:
 
 
 def _print_from(log: Path, offset: int) -> int:
+    """Print the log from there on; return its length."""
     with log.open("rb") as file:
         file.seek(offset)
-        while block := file.read(1 << 16):
-            sys.stdout.buffer.write(block)
-            offset += len(block)
-    sys.stdout.buffer.flush()
-    return offset
+        shutil.copyfileobj(file, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+        return file.tell()
 
 
 def cancel(arguments: argparse.Namespace) -> int:
@@ -229,11 +229,7 @@ def _seconds_left(recent: list[StepMetrics], total: int | None) -> float | None:
 
 
 def watch_run(run: Run) -> bool:
-    """Show the progress until every cell has ended; False if the user stopped watching.
-
-    Raises:
-        JobError: somebody deleted the run's folder.
-    """
+    """Show the progress until every cell has ended; False if the user stopped watching."""
     watcher = Watcher(run)
     try:
         with contextlib.closing(Progress(sys.stdout)) as progress:

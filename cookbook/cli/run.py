@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,12 +178,11 @@ def _resume(arguments: argparse.Namespace) -> int:
     run, named = find_cell(arguments.resume)
     folders = run.cells if named is None else [named]
     if arguments.dry_run:
-        return 1 if _resumable(run, folders, arguments) is None else 0
+        return 0 if _resumable(run, folders, arguments) else 1
     # Held until the new jobs are written: two resumes at once would train twice.
     take_submit_lock(run.folder)
     try:
-        cells = _resumable(run, folders, arguments)
-        if cells is None:
+        if not (cells := _resumable(run, folders, arguments)):
             return 1
         # Import lazily: a dry run must not wait for submitit.
         from cookbook.launch.submit import resume_cells
@@ -197,11 +196,10 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 def _resumable(
     run: Run, folders: Sequence[CellFolder], arguments: argparse.Namespace
-) -> list[Cell] | None:
-    """Return the cells that can go on, and print where; None if there is none."""
+) -> list[Cell]:
+    """Return the cells that can go on, and print where."""
     _refuse_running(run, folders)
-    found: dict[str, Found] = {}
-    cells: list[Cell] = []
+    found, cells = dict[str, Found](), list[Cell]()
     for folder in folders:
         try:
             record, place = read_record(folder.record), shown_path(folder.record)
@@ -226,7 +224,7 @@ def _resumable(
     cells = [cell for cell in cells if not cell.refused]
     if not cells:
         print(f"{run.name}: no cell can go on; nothing was submitted", file=sys.stderr)
-    return cells or None
+    return cells
 
 
 def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
@@ -235,16 +233,17 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     # On this machine, or in one allocation, a job trains several cells in turn.
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
-        is_open = state.state not in ENDED or not state.is_known
-        # Only the holder of the lock submits it, which is this process.
-        is_open = is_open and not (state.state == QUEUED and state.job_id is None)
-        if is_open and (state.cell in names or state.job_id in jobs):
-            reason = state.reason or "its state is not known"
-            found, remedy = f"may still run: {reason}", "find out, and end it"
-            if state.state in OPEN and state.is_known:
-                found = f"is {state.state}"
-                remedy = f"wait for its end, or: python submit.py cancel {run.name}"
-            raise InputError(f"{run.name}/{state.cell}", found, remedy)
+        # Queued without a job: only the holder of the lock, which is this process, submits it.
+        is_idle = state.state == QUEUED and state.job_id is None
+        has_ended = is_idle or (state.state in ENDED and state.is_known)
+        if has_ended or not (state.cell in names or state.job_id in jobs):
+            continue
+        found = f"may still run: {state.reason or 'its state is not known'}"
+        remedy = "find out, and end it"
+        if state.state in OPEN and state.is_known:
+            found = f"is {state.state}"
+            remedy = f"wait for its end, or: python submit.py cancel {run.name}"
+        raise InputError(f"{run.name}/{state.cell}", found, remedy)
 
 
 def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
@@ -349,20 +348,17 @@ def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, l
     raise InputError("check-line", "names no script that is here", remedy)
 
 
-def _header(script: Path, content: Sequence[str]) -> Iterator[str]:
+def _header(script: Path, lines: Sequence[str]) -> list[str]:
     """Return the options of the `#SBATCH` lines; sbatch reads none below the first command."""
-    command = 0
-    for number, text in enumerate(content, 1):
+    is_command = [bool(text.strip()) and not text.lstrip().startswith("#") for text in lines]
+    command = is_command.index(True)
+    for number, text in enumerate(lines[command:], command + 1):
         if text.startswith("#SBATCH "):
-            if command:
-                found = (
-                    f"sbatch does not read `{text}`: it stands below the command in line {command}"
-                )
-                remedy = "move that command below all #SBATCH lines"
-                raise InputError(f"{script}:{number}", found, remedy)
-            yield from text.split()[1:]
-        elif text.strip() and not text.lstrip().startswith("#"):
-            command = command or number
+            found = f"sbatch does not read `{text}`: it stands below the command in line "
+            remedy = "move that command below all #SBATCH lines"
+            raise InputError(f"{script}:{number}", f"{found}{command + 1}", remedy)
+    read = [text.split()[1:] for text in lines[:command] if text.startswith("#SBATCH ")]
+    return [word for words in read for word in words]
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:

@@ -123,10 +123,8 @@ def sbatch_options(
     """Return sbatch's options by long name; True stands for an option without a value.
 
     One task a node: torchrun starts the ranks. GPUs are asked for per node and untyped, since a
-    task must see all of its node's GPUs, and GRES names differ among clusters.
-
-    Args:
-        leave_out: nodes to leave out beside those of the profile.
+    task must see all of its node's GPUs, and GRES names differ among clusters. `leave_out` are
+    nodes beside those of the profile.
     """
     cluster = cell.cluster
     options: dict[str, OptionValue | None] = {

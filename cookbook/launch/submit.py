@@ -147,14 +147,11 @@ def _python_path() -> str:
 def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) -> list[str]:
     """Submit every cell of `run` that is not refused: one sbatch call each, or one local job.
 
-    Args:
-        one_allocation: one sbatch call for all; the cells run in turn, on the same nodes.
+    In one allocation the cells run in turn, on the same nodes. Where Slurm refuses a cell
+    (JobError), those before it stay queued; it and later ones have failed.
 
     Returns:
         The job ids, in the order of submission.
-
-    Raises:
-        JobError: Slurm refused a cell; cells before it stay queued, it and later ones have failed.
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")
@@ -182,11 +179,7 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
 
 
 def _executor(run: Run, cells: Sequence[Cell]) -> CellSlurmExecutor:
-    """Return what submits one job for `cells`, with the sbatch options of the first one's script.
-
-    Raises:
-        JobError: too few healthy nodes are left, and the recipe does not wait for them.
-    """
+    """Return what submits one job for `cells`, with the sbatch options of the first one."""
     cell, choice = cells[0], leave_out(cells[0])
     # A single cell already has its own allocation.
     script, title, name = run.cell(cell.name).submission, f"{cell.name}/train.sh", cell.name

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 
-class _Below:
+class _Below(str):
     """A name below `path` of its owner; reads as the whole path."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    __slots__ = ()
 
     def __get__(self, owner: Any, kind: type) -> Path:
         path: Path = owner.path
-        return path / self.name
+        return path / self
 
 
 @dataclass(frozen=True)

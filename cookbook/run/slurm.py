@@ -1,7 +1,4 @@
-"""Slurm's commands, run here and nowhere else: submit, cancel, query, requeue, run a step.
-
-The training step is started by the job's script.
-"""
+"""Slurm's commands, run here and nowhere else, but for the training step of the job's script."""
 
 import functools
 import os
@@ -51,17 +48,16 @@ class JobInfo:
     state: str
     reason: str
     restarts: int = 0
-    script: Path = Path()
+    job_id: str = ""
+    script: str = ""
 
 
 def submit_environment() -> dict[str, str]:
-    """Return the environment without variables that change a new job, or hide jobs.
-
-    SLURM_CONF stays: it is where Slurm's commands find Slurm.
-    """
+    """Return the environment without variables that change a new job, or hide jobs."""
     return {
         name: value
         for name, value in os.environ.items()
+        # By SLURM_CONF, Slurm's commands find Slurm.
         if not name.startswith(_OTHERS) or name == "SLURM_CONF"
     }
 
@@ -115,8 +111,7 @@ def lost_nodes(node_list: str) -> list[str]:
 def kill_steps(job_id: str, name: str) -> int:
     """Kill the steps of a job that are called `name`, on all nodes; return how many."""
     answer = _run(["squeue", "--steps", f"--jobs={job_id}", "--noheader", "--format=%i %j"])
-    steps = [line.split(maxsplit=1) for line in answer.stdout.splitlines()]
-    named = [step for step, *rest in steps if rest == [name]]
+    named = [step for step, title in _rows(answer, 2) if title == name]
     if named:
         _run(["scancel", "--signal=KILL", *named])
     return len(named)
@@ -126,61 +121,53 @@ def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str,
     """Return what the controller, or for older jobs accounting, knows of the jobs.
 
     The controller forgets a finished job after MinJobAge, and accounting may be off: a job that is
-    missing from the answer is known to neither.
-
-    Raises:
-        JobError: Slurm does not answer within `patience` seconds.
+    missing is known to neither. JobError if Slurm does not answer within `patience` seconds.
     """
     wanted = set(job_ids)
     if not wanted:
         return {}
     # By id, not by user, so that a colleague's run shows too.
     found = _squeue(f"--jobs={','.join(sorted(wanted))}", patience)
-    infos = {job_id: info for job_id, info in found.items() if job_id in wanted}
+    infos = {job.job_id: job for job in found if job.job_id in wanted}
     if (missing := wanted - infos.keys()) and shutil.which("sacct"):
         command = ["sacct", "--noheader", "--parsable2", "--allocations"]
         command += ["--format=JobIDRaw,State,ExitCode", f"--jobs={','.join(sorted(missing))}"]
-        answer = _run(command, patience)
-        lines = [] if answer.returncode else answer.stdout.splitlines()
-        for job_id, state, code in (row for line in lines if len(row := line.split("|")) == 3):
+        for job_id, state, code in _rows(_run(command, patience), 3, "|"):
             if job_id in missing:
                 # "CANCELLED by 1000"
                 reason = f"exit code {code}" if code else ""
-                infos[job_id] = JobInfo(state.partition(" ")[0], reason)
+                infos[job_id] = JobInfo(state.partition(" ")[0], reason, job_id=job_id)
     return infos
 
 
-def user_jobs(uid: int, patience: float = PATIENCE_S) -> dict[str, JobInfo]:
-    """Return the jobs of the user `uid`, in the order of their ids."""
-    jobs = _squeue(f"--user={uid}", patience)
-    return dict(sorted(jobs.items(), key=lambda job: int(job[0])))
+def own_jobs() -> list[JobInfo]:
+    """Return this user's jobs, in the order of their ids."""
+    return sorted(_squeue(f"--user={os.getuid()}", PATIENCE_S), key=lambda job: int(job.job_id))
 
 
-def _squeue(of: str, patience: float) -> dict[str, JobInfo]:
+def _squeue(of: str, patience: float) -> list[JobInfo]:
     options = (of, f"--Format={_FIELDS}")
     answer = _run(["squeue", "--states=all", "--noheader", *options], patience)
     # One forgotten id is an error of squeue's; one among several is not.
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise JobError(f"squeue: {answer.stderr.strip() or 'no answer'}")
-    infos = {}
+    infos = []
     for line in answer.stdout.splitlines():
         job_id, *fields = (field.strip() for field in line.split("|"))
         # Else the line goes on with a command.
         if job_id.isdecimal() and len(fields) > 3:
-            state, reason, restarts, command, *_ = fields
+            state, reason, restarts, script, *_ = fields
             reason = "" if reason == "None" else reason
-            infos[job_id] = JobInfo(state, reason, int(restarts), Path(command))
+            infos.append(JobInfo(state, reason, int(restarts), job_id, script))
     return infos
 
 
 def partition_nodes(partition: str | None) -> list[str]:
-    """Return the nodes of a partition, by default Slurm's; empty if Slurm does not answer.
+    """Return a partition's nodes, also down and drained ones: a job may wait for them.
 
-    Down and drained nodes are included: a job may wait for them.
+    Without a name, of Slurm's default partition; empty if Slurm does not answer.
     """
-    answer = _run(["sinfo", "--noheader", "--Node", "--format=%N %P"])
-    lines = [] if answer.returncode else answer.stdout.splitlines()
-    rows = [row for line in lines if len(row := line.split()) == 2]
+    rows = _rows(_run(["sinfo", "--noheader", "--Node", "--format=%N %P"]), 2)
     if not partition:
         partition = ",".join(where.rstrip("*") for _, where in rows if where.endswith("*"))
     # A job may name several, of which it gets one.
@@ -200,8 +187,7 @@ def node_groups() -> list[tuple[int, str]] | None:
         return [] if isinstance(error, NoAnswerError) else None
     if "Could not establish a configuration source" in answer.stderr:
         return None
-    rows = [line.split(maxsplit=1) for line in answer.stdout.splitlines()]
-    return [(int(row[0]), row[1]) for row in rows if len(row) == 2 and row[0].isdigit()]
+    return [(int(count), gres) for count, gres in _rows(answer, 2) if count.isdigit()]
 
 
 def nodes_in(node_list: str) -> list[str]:
@@ -249,6 +235,14 @@ def _run(command: list[str], timeout: float = _COMMAND_S) -> subprocess.Complete
         raise NoAnswerError(f"{command[0]}: no answer in {timeout:g} s") from None
 
 
+def _rows(
+    answer: subprocess.CompletedProcess[str], columns: int, separator: str | None = None
+) -> list[list[str]]:
+    """Return the lines with so many fields; none of a command that failed."""
+    lines = [] if answer.returncode else answer.stdout.splitlines()
+    return [row for line in lines if len(row := line.split(separator, columns - 1)) == columns]
+
+
 def _output_of(command: list[str]) -> str:
     answer = _run(command)
     if answer.returncode:
@@ -281,11 +275,7 @@ class StepEnd:
 
 
 def retry_while_busy(ask: Callable[[float], T]) -> T:
-    """Return the answer of `ask`, which gets the seconds left; retry it for ten minutes.
-
-    Raises:
-        NoAnswerError: the last one, when the time is over.
-    """
+    """Return the answer of `ask`, which gets the seconds left; retry it for ten minutes."""
     deadline, is_logged = time.monotonic() + _BUSY_S, False
     while True:
         try:
@@ -307,11 +297,7 @@ def run_step(
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
-    """Run `python -m module question` on each node, for `limit_s` from its first task's start.
-
-    Raises:
-        JobError: Slurm starts no step.
-    """
+    """Run `python -m module question` on each node, for `limit_s` from its first task's start."""
     venv = os.environ.get("VENV")
     python = f"{venv}/bin/python" if venv else sys.executable
     cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE") or "1"

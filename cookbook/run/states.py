@@ -16,27 +16,10 @@ import psutil
 
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.gpus import has_slurm
-from cookbook.run import slurm
+from cookbook.run import slurm, status
 from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, is_submit_locked
-from cookbook.run.status import (
-    CANCELLED,
-    ENDED,
-    FAILED,
-    FINISHED,
-    OPEN,
-    QUEUED,
-    REFUSED,
-    RUNNING,
-    UNKNOWN,
-    End,
-    Job,
-    Status,
-    read_job,
-    read_json_as,
-    read_status,
-    write_json,
-)
+from cookbook.run.status import Job, Status, read_job, read_json_as, write_json
 
 # Set to the run's folder in the job's environment, which all its processes inherit. A command line
 # that names the folder may be somebody's editor.
@@ -63,10 +46,7 @@ def is_alive(job: Job) -> bool:
 
 
 def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
-    """Return this user's processes of the run in `folder`, which may be deleted.
-
-    Each has the folder of the cell that it trains, None for supervisors.
-    """
+    """Return this user's processes of a run, with the cell that each trains; supervisors: None."""
     mark, found = str(folder.resolve()), dict[psutil.Process, Path | None]()
     for process in psutil.process_iter(["environ"]):
         variables = process.info["environ"] or {}
@@ -91,163 +71,156 @@ def stop_processes(folder: Path, job: Job | None = None) -> int:
 
 
 COMPLETING = "Slurm: COMPLETING"
-SETTLED = frozenset({FINISHED, REFUSED})
+SETTLED = frozenset({status.FINISHED, status.REFUSED})
 _NEVER_SUBMITTED = "never submitted: submit.py ended before it reached this cell; start it anew"
 
 
 @dataclass(frozen=True)
-class CellState:
-    """The state of a cell and its reason; `started` and `ended` in seconds since the epoch.
+class CellState(Status):
+    """The state of a cell, as its job wrote it and as the scheduler knows it since.
 
     `is_known` is False if Slurm did not answer, or the processes are another machine's: this is
     then only the job's own last word.
     """
 
-    cell: str
-    state: str
-    reason: str | None
-    job_id: str | None
-    attempt: int
-    started: float | None
-    ended: float | None
+    cell: str = ""
+    job_id: str | None = None
     is_known: bool = True
 
     @property
     def is_ending(self) -> bool:
         """Whether the job has written how it ended, and Slurm has yet to see it."""
-        return self.state == RUNNING and self.reason == COMPLETING
+        return self.state == status.RUNNING and self.reason == COMPLETING
 
     @property
     def has_ended(self) -> bool:
         """Whether the cell has ended for good, for all that can be known."""
-        return self.state not in OPEN and self.is_known
+        return self.state not in status.OPEN and self.is_known
 
 
 def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]:
-    """Return the state of every cell of `run`, in its order.
-
-    Slurm is given `patience` seconds to answer; after that the files alone count.
-    """
+    """Return the state of every cell; after `patience` seconds without Slurm, from files alone."""
     if run.scheduler == "slurm":
         return _slurm_states(run, patience)
     return [_local_state(run, cell) for cell in run.cells]
 
 
-def _read(cell: CellFolder) -> tuple[Status, Job | None]:
+def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
     """Read the cell's files; a damaged one loses only its own content."""
+    job = None
     try:
-        status = read_status(cell)
+        written = status.read_status(cell)
     except InputError as error:
-        status = Status(UNKNOWN, reason=str(error))
+        written = Status(status.UNKNOWN, reason=str(error))
     try:
-        return status, read_job(cell)
+        job = read_job(cell)
     except InputError as error:
-        return replace(status, reason=status.reason or str(error)), None
+        written = replace(written, reason=written.reason or str(error))
+    return CellState(**vars(written), cell=cell.name, job_id=job.job_id if job else None), job
 
 
 def _slurm_states(run: Run, patience: float) -> list[CellState]:
-    before = {cell: _read(cell) for cell in run.cells}
+    before = {cell: _read(cell)[0] for cell in run.cells}
     # Before the second look: without a submitter at work no further job is to come.
     is_open = is_submit_locked(run.folder)
     infos, silence = dict[str, slurm.JobInfo](), None
-    asked = [job for status, job in before.values() if job and status.state not in SETTLED]
+    asked = (one.job_id for one in before.values() if one.job_id and one.state not in SETTLED)
     try:
-        infos = slurm.job_infos((job.job_id for job in asked), patience)
+        infos = slurm.job_infos(asked, patience)
     except JobError as error:
         silence = str(error)
     # Read again: the last word that a job wrote before Slurm saw its end is there now.
-    after = {cell: _read(cell) for cell in run.cells}
-    jobs_of = {cell: job or before[cell][1] for cell, (_, job) in after.items()}
-    num_cells = Counter(job.job_id for job in jobs_of.values() if job)
+    after = {cell: _read(cell)[0] for cell in run.cells}
+    jobs = {cell: state.job_id or before[cell].job_id for cell, state in after.items()}
+    num_cells = Counter(jobs.values())
     states = []
-    for cell, job in jobs_of.items():
-        status, is_known = after[cell][0], True
-        found: tuple[str, str | None] | None = None
-        if job is None and status.state == QUEUED and not (silence or is_open):
-            found = FAILED, f"{_NEVER_SUBMITTED} unless squeue --me shows its job"
-        elif job is not None and status.state not in SETTLED:
-            info = _settle_end(cell, job, status, infos.get(job.job_id))
-            if info is not None:
-                merge = merge_shared_job_state if num_cells[job.job_id] > 1 else merge_slurm_state
-                found = merge(status, info)
+    for cell, job in jobs.items():
+        state = replace(after[cell], job_id=job)
+        if job is None and state.state == status.QUEUED and not (silence or is_open):
+            words = f"{_NEVER_SUBMITTED} unless squeue --me shows its job"
+            state = replace(state, state=status.FAILED, reason=words)
+        elif job is not None and state.state not in SETTLED:
+            if info := _settle_end(cell, job, state, infos.get(job)):
+                merge = merge_shared_job_state if num_cells[job] > 1 else merge_slurm_state
+                found, reason = merge(state, info)
+                state = replace(state, state=found, reason=reason or None)
             elif silence is not None:
                 words = f"Slurm does not answer ({silence}); this is the job's own last word"
-                reason, is_known = "; ".join(filter(None, [status.reason, words])), False
-                found = status.state, reason
-            elif status.state in OPEN and os.getuid() not in (0, run.folder.stat().st_uid):
+                reason = "; ".join(filter(None, [state.reason, words]))
+                state = replace(state, reason=reason, is_known=False)
+            elif state.state in status.OPEN and os.getuid() not in (0, run.folder.stat().st_uid):
                 # Slurm may hide the jobs of others.
-                words = f"Slurm shows no job {job.job_id} of the run's owner; the job said "
-                found = UNKNOWN, words + status.state
-            elif status.state in OPEN:
-                words = f"job {job.job_id} is gone, and neither Slurm nor the job said how it ended"
-                found = FAILED, words
-        states.append(_state(cell, status, job, found, is_known))
+                words = f"Slurm shows no job {job} of the run's owner; the job said {state.state}"
+                state = replace(state, state=status.UNKNOWN, reason=words)
+            elif state.state in status.OPEN:
+                words = f"job {job} is gone, and neither Slurm nor the job said how it ended"
+                state = replace(state, state=status.FAILED, reason=words)
+        states.append(state)
     return states
 
 
 def _settle_end(
-    cell: CellFolder, job: Job, status: Status, info: slurm.JobInfo | None
+    cell: CellFolder, job: str, written: Status, info: slurm.JobInfo | None
 ) -> slurm.JobInfo | None:
     """Return Slurm's answer, or the end that was kept of it; keep an end that is new."""
-    end = None
     with contextlib.suppress(InputError):
-        end = read_json_as(End, cell.end)
-    # The job has written since if it was requeued.
-    if end is not None and end.job_id == job.job_id and end.restarts >= status.restarts:
-        kept = slurm.JobInfo(end.state, end.reason, end.restarts)
+        kept = read_json_as(slurm.JobInfo, cell.end)
+        # The job has written since if it was requeued.
+        is_newest = kept.job_id == job and kept.restarts >= written.restarts
         # Accounting words the reason differently from the controller.
-        if info is None or (info.state == kept.state and info.restarts <= kept.restarts):
+        is_same = info is None or (info.state == kept.state and info.restarts <= kept.restarts)
+        if is_newest and is_same:
             return kept
     if info is not None and info.state not in slurm.WAITING | slurm.ACTIVE:
         # A full disk, or a colleague's run.
         with contextlib.suppress(OSError):
-            write_json(cell.end, End(job.job_id, info.restarts, info.state, info.reason))
+            write_json(cell.end, info)
     return info
 
 
-def merge_slurm_state(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
+def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
     """Return state and reason from the job's last word, if Slurm has not requeued it since."""
-    said = _since_start(status, info)
+    said = _since_start(written, info)
     if info.state in slurm.WAITING:
-        return QUEUED, info.reason
-    if info.state == "COMPLETING" and said is not status:
-        return QUEUED, "requeued"
+        return status.QUEUED, info.reason
+    if info.state == "COMPLETING" and said is not written:
+        return status.QUEUED, "requeued"
     if info.state in slurm.HALTED:
-        return RUNNING, f"suspended (Slurm: {info.state}): its processes stand still"
+        return status.RUNNING, f"suspended (Slurm: {info.state}): its processes stand still"
     if info.state in slurm.ACTIVE:
         # An end counts once Slurm has seen it: until then the job may be requeued.
-        return RUNNING, COMPLETING if said.state in ENDED else None
+        return status.RUNNING, COMPLETING if said.state in status.ENDED else None
     if info.state == "CANCELLED":
-        return CANCELLED, None
+        return status.CANCELLED, None
     if info.state == "COMPLETED":
         # The script's exit status is the job's, even if its last word could not be written.
-        return FINISHED, None
-    if said.state == FAILED and info.state == "FAILED" and said.reason:
-        return FAILED, said.reason
+        return status.FINISHED, None
+    if said.state == status.FAILED and info.state == "FAILED" and said.reason:
+        return status.FAILED, said.reason
     # TIMEOUT, NODE_FAIL, OUT_OF_MEMORY...: Slurm knows better than the job why it was ended.
-    return FAILED, _in_slurms_words(info)
+    return status.FAILED, _in_slurms_words(info)
 
 
-def merge_shared_job_state(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
+def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
     """Return state and reason of a cell whose job runs others too."""
-    said = _since_start(status, info)
-    if said.state in ENDED:
-        ended_with_job = said.state == CANCELLED or (said.reason or "").startswith("Slurm: ")
+    said = _since_start(written, info)
+    if said.state in status.ENDED:
+        ended_with_job = said.state == status.CANCELLED or (said.reason or "").startswith("Slurm: ")
         if info.state == "COMPLETING" and ended_with_job:
             # The job may come back, and with it this cell.
-            return QUEUED if said.started is None else RUNNING, COMPLETING
+            return status.QUEUED if said.started is None else status.RUNNING, COMPLETING
         return said.state, said.reason
-    if said.state == QUEUED and info.state in slurm.ACTIVE:
-        return QUEUED, "waits for its turn in the allocation"
-    if said.state == QUEUED and info.state not in slurm.WAITING | {"CANCELLED"}:
+    if said.state == status.QUEUED and info.state in slurm.ACTIVE:
+        return status.QUEUED, "waits for its turn in the allocation"
+    if said.state == status.QUEUED and info.state not in slurm.WAITING | {"CANCELLED"}:
         # The job's exit status is that of the cells which had their turn.
-        return CANCELLED, f"the allocation ended before its turn ({_in_slurms_words(info)})"
-    return merge_slurm_state(status, info)
+        return status.CANCELLED, f"the allocation ended before its turn ({_in_slurms_words(info)})"
+    return merge_slurm_state(written, info)
 
 
-def _since_start(status: Status, info: slurm.JobInfo) -> Status:
+def _since_start(written: Status, info: slurm.JobInfo) -> Status:
     """Return what the job wrote since Slurm started it the last time."""
-    return status if info.restarts <= status.restarts else replace(status, state=QUEUED)
+    return written if info.restarts <= written.restarts else replace(written, state=status.QUEUED)
 
 
 def _in_slurms_words(info: slurm.JobInfo) -> str:
@@ -255,49 +228,35 @@ def _in_slurms_words(info: slurm.JobInfo) -> str:
 
 
 def _local_state(run: Run, cell: CellFolder) -> CellState:
-    (status, job), found, is_known = _read(cell), None, True
-    if status.state in OPEN and job is not None:
+    state, job = _read(cell)
+    if state.state in status.OPEN and job is not None:
         if job.host not in (None, socket.gethostname()):
             words = f"runs on {job.host}, and can be followed and stopped only there"
-            found, is_known = (status.state, words), False
-        elif not is_alive(job):
+            return replace(state, reason=words, is_known=False)
+        if not is_alive(job):
             left = list(run_processes(run.folder).values())
             # The last word may have come between the two looks.
-            status, _ = _read(cell)
-            num_training = left.count(cell.path.resolve())
-            if status.state in OPEN and None not in left:
-                words = f"process {job.job_id} is gone: killed, or the machine was restarted"
-                if num_training:
+            state, _ = _read(cell)
+            if state.state in status.OPEN and None not in left:
+                if num_training := left.count(cell.path.resolve()):
                     words = f"process {job.job_id} was killed, {num_training} of its processes go "
                     words += f"on; stop them: python submit.py cancel {run.name}"
-                found = status.state if num_training else FAILED, words
-    elif status.state == QUEUED and not is_submit_locked(run.folder):
+                    return replace(state, reason=words)
+                words = f"process {job.job_id} is gone: killed, or the machine was restarted"
+                return replace(state, state=status.FAILED, reason=words)
+    elif state.state == status.QUEUED and not is_submit_locked(run.folder):
         # The lock is released after the last job is recorded: read again to avoid a race.
-        status, job = _read(cell)
-        if status.state == QUEUED and job is None:
-            found = FAILED, _NEVER_SUBMITTED
-    return _state(cell, status, job, found, is_known)
-
-
-def _state(
-    cell: CellFolder,
-    status: Status,
-    job: Job | None,
-    found: tuple[str, str | None] | None = None,
-    is_known: bool = True,
-) -> CellState:
-    state, reason = found or (status.state, status.reason)
-    job_id, times = job.job_id if job else None, (status.started, status.ended)
-    return CellState(cell.name, state, reason or None, job_id, status.attempt, *times, is_known)
+        state, job = _read(cell)
+        if state.state == status.QUEUED and job is None:
+            return replace(state, state=status.FAILED, reason=_NEVER_SUBMITTED)
+    return state
 
 
 def cancel_run(run: Run, report: Callable[[int], None] = lambda num_jobs: None) -> list[str]:
     """Ask the scheduler to stop what still waits or runs; return the names of those cells.
 
-    A job that is ending is cancelled too, since Slurm may requeue it.
-
-    Raises:
-        JobError: Slurm does not answer, or the processes are another machine's.
+    A job that is ending is cancelled too, since Slurm may requeue it. JobError if Slurm does not
+    answer, or the processes are another machine's.
     """
     active = [state for state in cell_states(run) if not state.has_ended and state.job_id]
     for state in active:
@@ -321,9 +280,9 @@ def cancel_deleted(folder: Path) -> int:
     # Slurm may be installed here without a configuration.
     with contextlib.suppress(JobError):
         ids = [
-            job_id
-            for job_id, job in slurm.user_jobs(os.getuid()).items()
-            if job.state in slurm.WAITING | slurm.ACTIVE and job.script.is_relative_to(root)
+            job.job_id
+            for job in slurm.own_jobs()
+            if job.state in slurm.WAITING | slurm.ACTIVE and Path(job.script).is_relative_to(root)
         ]
         if ids:
             slurm.scancel(ids)

@@ -103,16 +103,6 @@ class Job:
     started: str | None = None
 
 
-@dataclass(frozen=True)
-class End:
-    """The end of a job in Slurm's words, after so many requeues."""
-
-    job_id: str
-    restarts: int
-    state: str
-    reason: str
-
-
 def read_status(cell: CellFolder) -> Status:
     return read_json_as(Status, cell.status)
 
