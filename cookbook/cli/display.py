@@ -28,8 +28,7 @@ _COLUMNS = {
 # Those that a narrow terminal drops, in order.
 _SPARE = ("elapsed", "sparks", "loss", "speed", "note", "left", "bar")
 _BAR = 10
-# Steps between two lines off a terminal.
-_EVERY_STEPS = 10
+_EVERY_STEPS = 10  # steps between two lines off a terminal
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,9 @@ from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import SETTLED, CellState, cancel_deleted, cancel_run, cell_states
 from cookbook.run.status import FAILED, OPEN, RUNNING, read_json, read_resumptions
 
-# Fewer steps show no pace.
-_LEAST_STEPS = 4
+_LEAST_STEPS = 4  # fewer steps show no pace
 POLL_S = {"local": 1.0, "slurm": 5.0}
-# A watcher waits longer for a busy controller than a person.
-_PATIENCE_S = 20.0
+_PATIENCE_S = 20.0  # a watcher waits longer for a busy controller than a person
 
 
 def show_status(arguments: argparse.Namespace) -> int:

@@ -82,8 +82,7 @@ def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_bytes(content.encode() if isinstance(content, str) else content)
         else:
-            # A symbolic link stays one.
-            write_whole(path.resolve(), content, mode)
+            write_whole(path.resolve(), content, mode)  # a symbolic link stays one
     except OSError as error:
         raise InputError(f"{option} {name}", f"cannot be written: {error.strerror}") from None
 
@@ -100,7 +99,6 @@ _TRY = {
 
 
 def list_all(arguments: argparse.Namespace) -> int:
-    """Print every recipe, precision, EP backend, cluster and sweep, a line each."""
     problems: dict[str, None] = {}
     for kind, title in KINDS.items():
         print(f"{title}s:")
@@ -108,8 +106,7 @@ def list_all(arguments: argparse.Namespace) -> int:
             try:
                 print(f"  {name:28}  {_description(kind, name)}")
             except InputError as error:
-                # One file that cannot be read must not hide the others.
-                problems[str(error)] = None
+                problems[str(error)] = None  # one file that cannot be read must not hide the others
     for problem in problems:
         print(f"submit.py: left out: {problem}", file=sys.stderr)
     return 2 if problems else 0
@@ -163,7 +160,6 @@ def render_cell(arguments: argparse.Namespace) -> int:
 
 
 def new(arguments: argparse.Namespace) -> int:
-    """Copy a recipe, precision, EP backend, cluster or sweep under a new name."""
     kind = _kind(arguments)
     *folders, name = re.sub(r"\.ya?ml$", "", arguments.name).split("/")
     if folders:

@@ -80,7 +80,6 @@ def judged_cells(cells: Sequence[Cell], arguments: argparse.Namespace) -> tuple[
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train one cell, or go on with those of a run that has ended."""
     if arguments.resume is not None:
         return _resume(arguments)
     if arguments.recipe is None:

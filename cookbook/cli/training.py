@@ -56,7 +56,6 @@ def export_weights(arguments: argparse.Namespace) -> int:
 
 
 def count_texts(arguments: argparse.Namespace) -> int:
-    """Print how many documents and tokens text files hold, and how long the documents are."""
     if find_spec("tokenizers") is None:
         raise InputError("data", "needs tokenizers, which is not installed", "run: bash setup.sh")
     import numpy

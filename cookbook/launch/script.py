@@ -143,8 +143,7 @@ def sbatch_options(
         "requeue" if cluster.requeue else "no-requeue": True,
         # To the batch shell alone: a rank's helper processes would die of it.
         "signal": f"B:USR1@{cluster.grace_seconds}",
-        # The log of a requeued job continues that of the job before.
-        "open-mode": "append",
+        "open-mode": "append",  # the log of a requeued job continues that of the job before
         **cluster.sbatch,
     }
     # As YAML's true stands for an option without a value, its false leaves one out.

@@ -123,8 +123,7 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_NTASKS": "1",
             "SUBMITIT_LOCAL_COMMAND": command,
-            # 30 days.
-            "SUBMITIT_LOCAL_TIMEOUT_S": "2592000",
+            "SUBMITIT_LOCAL_TIMEOUT_S": "2592000",  # 30 days
             "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
             "SUBMITIT_LOCAL_NODEID": "0",
             "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",

@@ -17,9 +17,8 @@ from cookbook.base.files import locked, write_whole
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import mapping_at, read_yaml
 
-# Hours for faults that pass or are soon repaired, and for broken hardware.
-PASSING_H = 1.0
-HARDWARE_H = 24.0
+PASSING_H = 1.0  # hours, for faults that pass or are soon repaired
+HARDWARE_H = 24.0  # for broken hardware
 
 _HEAD = """\
 # Nodes that jobs leave out; jobs rewrite this file, and keep the entries but no other comments.
@@ -98,14 +97,11 @@ def _one_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to tell Slurm: the nodes to leave out, and the earliest start, None for now.
-
-    `short` counts the nodes that are missing now because of those that are left out.
-    """
+    """What to tell Slurm: the nodes to leave out, and the earliest start, None for now."""
 
     nodes: tuple[str, ...]
     begin: float | None = None
-    short: int = 0
+    short: int = 0  # nodes that are missing now because of those that are left out
 
 
 def choose(needed: int, nodes: Sequence[str], excluded: Sequence[Excluded]) -> Choice:

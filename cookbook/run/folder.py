@@ -31,31 +31,20 @@ class Attempt:
     path: Path
     number: int
 
-    # torchrun's output: the lines of the shown ranks of every node.
-    log = _Below("train.log")
+    log = _Below("train.log")  # the lines of the shown ranks of every node, from torchrun
     # The script and the request of this attempt, if later attempts have others.
-    script = _Below("train.sh")
-    record = _Below("cell.yaml")
+    script, record = _Below("train.sh"), _Below("cell.yaml")
     # Versions, GPUs, nodes and active features, as the training process reports them.
     environment = _Below("environment.json")
-    # A JSON object for each logged step, written by our hooks on the rank that has the loss.
-    metrics = _Below("metrics.jsonl")
-    # Tokens by layer and expert at the logged steps.
-    router_load = _Below("router_load.jsonl")
-    # Where the attempt continued (`run.status`).
-    resumption = _Below("resume.json")
-    # What the node checks before training found.
-    preflight = _Below("preflight.json")
-    # A request to end at a checkpoint, which the ranks poll for.
-    stop = _Below("stop")
-    # The ranks' answer: the job's id and the saved step.
-    stopped = _Below("stopped")
-    # How the attempt ended (`run.status`).
-    end = _Below("end.json")
-    # Stack traces of ranks that made no step for long, a file each.
-    stacks = _Below("stacks")
-    # Traces of TorchTitan's profiler, a folder for each step that ended one.
-    traces = _Below("profile_traces")
+    metrics = _Below("metrics.jsonl")  # a JSON object a logged step, of the rank with the loss
+    router_load = _Below("router_load.jsonl")  # tokens by layer and expert at the logged steps
+    resumption = _Below("resume.json")  # where the attempt continued (`run.status`)
+    preflight = _Below("preflight.json")  # what the node checks before training found
+    stop = _Below("stop")  # a request to end at a checkpoint, which the ranks poll for
+    stopped = _Below("stopped")  # the ranks' answer: the job's id and the saved step
+    end = _Below("end.json")  # how the attempt ended (`run.status`)
+    stacks = _Below("stacks")  # stack traces of ranks that made no step for long, a file each
+    traces = _Below("profile_traces")  # of TorchTitan's profiler, a folder for each traced step
 
     def logs(self) -> list[Path]:
         """Return every log that may hold metrics lines, of all ranks."""
@@ -68,22 +57,14 @@ class CellFolder:
 
     path: Path
 
-    # The newest request for the cell (`run.record`).
-    record = _Below("cell.yaml")
-    # The script that the job runs, the same bytes that `render` prints.
-    script = _Below("train.sh")
-    # The state, written by the job alone.
-    status = _Below("status.json")
-    # The job's id, written by its submitter, or by the job if that failed.
-    job = _Below("job.json")
-    # How the job ended in Slurm, written by whoever saw it: Slurm forgets.
-    end = _Below("end.json")
-    # submitit's files and the output of the batch step.
-    job_files = _Below("job")
-    # The id of the one W&B run that all attempts write to.
-    wandb_id = _Below("wandb-id")
-    # The batch file.
-    submission = _Below("job/submission.sh")
+    record = _Below("cell.yaml")  # the newest request for the cell (`run.record`)
+    script = _Below("train.sh")  # what the job runs, the same bytes that `render` prints
+    status = _Below("status.json")  # the state, written by the job alone
+    job = _Below("job.json")  # the job's id, from its submitter, or from the job if that failed
+    end = _Below("end.json")  # how the job ended, from whoever saw it: Slurm forgets
+    job_files = _Below("job")  # submitit's files and the output of the batch step
+    wandb_id = _Below("wandb-id")  # of the one W&B run that all attempts write to
+    submission = _Below("job/submission.sh")  # the batch file
 
     @property
     def name(self) -> str:
@@ -118,19 +99,13 @@ PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One `step-N` folder.
-
-    Attributes:
-        damage: why it cannot be loaded, None if it is whole.
-        states: those of PARTS that it holds.
-        text_readers: data-parallel ranks that saved their position in the texts.
-    """
+    """One `step-N` folder."""
 
     path: Path
     step: int
-    damage: str | None
-    states: frozenset[str] = frozenset()
-    text_readers: int = 0
+    damage: str | None  # why it cannot be loaded
+    states: frozenset[str] = frozenset()  # those of PARTS that it holds
+    text_readers: int = 0  # data-parallel ranks that saved their position in the texts
 
 
 def saved_steps(folder: Path) -> list[tuple[int, Path]]:

@@ -31,23 +31,7 @@ _OF_SCRIPTS = {"job.custom_config_module", "experimental.custom_import", "job.de
 
 @dataclass(frozen=True)
 class CellRecord:
-    """The request for a cell; an unknown value is None.
-
-    Attributes:
-        emulated: low precision is computed in software; its speed says nothing.
-        stand_in_for: the requested recipe, if this machine runs another.
-        refused: why the cell does not run.
-        published_tokens_per_second_per_gpu: only if the cell is exactly the published one.
-        baseline: the cell that speed-ups are against.
-        prediction: the sweep's text: expected speed, and the meaning of any other.
-        repeat_of: the cell that this one, the `repeat`-th, repeats; None for the first.
-        options: TorchTitan's options that are set, by dotted name.
-        files: paths of the user's own YAML files, by `recipe`, `precision`, `ep_backend` and
-            `cluster`; others are in `recipes/` under their names.
-        max_restarts: how often a job may restart the cell.
-        too_few_nodes: `wait` in the queue or `stop` if too few healthy nodes are left.
-        profile: the content of the cluster's YAML file; a job never reads the file again.
-    """
+    """The request for a cell; an unknown value is None."""
 
     name: Text | None = None
     recipe: Text | None = None
@@ -58,20 +42,23 @@ class CellRecord:
     nodes: Count = 1
     ranks_per_node: Count = 1
     device: Text | None = None
-    emulated: Flag = False
-    stand_in_for: Text | None = None
-    refused: Text | None = None
+    emulated: Flag = False  # low precision is computed in software; its speed says nothing
+    stand_in_for: Text | None = None  # the requested recipe, if this machine runs another
+    refused: Text | None = None  # why the cell does not run
+    # Only if the cell is exactly the published one.
     published_tokens_per_second_per_gpu: Number | None = None
     published_source: Text | None = None
-    baseline: Text | None = None
-    prediction: Text | None = None
-    repeat_of: Text | None = None
+    baseline: Text | None = None  # the cell that speed-ups are against
+    prediction: Text | None = None  # the sweep's text: expected speed, and what another means
+    repeat_of: Text | None = None  # the cell that this one, the `repeat`-th, repeats
     repeat: Count = 1
-    max_restarts: Natural = 3
+    max_restarts: Natural = 3  # of the cell by a job
     environment: Words = field(default_factory=Words)
-    options: Unchecked = field(default_factory=Unchecked)
+    options: Unchecked = field(default_factory=Unchecked)  # TorchTitan's, by dotted name
+    # The user's own YAML files by `recipe`, `cluster`, ...; others are in `recipes/`, by name.
     files: Words = field(default_factory=Words)
-    too_few_nodes: Text | None = None
+    too_few_nodes: Text | None = None  # `wait` in the queue, or `stop`
+    # The content of the cluster's YAML file; a job never reads the file again.
     profile: Unchecked = field(default_factory=Unchecked)
 
     @property

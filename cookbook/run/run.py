@@ -44,13 +44,11 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder and its record.
-
-    `cells` are those that `run.json` lists, then those that plain sbatch has added since.
-    """
+    """A run's folder and its record."""
 
     folder: Path
     record: RunRecord
+    # Those that `run.json` lists, then those that plain sbatch has added since.
     cells: tuple[CellFolder, ...]
 
     @property
@@ -90,8 +88,7 @@ def write_run(folder: Path, asked: RunRecord) -> None:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
-        # In some containers the user id has no passwd entry.
-        user = str(os.getuid())
+        user = str(os.getuid())  # in some containers the user id has no passwd entry
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     write_json(folder / _FILE, replace(asked, created=created, user=user, commit=commit()))
     note_new_job(folder)
@@ -112,8 +109,7 @@ def read_run(folder: Path) -> Run:
     # them writes the list.
     found = sorted(path.parent.name for path in folder.glob("[!.]*/cell.yaml"))
     names = [*record.cells, *(name for name in found if name not in record.cells)]
-    # The folder may have been renamed.
-    record = replace(record, run=folder.name)
+    record = replace(record, run=folder.name)  # the folder may have been renamed
     return Run(folder, record, tuple(CellFolder(folder / name) for name in names))
 
 
@@ -151,8 +147,7 @@ def run_names() -> list[str]:
 
 def note_new_job(folder: Path) -> None:
     """Make the run the newest: plain sbatch starts jobs in a folder that exists, as `runs/16b`."""
-    # The kernel's own stamps may be milliseconds old.
-    now = time.time_ns()
+    now = time.time_ns()  # the kernel's own stamps may be milliseconds old
     # The run may be a colleague's.
     with contextlib.suppress(PermissionError):
         os.utime(folder / _FILE, ns=(now, now))
@@ -169,8 +164,7 @@ def commit() -> str | None:
 # Held by a submitter from reading the cells until it has recorded their jobs. The kernel releases
 # it however the submitter ends, so no cell waits for one that is gone.
 _LOCK = "submit.lock"
-# Open handles by inode, since a run may be renamed while it is locked.
-_held: dict[int, int] = {}
+_held: dict[int, int] = {}  # open handles by inode, since a run may be renamed while it is locked
 
 
 def take_submit_lock(folder: Path) -> None:
@@ -208,9 +202,8 @@ def is_submit_locked(folder: Path) -> bool:
             if os.fstat(file.fileno()).st_ino in _held:
                 return True
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        # Never locked, or a file system without locks.
-        pass
+    except OSError as error:
+        # Else it was never locked, or its file system has no locks.
+        return isinstance(error, BlockingIOError)
+    return False  # never locked, or a file system without locks
     return False

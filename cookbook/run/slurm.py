@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from cookbook.base.errors import JobError
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"})
-# Somebody must release them.
-WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}  # somebody must release them
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"})
 # These keep their nodes, and their processes are stopped.
 HALTED = frozenset({"SUSPENDED", "STOPPED"})
@@ -262,8 +261,7 @@ _PAUSE_S = 5.0
 # Each task prints it first; the time limit of a step counts from then on.
 _STARTED = "cookbook: task started"
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
-# For srun to end its tasks.
-_GRACE_S = 3.0
+_GRACE_S = 3.0  # for srun to end its tasks
 
 
 @dataclass(frozen=True)
@@ -304,10 +302,8 @@ def run_step(
     command = [
         *("srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"),
         *(f"--nodelist={','.join(nodes)}", f"--cpus-per-task={cpus}"),
-        # `sbatch --export=NONE` would leave the tasks without an environment.
-        "--export=ALL",
-        # A step that hangs on a bad node must not keep the others from the next.
-        "--overlap",
+        "--export=ALL",  # `sbatch --export=NONE` would leave the tasks without an environment
+        "--overlap",  # a step that hangs on a bad node must not keep the others from the next
         # The other nodes still answer when one fails.
         *("--kill-on-bad-exit=0", "--wait=0", "--input=none", "--quit-on-interrupt"),
         *("sh", "-c", f'echo "{_STARTED}"; exec "$@"', "sh", python, "-m", module, question),

@@ -77,14 +77,12 @@ _NEVER_SUBMITTED = "never submitted: submit.py ended before it reached this cell
 
 @dataclass(frozen=True)
 class CellState(Status):
-    """The state of a cell, as its job wrote it and as the scheduler knows it since.
-
-    `is_known` is False if Slurm did not answer, or the processes are another machine's: this is
-    then only the job's own last word.
-    """
+    """The state of a cell, as its job wrote it and as the scheduler knows it since."""
 
     cell: str = ""
     job_id: str | None = None
+    # False if Slurm did not answer, or the processes are another machine's: then it is only the
+    # job's own last word.
     is_known: bool = True
 
     @property
@@ -235,8 +233,7 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
             return replace(state, reason=words, is_known=False)
         if not is_alive(job):
             left = list(run_processes(run.folder).values())
-            # The last word may have come between the two looks.
-            state, _ = _read(cell)
+            state, _ = _read(cell)  # the last word may have come between the two looks
             if state.state in status.OPEN and None not in left:
                 if num_training := left.count(cell.path.resolve()):
                     words = f"process {job.job_id} was killed, {num_training} of its processes go "

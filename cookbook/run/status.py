@@ -75,10 +75,7 @@ def _known_state(state: str) -> str:
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a cell as its job wrote it; times in seconds since the epoch.
-
-    `restarts` counts the requeues of the job by Slurm up to then.
-    """
+    """The state of a cell as its job wrote it; times in seconds since the epoch."""
 
     state: Annotated[str, AfterValidator(_known_state)]
     attempt: int = 0
@@ -86,21 +83,19 @@ class Status:
     exit_code: int | None = None
     started: float | None = None
     ended: float | None = None
-    restarts: int = 0
+    restarts: int = 0  # requeues of the job by Slurm up to then
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job of a cell: an id of Slurm's, or a process of this or another machine.
-
-    `host`, `boot` and `started` (ticks since that boot) identify a process: ids are used again.
-    """
+    """The job of a cell: an id of Slurm's, or a process, of this or another machine."""
 
     job_id: Annotated[str, StringConstraints(pattern=r"^[0-9]+$")]
     queued: float = 0.0
+    # Of a process, whose id may be used again.
     host: str | None = None
     boot: str | None = None
-    started: str | None = None
+    started: str | None = None  # in ticks since that boot
 
 
 def read_status(cell: CellFolder) -> Status:
@@ -144,46 +139,31 @@ class Cause(enum.StrEnum):
     MISSING_FILE = "missing file"
     MISSING_MODULE = "missing module"
     WRONG_OPTION = "wrong option"
-    # The preflight found too few healthy nodes.
-    BAD_NODES = "bad nodes"
+    BAD_NODES = "bad nodes"  # the preflight found too few healthy ones
     ERROR = "error"
-    # Asked to stop before its time limit or a preemption, it saved a checkpoint and ended.
-    SAVED = "saved"
-    # Asked to stop, it did not end in time.
-    TOO_LATE = "too late"
-    # A person, a time limit, a preemption or a requeue; the reason names which.
-    STOPPED = "stopped"
-    # The supervisor was killed, or its node was lost, before it wrote why.
-    CUT_SHORT = "cut short"
+    SAVED = "saved"  # asked to stop (time limit, preemption), it saved a checkpoint and ended
+    TOO_LATE = "too late"  # asked to stop, it did not end in time
+    STOPPED = "stopped"  # by a person, a time limit, a preemption or a requeue: the reason says
+    CUT_SHORT = "cut short"  # the supervisor was killed, or its node lost, before it wrote why
 
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How an attempt ended; times in seconds since the epoch, unknown values None.
-
-    Attributes:
-        reason: the most telling line of its logs, with the rank.
-        seen: when it was first clear that the attempt would not go on.
-        job_id: the job that it ran in; a requeued job keeps its id.
-        first_step: the first and the last step in its log.
-        last_good_step: of a NaN loss, the last step before it.
-        decision: what the supervisor did about it, and why.
-        left_out: the nodes that the next attempt does without.
-    """
+    """How an attempt ended; times in seconds since the epoch, unknown values None."""
 
     attempt: int
     cause: Cause
-    reason: str | None = None
+    reason: str | None = None  # the most telling line of its logs, with the rank
     exit_code: int | None = None
     started: float | None = None
-    seen: float | None = None
+    seen: float | None = None  # when it was first clear that the attempt would not go on
     ended: float | None = None
-    job_id: str | None = None
-    first_step: int | None = None
+    job_id: str | None = None  # a requeued job keeps its id
+    first_step: int | None = None  # in its log
     last_step: int | None = None
-    last_good_step: int | None = None
-    decision: str | None = None
-    left_out: tuple[str, ...] = ()
+    last_good_step: int | None = None  # of a NaN loss, the last step before it
+    decision: str | None = None  # what the supervisor did about it, and why
+    left_out: tuple[str, ...] = ()  # the nodes that the next attempt does without
 
 
 def write_attempt_end(attempt: Attempt, end: AttemptEnd) -> None:
