@@ -34,7 +34,7 @@ from cookbook.supervise.resume_point import prepare
 _POLL_S = 2.0
 # Slurm ends a requeued job at once.
 _REQUEUE_S = 120.0
-# Until the next try on a full disk: one that is refused at once takes no time by itself.
+# Before the next try on a full disk: one that cannot write its first file takes no time itself.
 _FULL_DISK_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MOST_SPAWNS = 5
@@ -163,8 +163,6 @@ class Supervisor:
                 code = end.exit_code or 1
                 return code if code > 0 else 128 - code
             self._write(cell, end, RUNNING, None)
-            if end.cause is Cause.DISK_FULL:
-                self._pause(_FULL_DISK_S)
 
     def _attempt(
         self, cell: CellFolder, record: CellRecord, ends: Sequence[AttemptEnd]
@@ -184,8 +182,10 @@ class Supervisor:
             except RequeueNeededError as needed:
                 return exits.refused_end(attempt, f"preflight: {needed}"), needed.decision
             except (InputError, JobError, OSError) as error:
-                if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
+                if isinstance(error, OSError):
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    self._pause(_FULL_DISK_S)
                 is_of_nodes = isinstance(error, JobError)
                 return exits.refused_end(attempt, f"{'preflight: ' * is_of_nodes}{error}"), None
             earlier = [cell.attempt(end.attempt) for end in ends]
