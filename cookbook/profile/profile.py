@@ -101,15 +101,12 @@ def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
         return [traces[rank] for rank in stages if rank in traces]
     if asked in (None, "all"):
         return list(traces.values())
-    known = {str(rank): path for rank, path in traces.items()}
-    chosen = {}
-    for word in str(asked).split(","):
-        number = word.strip()
-        if number not in known:
-            allowed = f"all, or some of {', '.join(known)}, separated by commas"
-            raise InputError("--ranks", f"found {number!r}, allowed: {allowed}")
-        chosen[int(number)] = known[number]
-    return [chosen[rank] for rank in sorted(chosen)]
+    known = {str(rank): rank for rank in traces}
+    chosen = {word.strip() for word in str(asked).split(",")}
+    for number in sorted(chosen - known.keys()):
+        allowed = f"all, or some of {', '.join(known)}, separated by commas"
+        raise InputError("--ranks", f"found {number!r}, allowed: {allowed}")
+    return [traces[rank] for rank in sorted(known[number] for number in chosen)]
 
 
 def make_profile(source: str, paths: Sequence[Path]) -> Profile:

@@ -84,7 +84,6 @@ class Header:
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         info: Mapping[str, Any] = content.get("distributedInfo") or {}
         named = re.search(r"rank[-_]?(\d+)", path.name)
-        self.path = path
         self.gpu: str | None = (content.get("deviceProperties") or [{}])[0].get("name")
         self.rank: int | None = info.get("rank", int(named[1]) if named else None)
         self._groups: Sequence[Mapping[str, Any]] = info.get("pg_config", ())
@@ -278,15 +277,15 @@ class Host:
         self.chain = np.full(len(events), NOTHING)
         chains: dict[tuple[int, int], int] = {}
         stack: list[tuple[int, float, float]] = []
-        columns = zip(
-            *(events[name].tolist() for name in ("name", "start", "end", "thread")), strict=True
-        )
+        names = ("name", "start", "end", "thread")
+        columns = zip(*(events[name].tolist() for name in names), strict=True)
         for event, (name, start, end, thread) in enumerate(columns):
             while stack and (stack[-1][1] <= start or stack[-1][2] != thread):
                 stack.pop()
+            above = NOTHING
             if stack:
                 self.parent[event] = stack[-1][0]
-            above = int(self.chain[stack[-1][0]]) if stack else NOTHING
+                above = int(self.chain[stack[-1][0]])
             self.chain[event] = chains.setdefault((above, name), len(chains))
             stack.append((event, end, thread))
         self._is_call = np.array([bool(_CALL.match(name)) for name in trace.names], dtype=bool)
