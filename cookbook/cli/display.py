@@ -14,17 +14,9 @@ from rich.text import Text
 # Busy states first: they are shown if not all cells fit.
 _STATES = ("running", "failed", "cancelled", "queued", "finished", "refused")
 _STYLES = {"failed": "red", "cancelled": "yellow", "refused": "yellow", "finished": "green"}
-# Columns of a cell after name and state, with their headings.
-_COLUMNS = {
-    "sparks": "",
-    "bar": "",
-    "step": "step",
-    "speed": "tokens/s now",
-    "loss": "loss",
-    "elapsed": "time",
-    "left": "left",
-    "note": "",
-}
+# Columns of a cell after name and state; their headings, where another word.
+_COLUMNS = ("sparks", "bar", "step", "speed", "loss", "elapsed", "left", "note")
+_HEADINGS = {"sparks": "", "bar": "", "speed": "tokens/s now", "elapsed": "time", "note": ""}
 # Those that a narrow terminal drops, in order.
 _SPARE = ("elapsed", "sparks", "loss", "speed", "note", "left", "bar")
 _BAR = 10
@@ -102,9 +94,10 @@ def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
         kept = {cell.name for cell in shown[: max(room, 0)]}
         shown = [cell for cell in cells if cell.name in kept]
     fields = [_fields(cell, console.options.ascii_only) for cell in shown]
+    heads = {name: _HEADINGS.get(name, name) for name in _COLUMNS}
     widths = {
-        name: max([2 + cell_len(head), *(2 + cell_len(field[name]) for field in fields)])
-        for name, head in _COLUMNS.items()
+        name: 2 + max(map(cell_len, [head, *(field[name] for field in fields)]))
+        for name, head in heads.items()
         if any(field[name] for field in fields)
     }
     widths[""] = max((cell_len(cell.name) + len(cell.state) + 2 for cell in shown), default=0)
@@ -113,7 +106,7 @@ def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
             widths.pop(name, None)
     names = [name for name in _COLUMNS if name in widths]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for head in ("", "", *(_COLUMNS[name] for name in names)):
+    for head in ("", "", *(heads[name] for name in names)):
         side: Literal["left", "right"] = "left" if head in ("", "step") else "right"
         table.add_column(head, no_wrap=True, overflow="crop", justify=side)
     for cell, field in zip(shown, fields, strict=True):

@@ -15,13 +15,8 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.cli.display import CellProgress, Progress
 from cookbook.observe.history import collect_history
 from cookbook.observe.metrics import Newest, Phase, StepMetrics, Tail
+from cookbook.results import compare
 from cookbook.results.collect import collect_results
-from cookbook.results.compare import (
-    compare_runs,
-    compare_with_published,
-    comparison_json,
-    comparison_markdown,
-)
 from cookbook.results.result import render_json
 from cookbook.run import slurm
 from cookbook.run.excluded import read_excluded
@@ -302,7 +297,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
     return {state.cell: state.state for state in states}
 
 
-def compare(arguments: argparse.Namespace) -> int:
+def show_comparison(arguments: argparse.Namespace) -> int:
     """Print the comparison; status 1 if a cell is slower than the tolerance allows."""
     if not 0 <= arguments.tolerance < 100:
         raise InputError("--tolerance", f"found {arguments.tolerance:g}, allowed: 0 to 100 percent")
@@ -314,16 +309,16 @@ def compare(arguments: argparse.Namespace) -> int:
     runs = [find_run(name) for name in names]
     first, *others = [collect_results(run, cell_states(run)) for run in runs]
     if arguments.other:
-        comparison = compare_with_published(first, arguments.tolerance)
+        comparison = compare.compare_with_published(first, arguments.tolerance)
     else:
-        comparison = compare_runs(first, others[0], arguments.tolerance)
+        comparison = compare.compare_runs(first, others[0], arguments.tolerance)
     if not comparison.slower and all(row.speed is None for row in comparison.rows):
         reasons = [row.incomparable for row in comparison.rows if row.incomparable]
-        reasons.append(
-            "no cell is " + ("just what was published" if arguments.other else "in both")
-        )
+        reasons += [
+            "no cell is just what was published" if arguments.other else "no cell is in both"
+        ]
         place = f"compare {' and '.join(run.name for run in runs)}"
         raise InputError(place, f"there is nothing to compare: {reasons[0]}")
-    text = comparison_json(comparison) if arguments.json else comparison_markdown(comparison)
-    print(text, end="")
+    render = compare.comparison_json if arguments.json else compare.comparison_markdown
+    print(render(comparison), end="")
     return 1 if comparison.slower else 0

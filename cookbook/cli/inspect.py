@@ -50,8 +50,8 @@ def merged_cell(arguments: argparse.Namespace) -> Cell:
     return merge_config(recipe, *pair, request.cluster, nodes=nodes, layers=layers)
 
 
-def requested_sweep(arguments: argparse.Namespace) -> tuple[Sweep, list[Cell]]:
-    sweep = load_sweep(arguments.sweep)
+def requested_sweep(name: str, arguments: argparse.Namespace) -> tuple[Sweep, list[Cell]]:
+    sweep = load_sweep(name)
     return sweep, expand_sweep(sweep, _request(arguments))
 
 

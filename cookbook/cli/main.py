@@ -117,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--text-key", metavar="KEY", default="text")
     data.add_argument("--seq-len", metavar="N", type=int, default=8192)
     two = "compare two runs; status 1 where a cell got slower"
-    compare = verb("compare", two, "follow:compare")
+    compare = verb("compare", two, "follow:show_comparison")
     compare.add_argument("runs", metavar="RUN", nargs="+", help="the reference, and the other run")
     other = "compare with the published numbers, and not with the first run"
     compare.add_argument("--with", dest="other", choices=("published",), help=other)
@@ -130,6 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
     profile.add_argument("--figure", metavar="FILE.svg", help="also draw it")
     untried = "submit without trying memory and TorchTitan; broken rules refuse all the same"
     for launched in (run, sweep, profile):
+        launched.set_defaults(repeat=1, one_allocation=False)
         flag(launched, "--dry-run", text="show the cells, submit nothing")
         flag(launched, "--no-check", text=untried)
         flag(launched, "--detach", text="submit, and do not wait")

@@ -14,14 +14,7 @@ from cookbook.cli.inspect import check_figure, merged_cell, write_output
 from cookbook.config.cell import Cell
 from cookbook.config.options import command_line_settings
 from cookbook.config.validate import validation_errors
-from cookbook.plan.report import (
-    check_target,
-    render_json,
-    render_recipe,
-    render_svg,
-    render_text,
-    render_walk,
-)
+from cookbook.plan import report
 from cookbook.plan.search import Candidate, Found, Stop, evaluate, search, walk
 from cookbook.plan.space import rejected_values, space_of
 from cookbook.predict.facts import Documents, documents_of, hardware_of, parse_documents
@@ -42,7 +35,7 @@ def plan(arguments: argparse.Namespace) -> int:
     model_of(base)
     hardware_of(base)
     if arguments.output:
-        check_target(Path(arguments.output))
+        report.check_target(Path(arguments.output))
     named = parse_documents("--documents", arguments.documents) if arguments.documents else None
     documents = documents_of(base, named)
     if named and documents is None:
@@ -71,18 +64,18 @@ def plan(arguments: argparse.Namespace) -> int:
     way = _walk(arguments.explain, base, ranked, documents) if arguments.explain else []
     if arguments.output and ranked:
         path = Path(arguments.output)
-        write_whole(path, render_recipe(path.stem, ranked[0], base))
+        write_whole(path, report.render_recipe(path.stem, ranked[0], base))
     if arguments.figure:
-        write_output("--figure", arguments.figure, render_svg(found, base, recipe))
+        write_output("--figure", arguments.figure, report.render_svg(found, base, recipe))
     if arguments.json:
-        print(render_json(found, base, recipe, arguments.best, way, refused), end="")
+        print(report.render_json(found, base, recipe, arguments.best, way, refused), end="")
     else:
         shown = (found, base, recipe, arguments.best, documents, len(cells), refused)
-        print(render_text(*shown), end="")
+        print(report.render_text(*shown), end="")
         if arguments.output and ranked:
             print(f"wrote {shown_path(Path(arguments.output))}")
         if way:
-            print(f"\n{render_walk(way)}", end="")
+            print(f"\n{report.render_walk(way)}", end="")
     return 0 if ranked and not found.interrupted else 1
 
 

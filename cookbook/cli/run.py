@@ -43,8 +43,7 @@ def check(arguments: argparse.Namespace) -> int:
     """Print the findings; 0 if every cell may run, else 1."""
     recipe: str = arguments.recipe
     if is_sweep(recipe):
-        arguments.sweep = recipe
-        sweep, cells = requested_sweep(arguments)
+        sweep, cells = requested_sweep(recipe, arguments)
         name = sweep.name
     elif "." not in recipe and recipe not in names_in(""):
         known = [*names_in(""), *names_in("sweep")]
@@ -90,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
-    sweep, cells = requested_sweep(arguments)
+    sweep, cells = requested_sweep(arguments.sweep, arguments)
     if arguments.repeat < 1:
         raise InputError("--repeat", f"found {arguments.repeat}, allowed: 1 and up")
     if arguments.one_allocation:
@@ -98,27 +97,21 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         if "," in nodes:
             remedy = "name one number with --nodes"
             raise InputError("--one-allocation", f"the cells ask for {nodes} nodes", remedy)
-    run = start_run(sweep.name, cells, arguments, arguments.repeat, arguments.one_allocation)
+    run = start_run(sweep.name, cells, arguments)
     return wait_for(run) if isinstance(run, Run) else run
 
 
-def start_run(
-    name: str,
-    cells: Sequence[Cell],
-    arguments: argparse.Namespace,
-    num_repeats: int = 1,
-    one_allocation: bool = False,
-) -> Run | int:
+def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> Run | int:
     """Show the plan and submit the cells; return the run, or the exit status if nobody waits."""
     cells, parts = judged_cells(cells, arguments)
     print(f"{describe_plan(name, cells, terminal_width())}\n  {parts}")
-    cells, cluster = in_rounds(cells, num_repeats), cells[0].cluster
+    cells, cluster = in_rounds(cells, arguments.repeat), cells[0].cluster
     accepted = [cell.name for cell in cells if not cell.refused]
-    if one_allocation and cluster.scheduler == "slurm":
+    if arguments.one_allocation and cluster.scheduler == "slurm":
         limit = f", which has {cluster.time} for all of them" if cluster.time else ""
         print(f"  one after another in one job{limit}")
-    if num_repeats > 1:
-        print(f"  each {num_repeats} times, in this order: {', '.join(accepted)}")
+    if arguments.repeat > 1:
+        print(f"  each {arguments.repeat} times, in this order: {', '.join(accepted)}")
     if arguments.dry_run:
         return 0 if len(accepted) == len(cells) else 1
     if not accepted:
@@ -132,7 +125,7 @@ def start_run(
         for node in read_excluded():
             print(f"left out: {node}")
     run = create_run(name, cells)
-    report_jobs(run, submit_run(run, cells, one_allocation), arguments.detach)
+    report_jobs(run, submit_run(run, cells, arguments.one_allocation), arguments.detach)
     return 0 if arguments.detach else run
 
 

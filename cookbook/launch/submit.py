@@ -155,14 +155,13 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")
     cells = [cell for cell in cells if not cell.refused]
-    is_local, job_ids = run.scheduler == "local", []
+    is_local, job_ids = run.scheduler == "local", list[str]()
     jobs = [cells] if is_local or one_allocation else [[cell] for cell in cells]
     try:
         for number, together in enumerate(jobs):
             folders = [run.cell(cell.name) for cell in together]
             try:
-                executor = RunLocalExecutor(run.job_files) if is_local else _executor(run, together)
-                job_id = executor.submit(Supervisor(folders)).job_id
+                job_id: str = _executor(run, together).submit(Supervisor(folders)).job_id
             except JobError as error:
                 for cell in chain(*jobs[number:]):
                     failed = Status(FAILED, reason=f"not queued: {error}")
@@ -177,17 +176,16 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
     return job_ids
 
 
-def _executor(run: Run, cells: Sequence[Cell]) -> CellSlurmExecutor:
+def _executor(run: Run, cells: Sequence[Cell]) -> RunLocalExecutor | CellSlurmExecutor:
     """Return what submits one job for `cells`, with the sbatch options of the first one."""
+    if run.scheduler == "local":
+        return RunLocalExecutor(run.folder / "job")
     cell, choice = cells[0], leave_out(cells[0])
     # A single cell already has its own allocation.
     script, title, name = run.cell(cell.name).submission, f"{cell.name}/train.sh", cell.name
     if len(cells) > 1:
-        script, title = (
-            run.job_files / "submission.sh",
-            f"the train.sh of {len(cells)} cells in turn",
-        )
-        name = run.record.sweep or name
+        script, name = run.folder / "job/submission.sh", run.record.sweep or name
+        title = f"the train.sh of {len(cells)} cells in turn"
     options = sbatch_options(cell, name, leave_out=choice.nodes)
     options["output"] = str(script.parent / "%j.log")
     if choice.begin is not None:

@@ -62,10 +62,6 @@ class Run:
         return self.record.scheduler
 
     @property
-    def job_files(self) -> Path:
-        return self.folder / "job"
-
-    @property
     def was_refused(self) -> bool:
         """Whether the scheduler took none of the run's cells."""
         with contextlib.suppress(InputError):
