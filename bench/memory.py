@@ -81,7 +81,7 @@ def compare(measured: Mapping[str, Any]) -> list[Comparison]:
                 continue
             cell = cell_of(job, gpu)
             ranks = describe_ranks(cell)
-            stages = [predict_memory(cell, one, cell.environment) for one in ranks]
+            stages = [predict_memory(cell, one) for one in ranks]
             peak = max(stages, key=lambda stage: stage.reserved)
             predicted = (peak.reserved, peak.moment, peak.terms)
             found.append(Comparison(name, reserved, *predicted, earlier))

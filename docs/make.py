@@ -92,7 +92,7 @@ def _flops_share(flavor: str) -> float:
 def _predicted(cell: Cell) -> list[str]:
     """Return the predicted GiB and tokens/s/GPU of a cell."""
     ranks = describe_ranks(cell)
-    total = max(predict_memory(cell, rank, cell.environment).total for rank in ranks)
+    total = max(predict_memory(cell, rank).total for rank in ranks)
     speed = predict_step(cell, ranks).tokens_per_second_per_gpu
     return [f"{total:.0f}", f"{speed:,.0f}"]
 

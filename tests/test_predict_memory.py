@@ -32,7 +32,7 @@ LIST = "activation_checkpoint.op_sac_save_list"
 
 def memory(cell: Cell, **changed: Any) -> StageMemory:
     (rank,) = describe_ranks(cell)
-    return predict_memory(cell, dataclasses.replace(rank, **changed), {})
+    return predict_memory(cell, dataclasses.replace(rank, **changed))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,8 @@ def test_an_optimizer_that_is_not_fused_makes_roots_of_all_moments() -> None:
 )
 def test_pages_that_are_mapped_leave_fewer_fragments(setting: str, share: float) -> None:
     cell = on_gpus(4)
-    found = predict_memory(cell, describe_ranks(cell)[0], {"PYTORCH_ALLOC_CONF": setting})
+    backend = dataclasses.replace(cell.ep_backend, environment={"PYTORCH_ALLOC_CONF": setting})
+    found = memory(dataclasses.replace(cell, ep_backend=backend))
     of_streams = ("gradients", "all-gather stream", "dispatch stream", "fragments")
     compute = sum(size for name, size in found.terms.items() if name not in of_streams)
     assert found.terms["fragments"] == pytest.approx(share * compute)

@@ -5,8 +5,6 @@ before it in its own document and sequence; ranks meet in every layer, so the ra
 the longest documents sets the pace.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

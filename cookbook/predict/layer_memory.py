@@ -7,8 +7,6 @@ is left out. The partitioner keeps the operands of a backward's matrix product, 
 be written out in any case.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,13 +15,9 @@ from cookbook.predict.operators import Product
 from cookbook.predict.rank import Layer, Part, Rank
 from cookbook.predict.shapes import Shapes, spared_products
 
-# Products whose outputs the backward itself reads.
-_READ_AS_THEY_ARE = frozenset(
-    ("attention.wq_a", "attention.wkv_a", "moe.shared_experts.w1", "moe.shared_experts.w3")
-)
-# The same where queries and keys are normed.
-_NORMED = frozenset(("attention.wq", "attention.wk"))
-_SHARED_DOWN = "moe.shared_experts.w2"
+# Products whose outputs the backward itself reads; and these too where queries and keys are normed.
+_READ = {"attention.wq_a", "attention.wkv_a", "moe.shared_experts.w1", "moe.shared_experts.w3"}
+_NORMED = {"attention.wq", "attention.wk"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> 
     # The allocator reuses the memory that one frees for the other.
     fuller = max(attention, feed_forward, key=lambda part: sum(part.freed + part.freed_again))
     outputs = {one.module: shapes.act * one.rows * one.columns for one in products}
-    read = _READ_AS_THEY_ARE | (_NORMED if shapes.qk_norm else frozenset())
+    read = _READ | _NORMED if shapes.qk_norm else _READ
     spared = sum(size for module, size in outputs.items() if module in read)
     return LayerBytes(
         input=shapes.hidden_bytes * (2 if shapes.casts_at_each_use else 1),
@@ -217,11 +211,11 @@ class RankLayers:
     def __init__(self, cell: Cell, rank: Rank, shapes: Shapes) -> None:
         self._cell, self._rank, self._shapes = cell, rank, shapes
         # A layer with DeepEP knows that no gradient needs this one's output.
-        needless = [_SHARED_DOWN] if shapes.deepep else []
+        needless = "moe.shared_experts.w2" if shapes.deepep else None
         self._bytes = {}
         for moe in (False, True):
             products = spared_products(cell, shapes, moe)
-            needed = [one for one in products if one.module not in needless]
+            needed = [one for one in products if one.module != needless]
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
@@ -296,8 +290,3 @@ class RankLayers:
             "gathered layers": 2 * gathered * self._shapes.act,
             "new gradients": gathered * self._shapes.act + largest * self._shapes.grad,
         }
-
-    def dispatched(self) -> float:
-        """Return DeepEP's own stream: received, combined, and the gradient of one of them."""
-        s = self._shapes
-        return 3.0 * s.sent_tokens * s.ranks_per_token * s.dim * s.act * s.deepep

@@ -4,8 +4,6 @@ A matrix product takes its FLOPs over a share of the peak, or its bytes over the
 whichever is longer; every other pass takes its bytes. docs/reference/models.md has each count.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -73,9 +71,8 @@ class Kernels:
         return self.multiply(products(operators, self.shapes.tokens), backward)
 
     def multiply(self, some: Iterable[Product], backward: bool) -> Terms:
-        share = self.hardware.dense_gemm_share
         formats = ((one, linear_format(self.cell, one.module)) for one in some)
-        return add(*(self._product(one, DENSE, share, kind, backward) for one, kind in formats))
+        return add(*(self._product(one, DENSE, kind, backward) for one, kind in formats))
 
     def shared_halves_ms(self, backward: bool) -> tuple[float, float]:
         """Return the shared experts' parts before and behind the routed ones in the forward."""
@@ -100,12 +97,11 @@ class Kernels:
     def experts(self, backward: bool) -> Terms:
         """Time grouped GEMMs, in as many chunks as the layer cuts its tokens into."""
         active = self.cell.precision.expects("grouped_gemms")
-        share = self.hardware.grouped_gemm_share
         kind = None if active == "bf16" or self.cell.emulated else active
         # Weights are read, and quantized, for each chunk.
         groups = self.shapes.num_experts // self.shapes.ep * self.chunks
         products = self._expert_products
-        terms = add(*(self._product(p, GROUPED, share, kind, backward, groups) for p in products))
+        terms = add(*(self._product(one, GROUPED, kind, backward, groups) for one in products))
         if backward and self.chunks > 1:
             # The gradients of the weights, one chunk's added to another's.
             added = 3.0 * self.shapes.act * self._expert_weights * (self.chunks - 1)
@@ -113,20 +109,16 @@ class Kernels:
         return terms
 
     def _product(
-        self,
-        one: Product,
-        kind: str,
-        share: float,
-        quantized: str | None,
-        backward: bool,
-        groups: int = 1,
+        self, one: Product, kind: str, quantized: str | None, backward: bool, groups: int = 1
     ) -> Terms:
         hw = self.hardware
         flops = 2.0 * one.rows * one.columns * one.inner
         inputs, outputs = one.rows * one.inner, one.rows * one.columns
         weights = one.columns * one.inner * groups
+        share, fp8_share = hw.dense_gemm_share, hw.fp8_dense_gemm_share
+        if kind == GROUPED:
+            share, fp8_share = hw.grouped_gemm_share, hw.fp8_grouped_gemm_share
         slow = hw.bf16_peak_tflops * share * 1e9
-        fp8_share = hw.fp8_grouped_gemm_share if kind == GROUPED else hw.fp8_dense_gemm_share
         fast = hw.fp8_peak_tflops * fp8_share * 1e9
         count = 2 if backward else 1
         bytes_ms = self.bytes_ms(count * self.shapes.act * (inputs + weights + outputs))
@@ -373,14 +365,12 @@ class LayerTimes:
         k, tensor = self._kernels, {TP: self._tensor_ms}
         forward = [self._forward[layer.moe] for layer in part.layers]
         backward = [self._backward_of(layer) for layer in part.layers]
+        ends = [tensor] * (part.head + part.embedding)
         if part.head:
             head = head_operators(k.shapes)
-            forward += [k.dense(head, False), k.loss(), tensor]
-            backward += [k.dense(head, True), tensor]
-        if part.embedding:
-            forward.append(tensor)
-            backward.append(tensor)
-        return add(*forward), add(*backward)
+            forward += [k.dense(head, False), k.loss()]
+            backward.append(k.dense(head, True))
+        return add(*forward, *ends), add(*backward, *ends)
 
     def recompute_ms(self, part: Part) -> float:
         """Return how long a microbatch computes and sends again in a part."""

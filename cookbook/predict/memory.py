@@ -8,9 +8,7 @@ parameters on their way in that of its all-gather stream, and all else in the co
 docs/evidence/prediction.md shows the figures beside measured ones.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cookbook.config.cell import Cell
@@ -76,16 +74,12 @@ def verdict(total_gib: float, gpu_gib: float, options: Options) -> str:
     return "tight" if total_gib <= WILL_NOT_FIT * gpu_gib else "will not fit"
 
 
-def predict_memory(
-    cell: Cell, rank: Rank, environment: Mapping[str, str] | None = None
-) -> StageMemory:
-    """Predict the peak of `rank`; `environment` is the job's, where that is not the cell's own."""
-    shapes = shapes_of(cell, rank)
+def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
+    """Predict the peak of `rank`."""
+    shapes, variables = shapes_of(cell, rank), cell.environment
     layers = RankLayers(cell, rank, shapes)
-    state = _state(cell, rank)
-    kept = _kept(rank, layers, shapes)
+    state, kept = _state(cell, rank), _kept(rank, layers, shapes)
     # Expandable segments map pages, so that all free memory is one block.
-    variables = environment or cell.environment
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     expandable = any("expandable_segments:True" in variables.get(name, "") for name in names)
     moments = {
@@ -116,7 +110,10 @@ def predict_memory(
         terms["gradients"] = float((max if offloads else sum)(unit.size for unit in rank.units))
         gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)
         terms["all-gather stream"] = float(sum(gathered[-2:]) * shapes.act)
-    terms["dispatch stream"] = layers.dispatched()
+    if shapes.deepep:
+        # DeepEP's own stream: received, combined, and the gradient of one of them.
+        received = shapes.sent_tokens * shapes.ranks_per_token * shapes.dim * shapes.act
+        terms["dispatch stream"] = 3.0 * received
     return StageMemory(
         rank=rank.rank,
         moment=moment,
@@ -127,18 +124,14 @@ def predict_memory(
 
 def state_gib(rank: Rank) -> float:
     """Return parameters, gradients and Adam's two moments, in the parameters' own precision."""
-    return 4 * _stored(rank) / GIB
-
-
-def _stored(rank: Rank) -> float:
-    return float(sum(unit.size for unit in rank.units))
+    return 4 * rank.stored_bytes / GIB
 
 
 def _state(cell: Cell, rank: Rank) -> dict[str, float]:
     """Return the permanent state: parameters, Adam's moments and, without FSDP, gradients."""
     if cell.options["training.enable_cpu_offload"]:
         return {}
-    stored = _stored(rank)
+    stored = float(rank.stored_bytes)
     terms = {"parameters": stored, "optimizer state": 2 * stored}
     if not rank.mixed_precision:
         terms["gradients (not sharded)"] = stored
@@ -156,19 +149,17 @@ def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
         output = shapes.tokens * shapes.dim * shapes.act + int(_loss_gradients(shapes))
     kept = [layers.kept(part) for part in rank.parts]
 
-    def in_flight(counts: list[int]) -> float:
+    def in_flight(counts: Sequence[int]) -> float:
         """Return the bytes that `counts` microbatches of each stage keep."""
         return sum(
             count * size + (max(count - 1, 0) * output if part.head else count * hidden)
             for count, size, part in zip(counts, kept, rank.parts, strict=True)
         )
 
-    last = rank.num_stages - 1
-    receiving = sum((stage > 0) + (stage < last) for stage in rank.stages)
     terms = {
-        "activations": float(max(in_flight([*counts]) for counts in rank.in_flight)),
+        "activations": float(max(map(in_flight, rank.in_flight))),
         # PipelineStage allocates its receive buffers once for every microbatch of a step.
-        "pipeline receive buffers": receiving * rank.num_microbatches * hidden,
+        "pipeline receive buffers": rank.neighbours * rank.num_microbatches * hidden,
     }
     if rank.mixed_precision:
         # Between a pipeline's microbatches FSDP neither reshards parameters nor reduces gradients
@@ -187,7 +178,6 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     """
     if not any(part.head for part in rank.parts):
         return {}
-    has_fsdp = rank.mixed_precision and rank.num_stages == 1
     hidden = 3.0 * s.sequence_tokens
     if s.loss_tokens is None:
         elements = float(s.tokens * s.vocab)
@@ -206,7 +196,7 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
             # Gathered over the TP ranks, which share the vocabulary.
             hidden += s.tokens
     terms = {"logits and loss": logits, "last hidden states": hidden * s.dim * s.act}
-    if has_fsdp:
+    if rank.mixed_precision and rank.num_stages == 1:
         terms["output layer"] = weight * s.act
     if not expandable:
         terms["layers' freed blocks"] = layers.freed_in_forward(elements * s.act)

@@ -22,7 +22,7 @@ from cookbook.base.family import Model
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import LAYERS_KEPT, Cell
 from cookbook.config.options import Layout
-from cookbook.config.validate.layout import STAGES_PER_RANK
+from cookbook.config.validate.layout import STAGES_PER_RANK, less_layers
 from cookbook.predict.operators import (
     BYTES,
     Unit,
@@ -216,6 +216,15 @@ class Rank:
         """Elements that the rank stores."""
         return sum(unit.local for unit in self.units)
 
+    @property
+    def stored_bytes(self) -> int:
+        return sum(unit.size for unit in self.units)
+
+    @property
+    def neighbours(self) -> int:
+        """Stages that its stages get hidden states or gradients from, and send theirs to."""
+        return sum((stage > 0) + (stage < self.num_stages - 1) for stage in self.stages)
+
 
 def model_of(cell: Cell) -> Model:
     """Return the model's sizes; InputError for a model whose layers are not counted here."""
@@ -229,16 +238,14 @@ def model_of(cell: Cell) -> Model:
     return model
 
 
-def describe_ranks(cell: Cell, model: Model | None = None) -> tuple[Rank, ...]:
-    """Return the first rank of every pipeline rank; `model` is the flavor's where None.
+def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
+    """Return the first rank of every pipeline rank.
 
     Raises:
         InputError: a model, or a way to cut it into stages, that is not counted.
     """
-    model = model or model_of(cell)
-    options, layout = cell.options, cell.layout
-    splits = _split(cell, model)
-    batch = options["training.local_batch_size"]
+    model, options, layout = model_of(cell), cell.options, cell.layout
+    splits, batch = _split(cell, model), options["training.local_batch_size"]
     actions = Actions(([0],), ([[1]],), ([],), range(1))
     if layout.pp > 1:
         count = batch // options[f"{_PP}_microbatch_size"]
@@ -290,11 +297,9 @@ def _split(cell: Cell, model: Model) -> list[list[int]]:
     if cell.options[by_module]:
         found = "stages that are named module by module are not counted"
         raise InputError(cell.options.origin(by_module), found, f"use {_PP}_layers_per_stage")
-    ends = [cell.options[f"{_PP}_{end}_stage_less_layers"] for end in ("first", "last")]
-    per_stage = cell.options[f"{_PP}_layers_per_stage"]
-    if per_stage is None:
-        stages = cell.layout.pp * STAGES_PER_RANK[_schedule(cell)]
-    else:
+    ends = less_layers(cell.options)
+    stages = cell.layout.pp * STAGES_PER_RANK[_schedule(cell)]
+    if per_stage := cell.options[f"{_PP}_layers_per_stage"]:
         stages = math.ceil((model.n_layers + sum(ends)) / per_stage)
     return stage_layers(stages, model.n_layers, *ends)
 
@@ -319,17 +324,17 @@ def _part(
     layout, width = cell.layout, BYTES[cell.options["training.dtype"]]
     is_first, is_last = stage == 0, stage == len(splits) - 1
     units = fsdp_units(embedding_operators(model), layout, width=width) if is_first else []
+    layers = [Layer(layer, model.is_moe(layer), next(recomputed)) for layer in splits[stage]]
     # Layers of a kind are cut alike: one of each is enough.
-    alike: dict[bool, list[Unit]] = {}
-    for layer in splits[stage]:
-        moe = model.is_moe(layer)
-        if moe not in alike:
-            alike[moe] = fsdp_units(layer_operators(model, moe), layout, 0, width=width)
-        name = f"layers.{layer}"
-        units += [replace(one, name=one.name.replace("layers.0", name)) for one in alike[moe]]
+    alike = {
+        moe: fsdp_units(layer_operators(model, moe), layout, 0, width=width)
+        for moe in {layer.moe for layer in layers}
+    }
+    for layer in layers:
+        name = f"layers.{layer.id}"
+        units += [replace(u, name=u.name.replace("layers.0", name)) for u in alike[layer.moe]]
     if is_last:
         units += fsdp_units(head_operators(model), layout, width=width)
-    layers = (Layer(layer, model.is_moe(layer), next(recomputed)) for layer in splits[stage])
     return Part(tuple(units), tuple(layers), is_first, is_last)
 
 
@@ -368,11 +373,13 @@ def _groups(layout: Layout) -> dict[str, int]:
 def _counts(model: Model, seq_len: int) -> tuple[int, int, int]:
     """Return TorchTitan's counts: all and active parameters, and FLOPs of a token."""
     embedding = sum(one.numel for one in embedding_operators(model))
-    rest, experts = sum(one.numel for one in head_operators(model)), 0
-    for layer in range(model.n_layers):
-        for one in layer_operators(model, model.is_moe(layer)):
-            experts += one.numel * one.is_expert
-            rest += one.numel * (not one.is_expert)
+    moe = [model.is_moe(layer) for layer in range(model.n_layers)]
+    others = [
+        *head_operators(model),
+        *(one for is_moe in moe for one in layer_operators(model, is_moe)),
+    ]
+    experts = sum(one.numel for one in others if one.is_expert)
+    rest = sum(one.numel for one in others) - experts
     chosen = experts * model.top_k // model.num_experts
     width = model.nope + model.rope + model.v_head
     attention = model.n_layers * model.heads * width * seq_len

@@ -1,7 +1,5 @@
 """The sizes on one rank that memory, work and time are counted from."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import asdict, dataclass, fields

@@ -5,8 +5,6 @@ as `submit.py profile` does: compute by kind, exposed communication, idle time. 
 docs/reference/models.md for the count of each term, docs/evidence/prediction.md for the errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

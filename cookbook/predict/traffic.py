@@ -169,8 +169,6 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
     # Four exchanges over TP a layer and direction; one each around embedding and head.
     ends = sum(2 * part.embedding + 2 * part.head for part in rank.parts)
     tensor = 8 * len(rank.layers) + 4 * len(repeated) + ends
-    last = rank.num_stages - 1
-    sends = sum((stage < last) + (stage > 0) for stage in rank.stages)
     # A pipeline gathers and reduces once a step, whatever the number of its microbatches.
     pipelined = cell.layout.pp > 1
     keeps = pipelined or cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
@@ -182,7 +180,7 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
     traffic = {
         "fsdp": fsdp.times(1 if pipelined else rank.gradient_accumulation_steps),
         "tp": one.tensor().times(tensor * microbatches),
-        "pp": one.stage().times(sends * microbatches),
+        "pp": one.stage().times(rank.neighbours * microbatches),
     }
     moe, moe_repeated = (sum(layer.moe for layer in some) for some in (rank.layers, repeated))
     for backend in EP_BACKENDS:
