@@ -140,7 +140,7 @@ def pipelined(
 ) -> StepTime:
     actions = PIPELINES[name]
     count = 1 + max(microbatch for *_, microbatch in actions[0])
-    answer = Actions(([0], [1]), ([[1]], [[1]]), actions, range(count))
+    answer = Actions(([0], [1]), ([[1]], [[1]]), actions)
     monkeypatch.setattr(rank, "actions_of", lambda *_: answer)
     cell = on_gpus(
         4,

@@ -45,7 +45,6 @@ class Actions:
     stages: tuple[list[int], ...]
     in_flight: tuple[list[list[int]], ...]
     actions: tuple[list[Action], ...]
-    microbatches: range
 
 
 @functools.cache
@@ -63,8 +62,7 @@ def actions_of(schedule: str, ranks: int, stages_per_rank: int, microbatches: in
         _process.cache_clear()
         found = f"torch did not list the actions of {schedule} with {microbatches} microbatches"
         raise InputError(f"{_PP}_schedule", found, "is torch installed? bash setup.sh")
-    answer = {name: tuple(of_ranks) for name, of_ranks in json.loads(line).items()}
-    return Actions(**answer, microbatches=range(microbatches))
+    return Actions(**{name: tuple(of_ranks) for name, of_ranks in json.loads(line).items()})
 
 
 @functools.cache
@@ -246,10 +244,10 @@ def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
     """
     model, options, layout = model_of(cell), cell.options, cell.layout
     splits, batch = _split(cell, model), options["training.local_batch_size"]
-    actions = Actions(([0],), ([[1]],), ([],), range(1))
+    actions, microbatches = Actions(([0],), ([[1]],), ([],)), 1
     if layout.pp > 1:
-        count = batch // options[f"{_PP}_microbatch_size"]
-        actions = actions_of(_schedule(cell), layout.pp, len(splits) // layout.pp, count)
+        microbatches = batch // options[f"{_PP}_microbatch_size"]
+        actions = actions_of(_schedule(cell), layout.pp, len(splits) // layout.pp, microbatches)
     step = batch * layout.dp_replicate * layout.dp_shard
     total, active, flops = _counts(model, options["training.seq_len"])
     ranks = []
@@ -263,7 +261,7 @@ def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
                 in_flight=actions.in_flight[rank],
                 actions=actions.actions[rank],
                 num_stages=len(splits),
-                num_microbatches=len(actions.microbatches),
+                num_microbatches=microbatches,
                 gradient_accumulation_steps=max(options["training.global_batch_size"] // step, 1),
                 mixed_precision=layout.dp_shard * layout.cp > 1 or layout.ep > 1,
                 groups=_groups(layout),

@@ -6,7 +6,7 @@ A new chart is a function of the cells that returns a Chart, or None without num
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import numpy as np
 from cookbook.base.tables import BAND, INK, QUIET, draw_figure
 from cookbook.results.columns import gain_text, tokens_text
 from cookbook.results.result import Result, RunResults
-from cookbook.results.verdicts import LEVEL, MARGIN, STALL, losses_of
+from cookbook.results.verdicts import LEVEL, MARGIN, STALL
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
 
 if TYPE_CHECKING:
@@ -91,9 +91,6 @@ class Chart:
     band: float | None = None
 
 
-Points = tuple[list[float], list[float]]
-
-
 @dataclass(frozen=True)
 class _Cell:
     """A cell with its place in the run, its baseline, and the part of its name that differs."""
@@ -103,9 +100,11 @@ class _Cell:
     label: str
     base: Result | None
 
-    def line(self, points: Points, label: str = "", is_pale: bool = False) -> Line:
+    def line(self, values: Mapping[Any, float], label: str = "", is_pale: bool = False) -> Line:
+        """Return the line of `values` by step."""
         turn, colour = divmod(self.number, len(COLOURS))
-        return Line(label or self.label, colour, *points, turn % 2 > 0, is_pale)
+        x, y = [*values], [*values.values()]
+        return Line(label or self.label, colour, x, y, turn % 2 > 0, is_pale)
 
 
 def charts_of(results: RunResults) -> list[Chart]:
@@ -171,9 +170,10 @@ def _note(result: Result) -> str:
     return "" if result.status == FINISHED else result.status or "status unknown"
 
 
-def _losses(result: Result) -> dict[int, float]:
+def _losses(result: Result, kind: str = "loss") -> dict[int, float]:
     """Return the losses that are numbers, by step."""
-    return {step: loss for step, loss in losses_of(result.curve).items() if np.isfinite(loss)}
+    found = ((one.step, getattr(one, kind)) for one in result.curve)
+    return {step: loss for step, loss in found if loss is not None and np.isfinite(loss)}
 
 
 def loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
@@ -181,16 +181,13 @@ def loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
     caption = "The loss of every logged step."
     if any(len(losses) > _FEW_STEPS for _, losses in found):
         caption = "The running mean over a fortieth of the logged steps."
-    lines = [cell.line(running_mean([*losses], [*losses.values()])) for cell, losses in found]
+    lines = [cell.line(running_mean(losses)) for cell, losses in found]
     return _chart("loss", "Loss", caption, "loss", lines)
 
 
 def validation_loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    lines = []
-    for cell in cells:
-        losses = {one.step: one.validation_loss for one in cell.result.curve}
-        if known := {at: loss for at, loss in losses.items() if loss and np.isfinite(loss)}:
-            lines.append(cell.line(([*known], [*known.values()])))
+    found = ((cell, _losses(cell.result, "validation_loss")) for cell in cells)
+    lines = [cell.line(losses) for cell, losses in found if losses]
     caption = "The loss on the same validation batches each time."
     return _chart("validation-loss", "Validation loss", caption, "loss", lines)
 
@@ -207,7 +204,7 @@ def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
         percents = {step: 100 * (loss / known[step] - 1) for step, loss in losses.items()}
         if len(percents) > 1:
             is_mean |= len(percents) > _FEW_STEPS
-            lines.append(cell.line(running_mean([*percents], [*percents.values()])))
+            lines.append(cell.line(running_mean(percents)))
     caption = f"Loss minus the baseline's. Band: ±{MARGIN:.2%}, within which losses are equivalent."
     if is_mean:
         caption += " Running means over a fortieth of the common steps."
@@ -230,7 +227,7 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
             if not (seconds and tokens):
                 continue
             label = f"{cell.label}, repeat {number}" if cell.result.repeats else cell.label
-            line = cell.line(thin([*seconds], [*seconds.values()]), label, number > 1)
+            line = cell.line(thin(seconds), label, number > 1)
             stalls = run.throughput.stalls if run.throughput else ()
             marks = tuple((float(at), seconds[at]) for at in stalls if at in seconds)
             steps = pairwise(run.curve)
@@ -255,12 +252,11 @@ def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
     """Return the busiest expert over the mean: of the median layer, and of the most uneven one."""
     lines = []
     for cell in cells:
-        if load := cell.result.loads:
-            steps = [step.step for step in load]
-            most = [max(step.busiest_over_mean) for step in load]
-            median = [statistics.median(step.busiest_over_mean) for step in load]
+        if load := {one.step: one.busiest_over_mean for one in cell.result.loads}:
+            median = {step: statistics.median(of_layers) for step, of_layers in load.items()}
+            most = {step: max(of_layers) for step, of_layers in load.items()}
             worst = f"{cell.label}, worst layer"
-            lines += [cell.line(thin(steps, median)), cell.line(thin(steps, most), worst, True)]
+            lines += [cell.line(thin(median)), cell.line(thin(most), worst, True)]
     caption = (
         "Tokens of a layer's busiest expert over the mean of its experts: of the median layer and, "
         "pale, of the most uneven one. 1 is even."
@@ -290,26 +286,27 @@ def _chart(name: str, title: str, caption: str, unit: str, lines: Sequence[Line]
     return Chart(name, title, caption, unit, low - pad, high + pad, tuple(lines))
 
 
-def running_mean(steps: Sequence[float], values: Sequence[float]) -> Points:
+def running_mean(values: Mapping[int, float]) -> Mapping[Any, float]:
     """Return the centred running mean over a fortieth of many steps; few steps as they are."""
-    if len(steps) <= _FEW_STEPS:
-        return list(steps), list(values)
-    width = len(steps) // 40
-    mean = np.convolve(values, np.full(width, 1 / width), mode="valid")
-    centres = np.convolve(steps, np.full(width, 1 / width), mode="valid")
-    every = -(-len(mean) // _MOST_POINTS)
-    return centres[::every].tolist(), mean[::every].tolist()
+    if len(values) <= _FEW_STEPS:
+        return values
+    window = np.full(len(values) // 40, 1 / (len(values) // 40))
+    every = -(-(len(values) - len(window) + 1) // _MOST_POINTS)
+    steps, means = (
+        np.convolve(some, window, mode="valid")[::every].tolist()
+        for some in ([*values], [*values.values()])
+    )
+    return dict(zip(steps, means, strict=True))
 
 
-def thin(steps: Sequence[float], values: Sequence[float]) -> Points:
+def thin(values: Mapping[int, float]) -> Mapping[int, float]:
     """Return at most `_MOST_POINTS` points: the lowest and highest of each stretch of steps."""
-    if len(steps) <= _MOST_POINTS:
-        return list(steps), list(values)
-    kept: list[int] = []
-    for part in np.array_split(np.arange(len(steps)), _MOST_POINTS // 2):
-        own = np.asarray(values)[part]
-        kept += sorted({int(part[own.argmin()]), int(part[own.argmax()])})
-    return [steps[index] for index in kept], [values[index] for index in kept]
+    if len(values) <= _MOST_POINTS:
+        return values
+    kept = set[int]()
+    for part in np.array_split([*values], _MOST_POINTS // 2):
+        kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    return {step: value for step, value in values.items() if step in kept}
 
 
 def draw_chart(chart: Chart) -> dict[str, bytes]:
