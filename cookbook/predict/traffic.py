@@ -35,51 +35,37 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A communicator: its size, and how many of its members share a node."""
-
-    size: int
-    in_node: int
-
-    def gather(self, size: float) -> Traffic:
-        """Return the traffic of an all-gather to, or a reduce-scatter from, `size` bytes."""
-        if self.size == 1:
-            return Traffic()
-        total = size * (self.size - 1) / self.size
-        outside = size * (self.size - self.in_node) / self.size / self.in_node
-        return Traffic(total - outside if self.in_node > 1 else 0.0, outside)
-
-    def all_to_all(self, size: float) -> Traffic:
-        """Return the traffic of `size` bytes of rows, spread equally over the members."""
-        inside, outside = self.in_node - 1, self.size - self.in_node
-        return Traffic(size * inside / self.size, size * outside / self.size)
-
-
-@dataclass(frozen=True)
 class Exchanges:
     """The traffic of one exchange of each kind, for one microbatch."""
 
     cell: Cell
     shapes: Shapes
 
-    def _group(self, size: int, stride: int) -> Group:
-        """Return the group of `size` members that are `stride` ranks apart."""
-        return Group(size, max(1, min(size, self.cell.cluster.ranks_per_node // stride)))
+    def _in_node(self, ranks: int, stride: int) -> int:
+        """Return how many of a group's `ranks`, `stride` apart, share a node."""
+        return max(1, min(ranks, self.cell.cluster.ranks_per_node // stride))
+
+    def _gather(self, size: float, ranks: int, stride: int) -> Traffic:
+        """Return that of an all-gather to, or a reduce-scatter from, `size` bytes."""
+        if ranks == 1:
+            return Traffic()
+        in_node = self._in_node(ranks, stride)
+        outside = size * (ranks - in_node) / ranks / in_node
+        return Traffic(size * (ranks - 1) / ranks - outside if in_node > 1 else 0.0, outside)
 
     def unit(self, unit: Unit) -> tuple[Traffic, Traffic, Traffic]:
         """Return those of an FSDP module: gather, reduction, and each half of the replicas' sum."""
         layout, s = self.cell.layout, self.shapes
         is_expert = unit.name.endswith("moe.experts")
-        group = self._group(unit.shards, layout.ep * layout.etp if is_expert else layout.tp)
-        stage = layout.dp_shard * layout.cp * layout.tp
-        replicas = self._group(layout.dp_replicate, stage)
-        gather, reduce = (group.gather(unit.gathered * size) for size in (s.act, s.grad))
-        return gather, reduce, replicas.gather(unit.local * s.grad)
+        group = unit.shards, layout.ep * layout.etp if is_expert else layout.tp
+        replicas = layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp
+        gather, reduce = (self._gather(unit.gathered * size, *group) for size in (s.act, s.grad))
+        return gather, reduce, self._gather(unit.local * s.grad, *replicas)
 
     def tensor(self) -> Traffic:
         """Return that of a gather or reduction of the hidden states over TP."""
         s = self.shapes
-        return self._group(self.cell.layout.tp, 1).gather(float(s.tokens * s.dim * s.act))
+        return self._gather(float(s.tokens * s.dim * s.act), self.cell.layout.tp, 1)
 
     def stage(self) -> Traffic:
         """Return that of the hidden states on their way to the next pipeline stage."""
@@ -88,9 +74,10 @@ class Exchanges:
         return Traffic(nvlink=self.shapes.hidden_bytes)
 
     def all_to_all(self, width: float) -> Traffic:
-        """Return that of a dispatch or combine in `width` bytes an element."""
-        layout, s = self.cell.layout, self.shapes
-        return self._group(layout.ep, layout.etp).all_to_all(s.sent_rows * s.dim * width)
+        """Return that of a dispatch or combine in `width` bytes an element, equal for all ranks."""
+        s, ep = self.shapes, self.cell.layout.ep
+        in_node, size = self._in_node(ep, self.cell.layout.etp), s.sent_rows * s.dim * width
+        return Traffic(size * (in_node - 1) / ep, size * (ep - in_node) / ep)
 
     def deepep(self) -> Traffic:
         """Return that of DeepEP's dispatch or combine.
@@ -98,11 +85,11 @@ class Exchanges:
         A token crosses the network once for each other node, and NVLink once for each other rank.
         """
         layout, s = self.cell.layout, self.shapes
-        group = self._group(layout.ep, layout.etp)
-        nodes = max(layout.ep // group.in_node, 1)
+        in_node = self._in_node(layout.ep, layout.etp)
+        nodes = max(layout.ep // in_node, 1)
         size = float(s.sent_tokens * s.dim * s.act)
         # On arrival a token goes on over NVLink unless its rank is the one that took it in.
-        within = s.ranks_per_token * (group.in_node - 1) / group.in_node
+        within = s.ranks_per_token * (in_node - 1) / in_node
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
     def experts(self, backend: str) -> tuple[Traffic, Traffic]:
