@@ -222,13 +222,12 @@ class RankLayers:
         """Return the layer's bytes, those that it keeps, and those that recomputation restores."""
         cost, options = self._bytes[layer.moe], self._cell.options
         mode = options["activation_checkpoint.mode"]
-        everything = cost.input + cost.saved
         if mode == "memory_budget":
             budget = options["activation_checkpoint.memory_budget"]
             spared = (1 - budget) * (cost.saved - cost.between)
-            return cost, everything - spared, spared
+            return cost, cost.input + cost.saved - spared, spared
         if not layer.recomputed:
-            return cost, everything, 0.0
+            return cost, cost.input + cost.saved, 0.0
         if mode == "selective" and options["activation_checkpoint.selective_ac_option"] == "op":
             return cost, cost.input + cost.selected, cost.saved - cost.selected_of_saved
         return cost, cost.input, cost.saved
@@ -252,11 +251,17 @@ class RankLayers:
 
     def backward(self) -> dict[str, float]:
         """Return the largest layer's backward: recomputed, temporaries, parameters."""
-        found = [
-            self._working(layer) | self._parameters(part, layer)
-            for part in self._rank.parts
-            for layer in part.layers
-        ]
+        s, pipelined, found = self._shapes, self._rank.num_stages > 1, []
+        for part, layer in ((part, one) for part in self._rank.parts for one in part.layers):
+            terms = self._working(layer)
+            if self._rank.mixed_precision:
+                sizes = [unit.gathered for unit in part.units_of(layer)]
+                if not pipelined:
+                    # Its own parameters and the next layer's, prefetched.
+                    terms["gathered layers"] = 2.0 * sum(sizes) * s.act
+                reduced = 0 if pipelined else max(sizes, default=0) * s.grad
+                terms["new gradients"] = float(sum(sizes) * s.act + reduced)
+            found.append(terms)
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
@@ -277,16 +282,3 @@ class RankLayers:
     def _working(self, layer: Layer) -> dict[str, float]:
         cost, _, recomputed = self._cost(layer)
         return {"recomputed layer": recomputed, "layer's temporaries": cost.temporary}
-
-    def _parameters(self, part: Part, layer: Layer) -> dict[str, float]:
-        if not self._rank.mixed_precision:
-            return {}
-        sizes = [unit.gathered for unit in part.units_of(layer)]
-        gathered, largest = float(sum(sizes)), max(sizes, default=0)
-        if self._rank.num_stages > 1:
-            return {"new gradients": gathered * self._shapes.act}
-        return {
-            # Its own parameters and the next layer's, prefetched.
-            "gathered layers": 2 * gathered * self._shapes.act,
-            "new gradients": gathered * self._shapes.act + largest * self._shapes.grad,
-        }
