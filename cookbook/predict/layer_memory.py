@@ -26,7 +26,8 @@ class LayerBytes:
 
     Attributes:
         saved: all that backward needs beyond the layer's input.
-        selected: kept by selective recomputation of operators, which spares `selected_of_saved`.
+        selected: the part of it that selective recomputation of operators keeps, and does not
+            restore; `beside`: what it keeps besides.
         temporary: needed besides at the fullest moment.
         freed: large blocks that forward takes and gives back; `freed_again` where recomputed.
         between: of `saved`, between compiled pieces, which a memory budget cannot spare.
@@ -34,8 +35,8 @@ class LayerBytes:
 
     saved: float
     selected: float
-    selected_of_saved: float
     temporary: float
+    beside: float = 0.0
     input: float = 0.0
     freed: tuple[float, ...] = ()
     freed_again: tuple[float, ...] = ()
@@ -54,8 +55,8 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> 
     return LayerBytes(
         input=shapes.hidden_bytes * (2 if shapes.casts_at_each_use else 1),
         saved=attention.saved + feed_forward.saved,
-        selected=attention.selected + feed_forward.selected + sum(outputs.values()),
-        selected_of_saved=attention.selected_of_saved + feed_forward.selected_of_saved + spared,
+        selected=attention.selected + feed_forward.selected + spared,
+        beside=feed_forward.beside + sum(outputs.values()) - spared,
         temporary=max(attention.temporary, feed_forward.temporary),
         freed=fuller.freed,
         freed_again=fuller.freed_again,
@@ -102,7 +103,6 @@ def _attention(s: Shapes) -> LayerBytes:
     return LayerBytes(
         saved=s.act * elements + softmax,
         selected=selected,
-        selected_of_saved=selected,
         temporary=s.act * s.tokens * (queries + keys + values + out) + summed,
         freed_again=tuple(float(s.act * s.tokens * e) for e in (queries, keys, values, out)),
     )
@@ -120,7 +120,6 @@ def _dense(s: Shapes) -> LayerBytes:
     return LayerBytes(
         saved=_activations(s) * hidden + s.hidden_bytes,
         selected=selected,
-        selected_of_saved=selected,
         temporary=3 * hidden,
         freed_again=(hidden,) * 3,
     )
@@ -148,8 +147,8 @@ def _moe(s: Shapes) -> LayerBytes:
         exchanges = s.ep > 1 and "communication" in s.saves
         return LayerBytes(
             saved=saved,
-            selected=selected + s.act * s.sent_rows * s.dim * exchanges,
-            selected_of_saved=selected,
+            selected=selected,
+            beside=s.act * s.sent_rows * s.dim * exchanges,
             # Backward: the gradients of outputs, gate, up, input and weights.
             temporary=2 * rows + 3 * hidden + (2 if s.quantized else 1) * weights,
             freed=(rows,),
@@ -174,11 +173,10 @@ def _moe(s: Shapes) -> LayerBytes:
         outputs = rows
         if s.scored_activations:
             outputs = saved_out = returned = 0.0
-        exchanged = received + returned if "communication" in s.saves else 0.0
         return LayerBytes(
             saved=base + experts + outputs,
-            selected=selected + saved_out + exchanged,
-            selected_of_saved=selected + saved_out,
+            selected=selected + saved_out,
+            beside=received + returned if "communication" in s.saves else 0.0,
             temporary=max(2 * received + out, 2 * rows + 3 * hidden),
             freed=(out,),
             freed_again=(rows,) * 2 + (hidden,) * 3,
@@ -196,8 +194,8 @@ def _moe(s: Shapes) -> LayerBytes:
     exchanged = rows + sent if s.ep > 1 and "communication" in s.saves else 0.0
     return LayerBytes(
         saved=base + experts + weighted,
-        selected=exchanged + selected + saved_out,
-        selected_of_saved=selected,
+        selected=selected,
+        beside=saved_out + exchanged,
         temporary=max(sum(freed), backward),
         freed=freed,
         freed_again=(weighted,),
@@ -229,7 +227,7 @@ class RankLayers:
         if not layer.recomputed:
             return cost, cost.input + cost.saved, 0.0
         if mode == "selective" and options["activation_checkpoint.selective_ac_option"] == "op":
-            return cost, cost.input + cost.selected, cost.saved - cost.selected_of_saved
+            return cost, cost.input + cost.selected + cost.beside, cost.saved - cost.selected
         return cost, cost.input, cost.saved
 
     def kept(self, part: Part) -> float:
@@ -252,7 +250,7 @@ class RankLayers:
     def backward(self) -> dict[str, float]:
         """Return the largest layer's backward: recomputed, temporaries, parameters."""
         s, pipelined, found = self._shapes, self._rank.num_stages > 1, []
-        for part, layer in ((part, one) for part in self._rank.parts for one in part.layers):
+        for part, layer in ((own, one) for own in self._rank.parts for one in own.layers):
             terms = self._working(layer)
             if self._rank.mixed_precision:
                 sizes = [unit.gathered for unit in part.units_of(layer)]
