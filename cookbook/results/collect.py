@@ -65,7 +65,6 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     attention = active.get("attention") or None
     by_reference = attention is not None and "reference" in attention
     is_low_precision_emulated = record.emulated or bool(active.get("emulated"))
-    raw_loss = curve[-1].loss if curve else None
     validated = [one.validation_loss for one in curve if one.validation_loss is not None]
     step = expected_step(folder.name, record)
     status = None if state.state == UNKNOWN else state.state
@@ -97,7 +96,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         # TorchTitan falls back to an A100's peak for unknown devices.
         mfu=None if record.device == "cpu" else median_of(step.mfu for step in measured),
         memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
-        final_loss=raw_loss if raw_loss is not None and math.isfinite(raw_loss) else None,
+        final_loss=curve[-1].loss if curve else None,
         validation_loss=validated[-1] if validated else None,
         attention=attention,
         mean_attended_length=active.get("mean_attended_length") or None,
@@ -114,7 +113,6 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         profiled=is_asked or any(attempt.traces.is_dir() for attempt in attempts),
         total_steps=record.steps,
         baseline=record.baseline or run_baseline,
-        raw_final_loss=raw_loss,
         routing=routing,
         asked=asked_facts(record),
         seen=seen_facts(active),

@@ -157,12 +157,6 @@ def _steps(row: Result) -> str:
     return f"{done}/{row.total_steps:,}" if has_total else done
 
 
-def _final_loss(row: Result) -> str | None:
-    if row.final_loss is not None:
-        return f"{row.final_loss:.4f}"
-    return str(row.raw_final_loss) if row.raw_final_loss else None
-
-
 def _published(row: Result) -> str:
     published, gain = tokens_text(row.published_tokens_per_second_per_gpu), row.published_speedup
     return published if gain is None or row.is_baseline else f"{published} ({gain:.2f}x)"
@@ -223,7 +217,7 @@ COLUMNS = (
     Column("warm-up left out", "speed", "r", "throughput.warm_up_steps", "{:,}"),
     Column("stalls", "speed repeats", "r", "throughput.stalls", lambda stalls: f"{len(stalls):,}"),
     Column("stalls' share", "speed", "r", "throughput.stall_share", "{:.1%}"),
-    Column("final loss", "cells repeats", "r", _final_loss),
+    Column("final loss", "cells repeats", "r", "final_loss", "{:.4f}"),
     Column("validation loss", "cells repeats compare", "r", "validation_loss", "{:.4f}"),
     Column("status", "cells repeats", "l", _status),
     Column("steps", "cells", "r", _steps),

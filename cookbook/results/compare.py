@@ -73,7 +73,7 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
         tflops_per_gpu=median_of(run.tflops_per_gpu for run in runs),
         mfu=median_of(run.mfu for run in runs),
         memory_gib=max((run.memory_gib for run in runs if run.memory_gib), default=None),
-        final_loss=median_of(run.final_loss for run in runs),
+        final_loss=median_of(run.final_loss for run in runs) or first.final_loss,
         profiled=any(run.profiled for run in runs),
         emulated=any(run.emulated for run in runs),
         active=next((run.active for run in runs if run.active), None),

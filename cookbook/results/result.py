@@ -50,7 +50,7 @@ class Result:
         steps: the last step reached, of `total_steps`.
         mfu: percent of the BF16 peak, also for quantized cells; None on a CPU.
         validation_loss: the last one.
-        final_loss: None, with the reason, where `raw_final_loss` is NaN or infinite.
+        final_loss: may be NaN or infinite, with a reason; null in JSON.
         speedup: throughput over the baseline's; `speed` has its interval, None for the baseline.
         attention: `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU.
         mean_attended_length: tokens that a token attended to, mean over the first step.
@@ -112,7 +112,6 @@ class Result:
     prediction: str | None = None
     published_speedup: float | None = None
     published_source: str | None = None
-    raw_final_loss: float | None = None
     tokens_per_step_per_gpu: float | None = None
     world: int = 1
     routing: str | None = None
