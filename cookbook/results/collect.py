@@ -16,15 +16,9 @@ from itertools import takewhile
 from cookbook.base.errors import InputError
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import cell_from_record
+from cookbook.observe import metrics
 from cookbook.observe.failure import find_reason
 from cookbook.observe.history import collect_history
-from cookbook.observe.metrics import (
-    LoadStep,
-    collect_router_load,
-    collect_steps,
-    logged_seconds,
-    read_peak_memory,
-)
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.results.compare import against_baseline
 from cookbook.results.result import LoadSummary, Result, RunResults
@@ -58,7 +52,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         # The cell must still appear.
         record, problem = CellRecord(), str(error)
     attempts = folder.attempts()
-    curve, loads = collect_steps(folder, record), collect_router_load(folder)
+    curve, loads = metrics.collect_steps(folder, record), metrics.collect_router_load(folder)
     measured, throughput = measured_steps(curve), measure(curve)
     environments = [read_json(attempt.environment) for attempt in reversed(attempts)]
     active = next(filter(None, environments), {})
@@ -95,7 +89,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         tflops_per_gpu=median_of(step.tflops for step in measured),
         # TorchTitan falls back to an A100's peak for unknown devices.
         mfu=None if record.device == "cpu" else median_of(step.mfu for step in measured),
-        memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
+        memory_gib=metrics.read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=curve[-1].loss if curve else None,
         validation_loss=validated[-1] if validated else None,
         attention=attention,
@@ -136,7 +130,7 @@ def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
     for attempt in reversed(folder.attempts()):
         # Those before a change of the request have another one.
         record = read_record(attempt.record) if attempt.record.exists() else record
-        seconds += (logged_seconds(attempt.log) or 0.0) * record.world
+        seconds += (metrics.logged_seconds(attempt.log) or 0.0) * record.world
     return seconds / 3600 or None
 
 
@@ -168,7 +162,7 @@ def expected_step(name: str, record: CellRecord) -> StepTime | None:
         return None
 
 
-def summarize_load(steps: Sequence[LoadStep]) -> LoadSummary | None:
+def summarize_load(steps: Sequence[metrics.LoadStep]) -> LoadSummary | None:
     """Summarize the last tenth of the logged steps, at least one; None without any."""
     if not steps:
         return None
