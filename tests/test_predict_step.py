@@ -148,7 +148,7 @@ def pipelined(
             EP: 2,
             "parallelism.pipeline_parallel_degree": 2,
             "parallelism.pipeline_parallel_schedule": "1F1B",
-            "training.local_batch_size": 2,
+            "training.local_batch_size": count,
             **options,
         },
     )
