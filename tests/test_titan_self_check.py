@@ -215,6 +215,8 @@ def exchanged_alone(experts: int, dp_ranks: int) -> tuple[list[float], list[str]
         layer = Layer(given, experts)
         errors = rows.exchange_errors(shape, given, layer, None, group, (False, False))
         shares.append(max(error.share for error in errors))
+    if experts < 8:
+        return shares, []
     layer = Layer(given, experts)
     layer.experts.factor.register_hook(scaled(1.1, at=-1))
     return shares, wrong(rows.exchange_errors(shape, given, layer, None, group, (False, False)))
@@ -228,7 +230,7 @@ def test_experts_gradients_that_nearly_cancel_refuse_no_job(experts: int, ranks:
     # A rank of many GPUs has few experts, and a gradient sums products of either sign.
     ((shares, said),) = run_ranks(exchanged_alone, 1, experts, ranks)
     assert len(shares) == ranks and max(shares) < 0.5
-    assert experts < 8 or said == ["gradient of the experts"]
+    assert said == (["gradient of the experts"] if experts == 8 else [])
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,8 @@ def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
     found = find_distribution("deep_ep", path)
     if found is None:
         return None
-    try:
-        commit = json.loads(found.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"]
-    except (ValueError, KeyError):
-        commit = ""
+    source = json.loads(found.read_text("direct_url.json") or "{}")
+    commit = source.get("vcs_info", {}).get("commit_id", "")
     folders = map(Path, sys.path if path is None else path)
     libraries = (file for folder in folders for file in sorted(folder.glob("deep_ep_cpp*.so")))
     library = next(libraries, None)
@@ -90,7 +88,7 @@ def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
         holds(library, b"libnvshmem_host.so")
         and not holds(library, b"NVSHMEM is disabled during compilation")
     )
-    return DeepEp(found.version, str(commit), library, internode)
+    return DeepEp(found.version, commit, library, internode)
 
 
 def holds(library: Path, text: bytes) -> bool:

@@ -6,6 +6,7 @@ some shared file systems cannot. Imports no torch, which set-up does without.
 
 import logging
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -36,13 +37,11 @@ def folder_of(capability: int, cuda: int, compiled: Path | None = None) -> Path:
 
 def cpu_features() -> frozenset[str]:
     """Return the instruction sets of this machine's CPU; all that an ARM CPU names."""
-    for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
-        name, _, words = line.partition(":")
-        if name.strip() == "flags":
-            return frozenset(word for word in words.split() if word.startswith(_INSTRUCTIONS))
-        if name.strip() == "Features":
-            return frozenset(words.split())
-    return frozenset()
+    text = _CPUINFO.read_text(encoding="utf-8")
+    found = re.search(r"^(flags|Features)\s*:(.*)", text, re.MULTILINE)
+    words = found[2].split() if found else ()
+    is_arm = found and found[1] == "Features"
+    return frozenset(word for word in words if is_arm or word.startswith(_INSTRUCTIONS))
 
 
 def take_over(folder: Path, cache: Path) -> int:

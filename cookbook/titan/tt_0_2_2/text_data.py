@@ -65,8 +65,8 @@ class Reader:
         while True:
             order = list(range(len(self.source.files)))
             self._shuffle(order, "files")
-            while place.file < len(order):
-                yield from self._read(order[place.file])
+            for file in order[place.file :]:
+                yield from self._read(file)
                 place.before, place.documents = place.before + place.documents, 0
                 place.file += 1
             if place.before <= self.rank:
@@ -76,19 +76,16 @@ class Reader:
             place.epoch, place.file, place.before = place.epoch + 1, 0, 0
 
     def _read(self, file: int) -> Iterator[str]:
-        place, seen = self.place, 0
+        place, first = self.place, 0
         for number, window in enumerate(read_windows(self.source.files[file], self.key)):
-            if seen + len(window) <= place.documents:
-                seen += len(window)
-                continue
-            self._shuffle(window, f"{file}-{number}")
-            for document in window:
-                seen += 1
-                if seen <= place.documents:
-                    continue
-                place.documents = seen
-                if (place.before + seen - 1) % self.readers == self.rank:
-                    yield document.text(self.key)
+            if first + len(window) > place.documents:
+                self._shuffle(window, f"{file}-{number}")
+            for seen, document in enumerate(window, first):
+                if seen >= place.documents:
+                    place.documents = seen + 1
+                    if (place.before + seen) % self.readers == self.rank:
+                        yield document.text(self.key)
+            first += len(window)
 
     def _shuffle(self, items: list[Any], name: str) -> None:
         if self.seed >= 0:
