@@ -29,8 +29,6 @@ from cookbook.config.recipe import (
 from cookbook.config.resolve import merge_config
 from cookbook.config.stack import load_stack
 
-_PLAIN_NAME = re.compile(r"[\w.+-]+", re.ASCII)
-
 
 def shquote(value: object) -> str:
     """Quote `value` as one word of bash, also where a reader could misread it (`a,b`, `=a`)."""
@@ -55,7 +53,7 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
     Its messages call it `file_name`, or `train.sh` where bash would expand that.
     """
     runner = "sbatch" if cell.cluster.scheduler == "slurm" else "bash"
-    if not _PLAIN_NAME.fullmatch(file_name):
+    if not re.fullmatch(r"[\w.+-]+", file_name, re.ASCII):
         file_name = "train.sh"
     parts = [
         f"{title} {overlay.name} ({overlay.description}"
@@ -147,8 +145,8 @@ def sbatch_options(
         **cluster.sbatch,
     }
     # As YAML's true stands for an option without a value, its false leaves one out.
-    given = {name: value for name, value in options.items() if value is not None}
-    return {name: value for name, value in given.items() if value is not False}
+    given = ((name, value) for name, value in options.items() if value is not None)
+    return {name: value for name, value in given if value is not False}
 
 
 def sbatch_lines(cell: Cell, job_name: str | None = None) -> list[str]:
@@ -176,8 +174,7 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         own = replace(fp8, synonyms=(*fp8.synonyms, "fp8"))
         precisions = [own if one.name == fp8.name else one for one in precisions]
     backends = [load_ep_backend(name) for name in names_in("ep_backend")]
-    bf16, standard = load_precision("bf16"), load_ep_backend("standard")
-    first = merge_config(recipe, bf16, standard, cluster)
+    first = merge_config(recipe, load_precision("bf16"), load_ep_backend("standard"), cluster)
     choices = [
         _choice("number format of the GEMMs", "${RECIPE:-bf16}", precisions),
         _choice("how tokens travel to their experts", "standard", backends),
