@@ -66,25 +66,20 @@ def read_excluded(runs: Path | None = None) -> list[Excluded]:
     return [one for one in found if one.until > time.time()]
 
 
-def exclude_nodes(reasons: Mapping[str, str], hours: float) -> list[Excluded]:
+def exclude_nodes(reasons: Mapping[str, str], hours: float) -> None:
     """Leave these nodes out for `hours` from now, and not shorter than they are already."""
-    until = time.time() + hours * 3600
-    path = excluded_file()
+    until, path = time.time() + hours * 3600, excluded_file()
     with locked(path.with_name(f".{path.name}.lock")):
         listed = {one.node: one for one in read_excluded()}
-        added = [
-            Excluded(node, until, _one_line(reason))
-            for node, reason in reasons.items()
-            if node not in listed or listed[node].until < until
-        ]
-        listed |= {one.node: one for one in added}
+        for node, reason in reasons.items():
+            if node not in listed or listed[node].until < until:
+                listed[node] = Excluded(node, until, _one_line(reason))
         content = {
             one.node: {"until": _written(one.until), "reason": one.reason}
             for one in listed.values()
         }
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True) if content else ""
         write_whole(path, _HEAD + text)
-    return added
 
 
 def _written(moment: float) -> str:

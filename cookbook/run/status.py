@@ -11,7 +11,6 @@ import errno
 import functools
 import json
 import re
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -91,7 +90,6 @@ class Job:
     """The job of a cell: an id of Slurm's, or a process, of this or another machine."""
 
     job_id: Annotated[str, StringConstraints(pattern=r"^[0-9]+$")]
-    queued: float = 0.0
     # Of a process, whose id may be used again.
     host: str | None = None
     boot: str | None = None
@@ -121,9 +119,8 @@ def read_job(cell: CellFolder) -> Job | None:
 
 
 def write_job(cell: CellFolder, job: Job | str) -> None:
-    """Note the job (or the id of a Slurm job) that the cell was submitted as, now."""
-    job = Job(job) if isinstance(job, str) else job
-    write_json(cell.job, replace(job, queued=time.time()))
+    """Note the job (or the id of a Slurm job) that the cell was submitted as."""
+    write_json(cell.job, Job(job) if isinstance(job, str) else job)
 
 
 class Cause(enum.StrEnum):
