@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
-from cookbook.config.cell import Finding
+from cookbook.config.cell import PARTS, Finding
 from cookbook.predict.facts import attended_text
 from cookbook.predict.memory import StageMemory, state_gib
 from cookbook.predict.rank import Rank
@@ -23,10 +23,7 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
     judged, parts = check.judged, ("rules", "built", "here")
     return {
         "name": cell.name,
-        "recipe": cell.recipe.name,
-        "precision": cell.precision.name,
-        "ep_backend": cell.ep_backend.name,
-        "cluster": cell.cluster.name,
+        **{part: getattr(cell, part).name for part in PARTS},
         "ranks": cell.world,
         "may_run": check.may_run,
         "summary": check.summary,

@@ -234,18 +234,11 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
         found = f"found {wrong[0]!r}, allowed: the name that Python imports"
         remedy = "versions are pinned in requirements.txt"
         raise InputError(file.place("needs", "packages"), found, remedy)
-    overlay = fill(
-        Overlay,
-        file,
-        beside=("needs", "expect", "emulated", *load_stack().sections),
-        kind=kind,
-        name=path.stem,
-        needs=needs,
-        expect=_read_expect(file, kind),
-        settings=read_sections(file),
-        emulated=None if file.content.get("emulated") is None else emulated,
-        path=path,
-    )
+    own: dict[str, Any] = {"kind": kind, "name": path.stem, "path": path, "needs": needs}
+    own |= {"expect": _read_expect(file, kind), "settings": read_sections(file)}
+    own["emulated"] = None if file.content.get("emulated") is None else emulated
+    beside = ("needs", "expect", "emulated", *load_stack().sections)
+    overlay = fill(Overlay, file, beside=beside, **own)
     check_environment(file, overlay.environment, overlay.environment_from)
     place = file.place("synonyms")
     for synonym in overlay.synonyms:

@@ -45,8 +45,7 @@ def resolve_cell(
     """
     cell = merge_config(recipe, precision, ep_backend, cluster, nodes=nodes, layers=layers)
     words = [suffix] if suffix and not cell.stand_in_for else []
-    for option, setting in layers[1].items():
-        words.append(f"{option.rpartition('.')[2]}_{word_of(setting.value)}")
+    words += [f"{key.rpartition('.')[2]}_{word_of(one.value)}" for key, one in layers[1].items()]
     name = "-".join([cell.name, *words])
     # A folder's name may have 255 bytes; a run adds to it while it is made.
     if len(name) > 200:
@@ -103,19 +102,10 @@ def merge_config(
         varied,
         overrides,
     )
-    return Cell(
-        name="-".join([recipe.short_name, precision.name, ep_backend.name]),
-        recipe=recipe,
-        precision=precision,
-        ep_backend=ep_backend,
-        cluster=cluster,
-        nodes=_nodes(recipe, cluster, nodes),
-        options=options,
-        hooks=load_stack().hooks,
-        emulated=bool(emulated),
-        stand_in_for=stand_in_for,
-        left_out=left_out,
-    )
+    name = "-".join([recipe.short_name, precision.name, ep_backend.name])
+    parts = (recipe, precision, ep_backend, cluster, _nodes(recipe, cluster, nodes))
+    hooks = load_stack().hooks
+    return Cell(name, *parts, options, hooks, bool(emulated), stand_in_for, left_out=left_out)
 
 
 def published_number(cell: Cell) -> float | None:
@@ -142,8 +132,7 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
 
 def _local_layout(recipe: Recipe, cluster: Cluster) -> Settings:
     """Set EP over all ranks of this machine that the experts can be divided among."""
-    name = DEGREES["ep"]
-    model = Options(load_stack(), recipe.settings).model
+    name, model = DEGREES["ep"], Options(load_stack(), recipe.settings).model
     if cluster.scheduler != "local" or name not in recipe.settings or model is None:
         return {}
     degree = math.gcd(cluster.ranks_per_node, model.num_experts)
@@ -162,15 +151,12 @@ def cell_from_record(
         InputError: the record names nothing that is here, or the cell cannot run.
     """
 
-    def wrong(found: str, key: str = "") -> InputError:
-        return InputError(f"{place}: {key}" if key else place, found, "start a new run")
-
-    stack = load_stack()
+    stack, anew = load_stack(), "start a new run"
     parts = {key: str(record.files.get(key) or getattr(record, key) or "") for key in PARTS}
     if missing := [key for key, part in parts.items() if not part]:
-        raise wrong(f"does not say its {missing[0]}")
+        raise InputError(place, f"does not say its {missing[0]}", anew)
     if record.stack != stack.name:
-        raise wrong(f"found {record.stack}, and this is {stack.name}", "stack")
+        raise InputError(f"{place}: stack", f"found {record.stack}, and this is {stack.name}", anew)
     settings = {
         option: Setting(stack.setting(place, option).check(place, value), f"{place}: {option}")
         for option, value in record.asked_options.items()
@@ -196,23 +182,13 @@ def cell_from_record(
         precision = load_precision(parts["precision"])
         ep_backend = load_ep_backend(parts["ep_backend"])
     if (here := cluster.ranks_per_node) != record.ranks_per_node:
-        found = f"found {record.ranks_per_node}, and {cluster.name} has {here} here"
-        raise wrong(found, "ranks_per_node")
-    cell = Cell(
-        name=name,
-        recipe=recipe,
-        precision=precision,
-        ep_backend=ep_backend,
-        cluster=cluster,
-        nodes=_nodes(recipe, cluster, nodes or record.nodes),
-        options=options,
-        hooks=stack.hooks,
-        emulated=record.emulated,
-        stand_in_for=record.stand_in_for,
-        baseline=record.baseline,
-        prediction=record.prediction,
-    )
-    return _judged(cell)
+        wrong = f"found {record.ranks_per_node}, and {cluster.name} has {here} here"
+        raise InputError(f"{place}: ranks_per_node", wrong, anew)
+    nodes = _nodes(recipe, cluster, nodes or record.nodes)
+    kept = ("emulated", "stand_in_for", "baseline", "prediction")
+    as_before = {key: getattr(record, key) for key in kept}
+    merged = (recipe, precision, ep_backend, cluster, nodes, options, stack.hooks)
+    return _judged(Cell(name, *merged, **as_before))
 
 
 def this_machine(

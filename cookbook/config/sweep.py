@@ -75,12 +75,13 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
         pair = requested_pair(recipe, request, point.pair)
         own = {**sweep.settings, **point.settings}
         for values in itertools.product(*axes.values()):
+            layers = (own, dict(zip(axes, values, strict=True)), request.overrides)
             cell = resolve_cell(
                 recipe,
                 *pair,
                 request.cluster,
                 nodes=request.nodes,
-                layers=(own, dict(zip(axes, values, strict=True)), request.overrides),
+                layers=layers,
                 suffix=point.name,
             )
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
