@@ -45,7 +45,7 @@ class Sweep:
     description: str
     recipes: tuple[Recipe, ...]
     points: tuple[Point, ...] = (Point(),)  # the product of the two axes, or one by one
-    baseline: Pair | None = None
+    baseline: str | None = None  # `bf16+standard`
     settings: Settings = field(default_factory=dict)
     # Multiplies further by the values of any TorchTitan options.
     vary: Mapping[str, tuple[Setting, ...]] = field(default_factory=dict)
@@ -73,17 +73,10 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
         if point.recipe not in (None, recipe):
             continue
         pair = requested_pair(recipe, request, point.pair)
-        own = {**sweep.settings, **point.settings}
+        own, parts = {**sweep.settings, **point.settings}, (recipe, *pair, request.cluster)
         for values in itertools.product(*axes.values()):
             layers = (own, dict(zip(axes, values, strict=True)), request.overrides)
-            cell = resolve_cell(
-                recipe,
-                *pair,
-                request.cluster,
-                nodes=request.nodes,
-                layers=layers,
-                suffix=point.name,
-            )
+            cell = resolve_cell(*parts, nodes=request.nodes, layers=layers, suffix=point.name)
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
             if cell.name in cells:
                 # Recipes with one stand-in, or pairs that the command line makes one.
@@ -98,7 +91,7 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             if is_own and request.overrides.keys() <= {"training.steps"}:
                 cell = replace(cell, prediction=point.prediction or None)
             cells[cell.name], groups[cell.name] = cell, (group, point)
-            if sweep.baseline and _pair_name(pair) == _pair_name(sweep.baseline):
+            if cell.pair == sweep.baseline:
                 baselines[group] = cell.name
     if not cells:
         raise InputError(sweep.name, "a sweep over nothing: no cell is left", "widen the options")
@@ -186,11 +179,11 @@ def load_sweep(name: str) -> Sweep:
     with named_at(file.place("recipes")):
         recipes = tuple(load_recipe(recipe) for recipe in own.recipes)
     points = tuple(_points(file, own, recipes))
-    baseline = _pair(file, own.baseline, "baseline") if own.baseline else None
+    baseline = _pair_name(_pair(file, own.baseline, "baseline")) if own.baseline else None
     if baseline:
         known = {_pair_name(one.pair or recipe.pair) for one in points for recipe in recipes}
-        if (found := _pair_name(baseline)) not in known:
-            raise unknown_name(file.place("baseline"), "cell of the sweep", found, known)
+        if baseline not in known:
+            raise unknown_name(file.place("baseline"), "cell of the sweep", baseline, known)
     axes = {}
     for name, values in own.vary.items():
         place = file.place("vary", name)
