@@ -59,13 +59,12 @@ def _request(arguments: argparse.Namespace) -> CellRequest:
     for key in ("precision", "ep_backend"):
         names = getattr(arguments, key) or ""
         if "," in names and not names.endswith((".yaml", ".yml")):
-            values = f"`{key}: [{', '.join(names.split(','))}]`"
-            remedy = (
-                f"a sweep's file lists several: {values} (python submit.py new NAME --from matrix)"
-            )
-            remedy = f"write --vary {key}={names}" if arguments.verb == "plan" else remedy
-            flag = f"--{key.replace('_', '-')}"
-            raise InputError(flag, f"found {names!r}, allowed: one name", remedy)
+            remedy = f"write --vary {key}={names}"
+            if arguments.verb != "plan":
+                listed = f"`{key}: [{names.replace(',', ', ')}]` (python submit.py new NAME --from "
+                remedy = f"a sweep's file lists several: {listed}matrix)"
+            place = f"--{key.replace('_', '-')}"
+            raise InputError(place, f"found {names!r}, allowed: one name", remedy)
     with named_at("--cluster" if arguments.cluster else "COOKBOOK_CLUSTER"):
         cluster = load_cluster(arguments.cluster or default_cluster())
     return CellRequest(
