@@ -73,15 +73,15 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
         assert process.stdin
         assert process.stdout
         requests, answers = process.stdin, process.stdout
-        is_ready = bool(answers.readline().strip())
+        # It is ready, or has ended.
+        answers.readline()
 
         def build(cell: Cell) -> Built:
             line = ""
-            if is_ready:
-                with contextlib.suppress(BrokenPipeError):
-                    requests.write(f"{json.dumps(_request(cell))}\n")
-                    requests.flush()
-                    line = answers.readline()
+            with contextlib.suppress(BrokenPipeError):
+                requests.write(f"{json.dumps(_request(cell))}\n")
+                requests.flush()
+                line = answers.readline()
             if not line.strip():
                 last = said.read_text(errors="replace").strip().rpartition("\n")[2]
                 return Built(unavailable=last.strip() or "the dry run ended without a word")

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import SkipValidation
-
 from cookbook.base.errors import InputError, described
 from cookbook.base.gpus import Gpu, has_slurm, visible_gpus
 from cookbook.base.yamlfile import (
@@ -61,12 +59,12 @@ class Cluster:
     name: str
     description: Text
     scheduler: Literal["slurm", "local"]
-    settings: SkipValidation[Settings]
+    settings: Settings
     path: Path
     nodes: Count = 1
     gpus_per_node: Count | None = None
     cpu_ranks_per_node: Count = field(default=1, metadata={"key": "ranks_per_node"})
-    gpu: SkipValidation[Gpu | None] = None  # None where ranks run on the CPU (gloo)
+    gpu: Gpu | None = None  # None where ranks run on the CPU (gloo)
     emulate: Flag = False
     partition: Text | None = None
     account: Text | None = None
@@ -87,7 +85,7 @@ class Cluster:
     container: Container | None = None
     price_per_gpu_hour: Number | None = None
     bandwidth: Bandwidth | None = None
-    content: SkipValidation[Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def grace_seconds(self) -> int:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import SkipValidation
-
 from cookbook.base.errors import InputError, named_at, unknown_name
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import RECIPES
@@ -28,7 +26,6 @@ from cookbook.base.yamlfile import (
     Text,
     Texts,
     Words,
-    YamlFile,
     fill,
     mapping_at,
     read_yaml,
@@ -174,7 +171,7 @@ _EXPECTED: Mapping[Kind, Mapping[str, str]] = {
 class Needs:
     """What an overlay asks of the machine and of other options, which must have these values."""
 
-    settings: SkipValidation[Settings]
+    settings: Settings
     device: Literal["cuda"] | None = None
     compute_capability: Number = 0.0
     packages: Texts = ()
@@ -193,9 +190,9 @@ class Overlay:
     name: str
     description: Text
     needs: Needs
-    expect: SkipValidation[Settings]  # must be active in training: `cookbook.<key>` of the job
-    settings: SkipValidation[Settings]
-    emulated: SkipValidation[Settings | None]
+    expect: Settings  # must be active in training: `cookbook.<key>` of the job
+    settings: Settings
+    emulated: Settings | None
     path: Path
     synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
@@ -234,8 +231,15 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
         found = f"found {wrong[0]!r}, allowed: the name that Python imports"
         remedy = "versions are pinned in requirements.txt"
         raise InputError(file.place("needs", "packages"), found, remedy)
+    expect, known = {}, _EXPECTED[kind]
+    for key, value in {**known, **mapping_at(file, "expect")}.items():
+        place = file.place("expect", key)
+        if key not in known:
+            raise unknown_name(place, "key", key, known)
+        option = load_stack().option(place, f"cookbook.{key}")
+        expect[option.name] = Setting(option.check(place, value), place)
     own: dict[str, Any] = {"kind": kind, "name": path.stem, "path": path, "needs": needs}
-    own |= {"expect": _read_expect(file, kind), "settings": read_sections(file)}
+    own |= {"expect": expect, "settings": read_sections(file)}
     own["emulated"] = None if file.content.get("emulated") is None else emulated
     beside = ("needs", "expect", "emulated", *load_stack().sections)
     overlay = fill(Overlay, file, beside=beside, **own)
@@ -248,17 +252,6 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
             found = f"found {synonym!r}, which {shown_path(find_file(kind, other))} has already"
             raise InputError(place, found, "remove one of the two")
     return overlay
-
-
-def _read_expect(file: YamlFile, kind: Kind) -> Settings:
-    expect, known = {}, _EXPECTED[kind]
-    for key, value in {**known, **mapping_at(file, "expect")}.items():
-        place = file.place("expect", key)
-        if key not in known:
-            raise unknown_name(place, "key", key, known)
-        option = load_stack().option(place, f"cookbook.{key}")
-        expect[option.name] = Setting(option.check(place, value), place)
-    return expect
 
 
 @functools.cache
@@ -288,7 +281,7 @@ class Recipe:
     name: str  # of the file
     description: Text
     nodes: Count
-    settings: SkipValidation[Settings]
+    settings: Settings
     path: Path
     short_name: Text = field(metadata={"key": "name"})  # begins the names of cells and jobs
     stand_in: Text | None = None  # the recipe that `--cluster local` trains in its place
