@@ -125,11 +125,8 @@ def _request(cell: Cell) -> dict[str, Any]:
 _MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
 # TorchTitan's warnings that say nothing about the cell, or repeat a rule.
 _ROUTINE = (
-    "HF assets path",
-    "Pipeline Parallel loss is not visible",
+    *("HF assets path", "Pipeline Parallel loss is not visible", "Warmup", "decay"),
     "model.safetensors.index.json",
-    "Warmup",
-    "decay",
 )
 
 

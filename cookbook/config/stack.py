@@ -120,14 +120,8 @@ class Option:
         return [f"--{self.name}={','.join(value) if self.kind == 'list' else value}"]
 
 
-_ALLOWED = {
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a text",
-    "list": "a list of texts",
-    "lists": "a list of lists of texts",
-}
+_ALLOWED = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
+_ALLOWED |= {"list": "a list of texts", "lists": "a list of lists of texts"}
 
 
 def _holds(kind: str, value: Any) -> bool:

@@ -14,15 +14,8 @@ from cookbook.config.recipe import COMM_BACKEND, EXCHANGES, STANDARD
 from cookbook.config.stack import PIPELINING, TORCHTITAN
 
 # TorchTitan's default for each pipeline schedule; those with two take more if asked to.
-STAGES_PER_RANK = {
-    "1F1B": 1,
-    "GPipe": 1,
-    "Interleaved1F1B": 2,
-    "LoopedBFS": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
+STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
+STAGES_PER_RANK |= {"InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
 # Option, reason, and the remedy or the values to try.
 _Problem = tuple[str, str, str | list[int]]
 _BATCH = "training.local_batch_size"

@@ -26,25 +26,22 @@ _RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
 TEXT = "text"
 # The smallest and the largest value that makes sense.
-_AT_LEAST_1 = (
-    *("training.steps", "training.gc_freq", "metrics.log_freq", "checkpoint.interval"),
-    *("profiling.profile_freq", "comm.init_timeout_seconds", "comm.train_timeout_seconds"),
-    "deepep.num_chunks",
-)
-_AT_LEAST_0 = (
-    *("training.max_norm", "training.dataloader.num_workers", "checkpoint.interval_minutes"),
-    *("checkpoint.keep_latest_k", "lr_scheduler.warmup_steps", "optimizer.lr", "optimizer.eps"),
-    *("optimizer.weight_decay", "loss.num_chunks", LAYERS_KEPT),
-)
-_FRACTIONS = (
-    *("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor", "optimizer.beta1"),
-    *("optimizer.beta2", "activation_checkpoint.memory_budget"),
-)
-_BOUNDS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(_AT_LEAST_1, (1, math.inf)),
-    **dict.fromkeys(_AT_LEAST_0, (0, math.inf)),
-    **dict.fromkeys(_FRACTIONS, (0, 1)),
-    "debug.seed": (0, 2**63 - 1),
+_BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
+    (1, math.inf): (
+        *("training.steps", "training.gc_freq", "metrics.log_freq", "checkpoint.interval"),
+        *("profiling.profile_freq", "comm.init_timeout_seconds", "comm.train_timeout_seconds"),
+        "deepep.num_chunks",
+    ),
+    (0, math.inf): (
+        *("training.max_norm", "training.dataloader.num_workers", "checkpoint.interval_minutes"),
+        *("checkpoint.keep_latest_k", "lr_scheduler.warmup_steps", "optimizer.lr", "optimizer.eps"),
+        *("optimizer.weight_decay", "loss.num_chunks", LAYERS_KEPT),
+    ),
+    (0, 1): (
+        *("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor", "optimizer.beta1"),
+        *("optimizer.beta2", "activation_checkpoint.memory_budget"),
+    ),
+    (0, 2**63 - 1): ("debug.seed",),
 }
 _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 # Lists of names; TorchTitan ends at any other, or ignores it.
@@ -61,11 +58,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def bounds(cell: Cell) -> Problems:
-    for name, (low, high) in _BOUNDS.items():
-        value = cell.options[name]
-        if value is not None and not low <= value <= high:
-            allowed = f"{low:g} and up" if high == math.inf else f"{low:g} to {high:g}"
-            yield name, f"found {value}, allowed: {allowed}", ""
+    for (low, high), options in _BOUNDS.items():
+        allowed = f"{low:g} and up" if high == math.inf else f"{low:g} to {high:g}"
+        for name in options:
+            value = cell.options[name]
+            if value is not None and not low <= value <= high:
+                yield name, f"found {value}, allowed: {allowed}", ""
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
