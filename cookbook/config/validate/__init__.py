@@ -70,21 +70,6 @@ def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
     return [replace(one, level=WARNING, reason=one.reason + words) for one in found]
 
 
-def missing_packages(cell: Cell) -> list[str]:
-    """Return the packages that the overlays need and this Python environment lacks."""
-    needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}
-    return sorted(name for name in needed if importlib.util.find_spec(name) is None)
-
-
-def _lacks_flash_attention(cell: Cell) -> bool:
-    if not cell.uses_flash_attention or cell.attends_by_reference:
-        return False
-    # Importing its parent package `flash_attn` would run FlashAttention-2, so look for the folder.
-    outer = importlib.util.find_spec("flash_attn")
-    folders = outer.submodule_search_locations if outer else None
-    return not any(Path(folder, "cute").is_dir() for folder in folders or ())
-
-
 # Rules about this machine. The job runs in the checkout's folder.
 HERE: list[Rule] = []
 
@@ -205,9 +190,14 @@ def packages(cell: Cell) -> Problems:
     """A container has packages of its own."""
     if cell.cluster.container is not None:
         return
-    if missing := missing_packages(cell):
+    needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}
+    if missing := sorted(name for name in needed if importlib.util.find_spec(name) is None):
         yield "", f"not installed: {', '.join(missing)}", _SET_UP
-    if _lacks_flash_attention(cell):
+    # Importing its parent package `flash_attn` would run FlashAttention-2, so look for the folder.
+    outer = importlib.util.find_spec("flash_attn") if cell.uses_flash_attention else None
+    folders = (outer and outer.submodule_search_locations) or ()
+    is_here = any(Path(folder, "cute").is_dir() for folder in folders)
+    if cell.uses_flash_attention and not (is_here or cell.attends_by_reference):
         reason = "FlashAttention-4 (flash-attn-4) is not installed"
         yield ATTENTION, reason, f"{_SET_UP}, or set {ATTENTION}=flavor"
 
