@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -230,8 +230,16 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
         remedy = "run: bash setup.sh; until then only the rules were applied"
         yield Finding(WARNING, "not_built", "", reason, remedy, trainer)
         return
-    if built.failure is not None:
-        yield _refusal(cell, built.failure)
+    if built.failure:
+        message, place = built.failure["error"], built.failure["place"]
+        # A message with an option's full name has its last word too.
+        named = [name for name in cell.options.settings if name.rpartition(".")[2] in message]
+        version, (package, _, file) = cell.options.stack.pins["torchtitan"], place.partition("/")
+        reason = f"TorchTitan {version} refuses it: {message} (rank {built.failure['rank']}, "
+        reason += f"{place or built.failure['kind']})"
+        file = file.rpartition(":")[0] if package == "torchtitan" else "train.py"
+        option = max(named, key=len, default="")
+        yield Finding(ERROR, "torchtitan", option, reason, "", f"{TORCHTITAN}/{file}")
         return
     peak, gpu = check.peak, cell.cluster.gpu
     if peak and gpu and check.verdict != "fits":
@@ -259,19 +267,6 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
             remedy = f"correct the options, or `expect` in {precision.path.name}"
             reference = f"{TORCHTITAN}/components/quantization"
             yield Finding(ERROR, "expectation", "", reason, remedy, reference)
-
-
-def _refusal(cell: Cell, failure: Mapping[str, Any]) -> Finding:
-    """Quote TorchTitan, at the option that it names."""
-    message, place = failure["error"], failure["place"]
-    # A message with an option's full name has its last word too.
-    named = [name for name in cell.options.settings if name.rpartition(".")[2] in message]
-    version, (package, _, file) = cell.options.stack.pins["torchtitan"], place.partition("/")
-    reason = f"TorchTitan {version} refuses it: {message} (rank {failure['rank']}, "
-    reason += f"{place or failure['kind']})"
-    file = file.rpartition(":")[0] if package == "torchtitan" else "train.py"
-    option = max(named, key=len, default="")
-    return Finding(ERROR, "torchtitan", option, reason, "", f"{TORCHTITAN}/{file}")
 
 
 def _remedy(check: CellCheck, largest: str) -> str:

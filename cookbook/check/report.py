@@ -7,8 +7,7 @@ from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
 from cookbook.config.cell import PARTS, Finding
 from cookbook.predict.facts import attended_text
-from cookbook.predict.memory import StageMemory, state_gib
-from cookbook.predict.rank import Rank
+from cookbook.predict.memory import state_gib
 from cookbook.predict.traffic import EP_BACKENDS
 
 
@@ -39,25 +38,24 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
             "gpu_gib": gpu and gpu.memory_gib,
             "total_gib": round(check.peak.total, 2),
             "largest": check.peak.largest,
-            "stages": list(map(_stage_mapping, check.stages, check.ranks)),
+            "stages": [
+                {
+                    "rank": stage.rank,
+                    "pipeline_stages": rank.stages,
+                    "local_parameters": rank.local_parameters,
+                    "state_gib": round(state_gib(rank), 3),
+                    "moment": stage.moment,
+                    "terms_gib": {name: round(size, 3) for name, size in stage.terms.items()},
+                    "reserved_gib": round(stage.reserved, 2),
+                    "outside_gib": round(stage.outside, 2),
+                    "total_gib": round(stage.total, 2),
+                }
+                for stage, rank in zip(check.stages, check.ranks, strict=True)
+            ],
         },
         "work": check.work and check.work.as_mapping(),
         "step": check.step and check.step.as_mapping(),
         "no_step": check.no_step or None,
-    }
-
-
-def _stage_mapping(stage: StageMemory, rank: Rank) -> dict[str, object]:
-    return {
-        "rank": stage.rank,
-        "pipeline_stages": rank.stages,
-        "local_parameters": rank.local_parameters,
-        "state_gib": round(state_gib(rank), 3),
-        "moment": stage.moment,
-        "terms_gib": {name: round(size, 3) for name, size in stage.terms.items()},
-        "reserved_gib": round(stage.reserved, 2),
-        "outside_gib": round(stage.outside, 2),
-        "total_gib": round(stage.total, 2),
     }
 
 

@@ -88,12 +88,17 @@ def merge_config(
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         stand_in_for, recipe = recipe.name, load_recipe(recipe.stand_in)
         left_out, of_sweep = tuple(of_sweep), {}
+    layout, model = dict[str, Setting](), Options(load_stack(), recipe.settings).model
+    if cluster.scheduler == "local" and (option := DEGREES["ep"]) in recipe.settings and model:
+        # EP over all ranks of this machine that the experts can be divided among.
+        degree, ranks = math.gcd(cluster.ranks_per_node, model.num_experts), cluster.ranks_per_node
+        layout[option] = Setting(degree, f"cluster {cluster.name} ({ranks} ranks)")
     have = cluster.gpu.compute_capability if cluster.gpu else 0.0
     lacking = [one for one in (ep_backend, precision) if one.needs.compute_capability > have]
     emulated = [one.emulated for one in lacking if one.emulated is not None and cluster.emulate]
     options = Options(load_stack(), {}).override(
         recipe.settings,
-        _local_layout(recipe, cluster),
+        layout,
         ep_backend.settings,
         precision.settings,
         *emulated,
@@ -128,15 +133,6 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
         found = f"found {nodes}, allowed: 1 to {most} on cluster {cluster.name}{kept}"
         raise InputError("--nodes", found)
     return nodes
-
-
-def _local_layout(recipe: Recipe, cluster: Cluster) -> Settings:
-    """Set EP over all ranks of this machine that the experts can be divided among."""
-    name, model = DEGREES["ep"], Options(load_stack(), recipe.settings).model
-    if cluster.scheduler != "local" or name not in recipe.settings or model is None:
-        return {}
-    degree = math.gcd(cluster.ranks_per_node, model.num_experts)
-    return {name: Setting(degree, f"cluster {cluster.name} ({cluster.ranks_per_node} ranks)")}
 
 
 def cell_from_record(

@@ -68,7 +68,22 @@ def _problems(options: Options, world: int) -> list[_Problem]:
         if layout.pp > 1 and not family.has_pipelines:
             reason = f"TorchTitan has no pipeline parallelism for {family.title}"
             problems = [(DEGREES["pp"], f"{layout.pp}: {reason}", [1])]
-    return [*problems, *_batch(options, layout)]
+    seq_len, divisor = options["training.seq_len"], layout.tp * layout.cp * 2
+    if seq_len < 1 or seq_len % divisor:
+        found = f"{seq_len} is not a multiple of TP x CP x 2 = {divisor}"
+        best = max(seq_len // divisor, 1) * divisor
+        problems.append(("training.seq_len", found, f"try {best}"))
+    local, total = options[_BATCH], options["training.global_batch_size"]
+    replicas = layout.dp_replicate * layout.dp_shard
+    if total >= 0 and (total == 0 or total % (local * replicas)):
+        found = f"{total} is not a multiple of local batch {local} x {replicas} data-parallel ranks"
+        best = max(total // (local * replicas), 1) * local * replicas
+        problems.append(("training.global_batch_size", found, f"try {best}"))
+    microbatch = options[_MICROBATCH]
+    if layout.pp > 1 and (microbatch < 1 or local % microbatch):
+        found = f"{microbatch} does not divide the local batch of {local}"
+        problems.append((_MICROBATCH, found, _divisors(local)))
+    return problems
 
 
 def impossible(options: Options) -> Problems:
@@ -158,24 +173,6 @@ def less_layers(options: Options) -> tuple[int, int]:
     section = "parallelism.pipeline_parallel"
     first, last = (options[f"{section}_{end}_stage_less_layers"] for end in ("first", "last"))
     return first, last
-
-
-def _batch(options: Options, layout: Layout) -> Iterator[_Problem]:
-    seq_len, divisor = options["training.seq_len"], layout.tp * layout.cp * 2
-    if seq_len < 1 or seq_len % divisor:
-        found = f"{seq_len} is not a multiple of TP x CP x 2 = {divisor}"
-        yield "training.seq_len", found, f"try {max(seq_len // divisor, 1) * divisor}"
-    local = options[_BATCH]
-    replicas = layout.dp_replicate * layout.dp_shard
-    total = options["training.global_batch_size"]
-    if total >= 0 and (total == 0 or total % (local * replicas)):
-        found = f"{total} is not a multiple of local batch {local} x {replicas} data-parallel ranks"
-        remedy = f"try {max(total // (local * replicas), 1) * local * replicas}"
-        yield "training.global_batch_size", found, remedy
-    microbatch = options[_MICROBATCH]
-    if layout.pp > 1 and (microbatch < 1 or local % microbatch):
-        found = f"{microbatch} does not divide the local batch of {local}"
-        yield _MICROBATCH, found, _divisors(local)
 
 
 def _divisors(total: int) -> list[int]:
