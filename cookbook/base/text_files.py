@@ -122,18 +122,17 @@ def read_windows(file: Path, key: str) -> Iterator[list[Document]]:
         InputError: the file cannot be read, or a Parquet file has no column `key`.
     """
     try:
-        yield from _read_parquet(file, key) if file.suffix == ".parquet" else _read_lines(file)
+        if file.suffix == ".parquet":
+            yield from _read_parquet(file, key)
+            return
+        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
+            rows = enumerate(lines, 1)
+            documents = (Document(file, row, line) for row, line in rows if not line.isspace())
+            while window := list(itertools.islice(documents, WINDOW)):
+                yield window
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(str(file), f"cannot be read: {reason}", "repair or remove it") from None
-
-
-def _read_lines(file: Path) -> Iterator[list[Document]]:
-    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
-        rows = enumerate(lines, 1)
-        documents = (Document(file, row, line) for row, line in rows if not line.isspace())
-        while window := list(itertools.islice(documents, WINDOW)):
-            yield window
 
 
 def _read_parquet(file: Path, key: str) -> Iterator[list[Document]]:

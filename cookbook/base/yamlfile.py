@@ -1,16 +1,8 @@
 """Read YAML files, with the line of each key and the text of each number, into dataclasses.
 
 Scalars are those of YAML 1.2: `1e-4` is a number, `12:00:00` and `on` are texts (1.1 differs).
-
-    @dataclass(frozen=True)
-    class Container:
-        image: Text
-        mounts: Texts = ()
-
-    container = fill(Container, read_yaml(path), ("container",))
-
 A field without a default is required. `field(metadata={"key": name})` is filled by another key.
-A field that `fill` is given is no key of the file. Errors name file, line, key and allowed values.
+Errors name file, line, key and allowed values.
 """
 
 import dataclasses

@@ -89,10 +89,11 @@ def merge_config(
         stand_in_for, recipe = recipe.name, load_recipe(recipe.stand_in)
         left_out, of_sweep = tuple(of_sweep), {}
     layout, model = dict[str, Setting](), Options(load_stack(), recipe.settings).model
-    if cluster.scheduler == "local" and (option := DEGREES["ep"]) in recipe.settings and model:
+    if cluster.scheduler == "local" and DEGREES["ep"] in recipe.settings and model:
         # EP over all ranks of this machine that the experts can be divided among.
-        degree, ranks = math.gcd(cluster.ranks_per_node, model.num_experts), cluster.ranks_per_node
-        layout[option] = Setting(degree, f"cluster {cluster.name} ({ranks} ranks)")
+        ranks, origin = cluster.ranks_per_node, f"cluster {cluster.name} "
+        degree = math.gcd(ranks, model.num_experts)
+        layout[DEGREES["ep"]] = Setting(degree, f"{origin}({ranks} ranks)")
     have = cluster.gpu.compute_capability if cluster.gpu else 0.0
     lacking = [one for one in (ep_backend, precision) if one.needs.compute_capability > have]
     emulated = [one.emulated for one in lacking if one.emulated is not None and cluster.emulate]
