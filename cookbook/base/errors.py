@@ -42,8 +42,7 @@ def named_at(place: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        if error.place in _KINDS:
-            raise InputError(place, error.found, error.remedy) from None
+        error.place = place if error.place in _KINDS else error.place
         raise
 
 

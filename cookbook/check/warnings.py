@@ -95,16 +95,16 @@ def checkpoints_resume(cell: Cell) -> Problems:
             reason = f"no checkpoint in {steps} steps: a lost node costs the whole run"
             yield "checkpoint.enable", reason, "set checkpoint.enable true"
         return
-    if options[option := "checkpoint.last_save_model_only"]:
+    if options["checkpoint.last_save_model_only"]:
         reason = "the last step is saved without optimizer and cannot be resumed"
-        yield option, reason, "set it to false to be able to continue"
-    interval = options[option := "checkpoint.interval"]
+        yield "checkpoint.last_save_model_only", reason, "set it to false to be able to continue"
+    interval = options["checkpoint.interval"]
     if interval > steps and not options["checkpoint.interval_minutes"]:
         reason = f"{interval} is beyond the last step ({steps}): nothing is saved before the end"
-        yield option, reason, f"try {max(steps // 6, 1)}"
-    if options[option := "checkpoint.load_only"]:
+        yield "checkpoint.interval", reason, f"try {max(steps // 6, 1)}"
+    if options["checkpoint.load_only"]:
         reason = "nothing is saved: a requeued job begins where this one did"
-        yield option, reason, "set it to false"
+        yield "checkpoint.load_only", reason, "set it to false"
     option = "checkpoint.exclude_from_loading"
     if left_out := sorted({*options[option]} - {"model"}):
         reason = f"{', '.join(left_out)} would start anew after every restart"

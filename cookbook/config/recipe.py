@@ -124,7 +124,7 @@ class Exchange:
     has_etp: bool = True  # works with expert tensor parallelism
     # The cookbook's hooks bring its MoE layer, which overlaps it with the shared experts itself.
     has_own_layer: bool = False
-    sends_once_per_rank: bool = False  # a token with several experts there
+    sends_once_per_rank: bool = False  # a token for several experts of one rank
 
 
 STANDARD = Exchange("standard", "the all-to-all")
