@@ -13,8 +13,7 @@ from pathlib import Path
 def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
     """Write `content` through a temporary file beside `path`, so that no reader sees a part.
 
-    Raises:
-        OSError: with `path` as its file name, also where the disk is full.
+    An OSError names `path`, also where the disk is full.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

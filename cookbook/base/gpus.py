@@ -45,11 +45,7 @@ class NoGpusError(Exception):
 
 
 def read_gpus(timeout_s: float = 20.0) -> tuple[InstalledGpu, ...]:
-    """Return all GPUs of this machine, in NVML's order.
-
-    Raises:
-        NoGpusError: there are none, the driver fails, or does not answer within `timeout_s`.
-    """
+    """Return all GPUs of this machine, in NVML's order; NoGpusError after `timeout_s` too."""
     answer: list[tuple[InstalledGpu, ...] | NoGpusError] = []
     # A daemon: a driver that hangs would keep any other thread, and with it the process.
     thread = threading.Thread(target=lambda: answer.append(_ask_nvml()), daemon=True)

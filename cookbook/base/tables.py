@@ -24,12 +24,8 @@ def text_table(
 ) -> str:
     """Return the rows as lines of plain text whose columns are aligned, without borders.
 
-    Args:
-        rows: cells of equal number in each row.
-        align: a letter for each column, "l" or "r"; columns without one are "l".
-        width: wraps the last column between words so that lines fit into it. A line break in a
-            last cell is kept.
-        indent: spaces before each line.
+    `align` has a letter for each column, "l" or "r"; columns without one are "l". Lines fit into
+    `width` by breaks between the last column's words; breaks that it has are kept.
     """
     table = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -74,13 +70,7 @@ def draw_figure(
 ) -> dict[str, bytes]:
     """Return the picture that `paint` draws as `svg` and as `png`; a name makes the same bytes.
 
-    Args:
-        height: inches, of 7.6 in width.
-        grid: the axis whose ticks have lines.
-        legend: colour of a legend's labels, or `linecolor`; empty for no legend.
-
-    Raises:
-        ModuleNotFoundError: Matplotlib is not installed.
+    `height` is in inches, of 7.6 in width; `legend` the colour of its labels, or `linecolor`.
     """
     import matplotlib
     from matplotlib.figure import Figure

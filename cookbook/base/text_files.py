@@ -64,14 +64,9 @@ class Document:
 
 
 def find_sources(patterns: Sequence[str], root: Path = Path()) -> list[TextSource]:
-    """Return the sources that `data.files` names.
+    """Return the sources of `data.files`: globs, files or folders.
 
-    Args:
-        patterns: globs, files or folders. `0.7:web/*.jsonl` gives a source a weight; without
-            weights all files are one source.
-
-    Raises:
-        InputError: a pattern without files, a file of another kind, weights on some patterns only.
+    `0.7:web/*.jsonl` gives a source a weight; without weights all files are one source.
     """
     place = "data.files"
     weighted = [re.fullmatch(r"(\d+(?:\.\d+)?):(.+)", pattern) for pattern in patterns]
@@ -116,11 +111,7 @@ def _files(pattern: str, root: Path) -> list[Path]:
 
 
 def read_windows(file: Path, key: str) -> Iterator[list[Document]]:
-    """Yield the documents of a file in order, `WINDOW` at a time.
-
-    Raises:
-        InputError: the file cannot be read, or a Parquet file has no column `key`.
-    """
+    """Yield the documents of a file in order, `WINDOW` at a time."""
     try:
         if file.suffix == ".parquet":
             yield from _read_parquet(file, key)

@@ -151,11 +151,9 @@ def fill(
     beside: Collection[str] = (),
     **given: Any,
 ) -> T:
-    """Make a `cls` of the mapping at `within` of `file`.
+    """Make a `cls` of the mapping at `within` of `file`, and of fields `given`, which are no keys.
 
-    Args:
-        beside: further keys that may stand there (`a` allows `a.b` too); somebody else reads them.
-        given: fields whose values are known already, and which are no keys.
+    Keys `beside` them may stand there too (`a` allows `a.b`); somebody else reads those.
     """
     fields = {
         field.metadata.get("key", field.name): field.name

@@ -151,12 +151,7 @@ def argv_of(stack: Stack, settings: Settings) -> list[str]:
 
 
 def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
-    """Parse and check TorchTitan arguments; of an option named twice, the last counts.
-
-    Args:
-        words: as they stand on a command line, `--section.key=value` or `--section.key value`.
-        place: begins the place of an error.
-    """
+    """Parse `--section.key=value` and `--section.key value`; of an option's values, the last."""
     settings, left = dict[str, Setting](), list(words)
     while left:
         word = left.pop(0)

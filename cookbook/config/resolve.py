@@ -38,11 +38,7 @@ def resolve_cell(
     layers: Layers = ({}, {}, {}),
     suffix: str = "",
 ) -> Cell:
-    """Merge the parts into a cell, name it and judge it; a stand-in's name has no `suffix`.
-
-    Raises:
-        InputError: degrees that do not divide, or a node count that the cluster does not have.
-    """
+    """Merge the parts into a cell, name it and judge it; a stand-in's name has no `suffix`."""
     cell = merge_config(recipe, precision, ep_backend, cluster, nodes=nodes, layers=layers)
     words = [suffix] if suffix and not cell.stand_in_for else []
     words += [f"{key.rpartition('.')[2]}_{word_of(one.value)}" for key, one in layers[1].items()]
@@ -143,9 +139,6 @@ def cell_from_record(
 
     Its options are the recorded ones, whatever became of the recipe; the overlays' `expect` blocks
     and the environment come from the files as they are now. `place` is the record's, for errors.
-
-    Raises:
-        InputError: the record names nothing that is here, or the cell cannot run.
     """
 
     stack, anew = load_stack(), "start a new run"
