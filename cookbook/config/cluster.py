@@ -122,7 +122,7 @@ _TAKEN = frozenset(
 
 
 def default_cluster() -> str:
-    """Return COOKBOOK_CLUSTER, `local` without Slurm, or the one profile that fits Slurm's nodes."""
+    """Return COOKBOOK_CLUSTER, `local` without Slurm, or the one profile that fits its nodes."""
     if name := os.environ.get("COOKBOOK_CLUSTER"):
         return name
     groups = slurm.node_groups() if has_slurm() else None
