@@ -4,6 +4,7 @@ submitit pickles the supervisor, names the job's files and reads the job id back
 the header of the cell's own script, and its last line becomes the supervisor.
 """
 
+import itertools
 import os
 import shlex
 import shutil
@@ -12,7 +13,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,8 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
         # Locked before the run is visible: while it is, cells without a job count as queued.
         take_submit_lock(building)
         # The rename reserves the name: two sweeps in one second get two names.
-        for suffix in ["", *(f"-{number}" for number in range(2, 100))]:
-            name = f"{sweep}-{stamp}{suffix}"
+        for number in itertools.count(1):
+            name = f"{sweep}-{stamp}" if number == 1 else f"{sweep}-{stamp}-{number}"
             write_run(building, replace(asked, run=name))
             try:
                 building.rename(root / name)
@@ -76,11 +76,11 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
                 if not (root / name).exists():
                     raise
             else:
-                return read_run(root / name)
-        raise JobError(f"{root}: no free name for a run of {sweep}")
+                break
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
+    return read_run(root / name)
 
 
 _VERSIONS = "1.5."
@@ -163,7 +163,7 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
             try:
                 job_id: str = _executor(run, together).submit(Supervisor(folders)).job_id
             except JobError as error:
-                for cell in chain(*jobs[number:]):
+                for cell in itertools.chain(*jobs[number:]):
                     failed = Status(FAILED, reason=f"not queued: {error}")
                     write_status(run.cell(cell.name), failed)
                 place = f"{together[0].name}: " if len(together) == 1 else ""
@@ -233,16 +233,14 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
 def leave_out(cell: Cell) -> Choice:
     """Choose the nodes on the exclusion list that a new job must not get.
 
-    Raises:
-        JobError: too few nodes are left, and the recipe does not wait for them.
+    JobError if too few are left, and the recipe does not wait for them.
     """
     excluded = read_excluded()
     if not excluded:
         return Choice(())
     needed = cell.nodes + cell.spare_nodes
-    never = set(cell.cluster.exclude)
-    nodes = [node for node in partition_nodes(cell.cluster.partition) if node not in never]
-    choice = choose(needed, nodes, excluded)
+    nodes = set(partition_nodes(cell.cluster.partition)) - set(cell.cluster.exclude)
+    choice = choose(needed, sorted(nodes), excluded)
     if choice.short and cell.recipe.too_few_nodes == "stop":
         remedy = f"see {shown_path(excluded_file())}, or ask for fewer with --nodes"
         missing = f"{choice.short} of {needed} missing"
