@@ -146,8 +146,6 @@ _PP = "parallelism.pipeline_parallel"
 
 @dataclass(frozen=True)
 class Layer:
-    """A transformer block."""
-
     id: int
     moe: bool
     recomputed: bool

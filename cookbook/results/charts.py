@@ -277,7 +277,6 @@ NAMES = [make.__name__.replace("_", "-") for make in CHARTS]
 
 
 def _chart(name: str, title: str, caption: str, unit: str, lines: Sequence[Line]) -> Chart | None:
-    """Return a chart of the lines, None without any."""
     if not lines:
         return None
     values = np.concatenate([line.y for line in lines])

@@ -191,7 +191,6 @@ def _judged(found: Any) -> str:
 
 
 _TOKENS, _PUBLISHED = "tokens_per_second_per_gpu", "published_tokens_per_second_per_gpu"
-_PREDICTED = "predicted_tokens_per_second_per_gpu"
 _SPEED_LEVEL, _LOSS_LEVEL = f"{LEVEL:.0%} interval", f"{LOSS_LEVEL:.0%} interval"
 COLUMNS = (
     Column("cell", "cells published speed losses load compare", "l", "name"),
@@ -226,7 +225,7 @@ COLUMNS = (
     Column("MFU", "cells", "r", "mfu", "{:.1f}%"),
     Column("memory GiB", "cells", "r", "memory_gib", "{:.2f}"),
     Column("published", "cells", "r", _published),
-    Column("predicted", "cells", "r", _PREDICTED, tokens_text),
+    Column("predicted", "cells", "r", "predicted_tokens_per_second_per_gpu", tokens_text),
     Column("attention", "cells", "r", "attention"),
     Column("attended tokens", "cells", "r", "mean_attended_length", "{:,.0f}"),
     Column("loss", "compare", "l", "loss", _judged),

@@ -57,12 +57,9 @@ class Result:
         emulated: software ran in place of a kernel, so only the loss counts.
         active: the training process's own report of its features.
         loss, loss_last_tenth: verdicts against the baseline's curve; None for the baseline.
-        gpu_hours: of all attempts and repeats, from TorchTitan's first line to its last.
-        cost_per_billion_tokens: at this speed with stalls, by the cluster's `price_per_gpu_hour`.
+        gpu_hours, cost_per_billion_tokens: of all attempts and repeats (results/collect.py).
         profiled: TorchTitan's profiler was on in an attempt, which slows it down.
-        stand_in_for: the recipe that was asked for, where this machine ran another.
-        baseline: the name of the cell that this one is compared with.
-        prediction: the sweep's text: expected speed, and the meaning of any other.
+        device, stand_in_for, baseline, prediction, world: as in the record (run/record.py).
         tokens_per_step_per_gpu: over `tokens_per_second` of a step: the seconds of a step.
         routing: trained, round_robin or random.
         repeat_of: the cell that this folder repeats; `repeats`: the folders of a repeated cell.
