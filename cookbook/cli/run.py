@@ -271,9 +271,7 @@ def check_line(arguments: argparse.Namespace) -> int:
     text = script.read_text(encoding="utf-8", errors="replace")
     lines = text.splitlines()
     if lines[:1] != ["#!/bin/bash"] or not {line.strip() for line in lines}.issuperset(_CHECKS):
-        remedy = (
-            "name train_671b.sh, train_16b.sh, a script of `python submit.py render`, or a copy"
-        )
+        remedy = "name train_671b.sh, train_16b.sh, a script of `submit.py render`, or a copy"
         found = "is no script of the cookbook, and was not run"
         raise InputError(f"check-line: {script}", found, remedy)
     # Options on the line win over those in the file.
@@ -287,8 +285,8 @@ def check_line(arguments: argparse.Namespace) -> int:
             found = "is no variable that the script reads"
             raise InputError(name, found, f"did you mean {close[0]}?")
     nodes = options.nodes.partition("-")[0]
-    if not nodes.isdecimal():
-        raise InputError("sbatch --nodes", f"found {nodes!r}, allowed: a whole number")
+    if not (nodes.isdecimal() and int(nodes)):
+        raise InputError("sbatch --nodes", f"found {nodes!r}, allowed: a whole number above 0")
     environment = {**submit_environment(), "COOKBOOK_ATTEMPT_DIR": "", "COOKBOOK_CHECK": "1"}
     if runner == "sbatch":
         job = {"JOB_ID": "0", "JOB_NUM_NODES": nodes, "SUBMIT_DIR": str(Path.cwd())}
@@ -362,8 +360,8 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", "-N", default="1")
     parser.add_argument("--export", default="")
     parser.add_argument("--gpus", "-G", type=lambda text: ("in all", text.rpartition(":")[2]))
-    per_node = ("--gpus-per-node", "--gres")
-    parser.add_argument(
-        *per_node, dest="gpus", type=lambda text: ("a node", text.rpartition(":")[2])
-    )
+    for flag in ("--gpus-per-node", "--gres"):
+        parser.add_argument(
+            flag, dest="gpus", type=lambda text: ("a node", text.rpartition(":")[2])
+        )
     return parser.parse_known_args([word.replace("'", "").replace('"', "") for word in words])[0]
