@@ -234,8 +234,7 @@ def test_a_commit_with_changes_has_a_plus(tmp_path: Path, monkeypatch: pytest.Mo
     assert records.commit() == head
     (tmp_path / "file").write_text("two\n")
     assert records.commit() == f"{head}+"
-    asked = records.RunRecord("local", (), "r", cluster="c", stack="s")
-    records.write_run(tmp_path, asked)
+    records.write_run(tmp_path, records.RunRecord("local", (), "r", cluster="c", stack="s"))
     assert json.loads((tmp_path / "run.json").read_text())["commit"] == f"{head}+"
 
 

@@ -109,7 +109,7 @@ _TRY = {
 
 def list_all(arguments: argparse.Namespace) -> int:
     problems: dict[str, None] = {}
-    for kind, title in KINDS.items():
+    for kind, (title, _) in KINDS.items():
         print(f"{title}s:")
         for name in names_in(kind):
             try:
