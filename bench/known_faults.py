@@ -93,8 +93,8 @@ FAULTS: dict[str, Patch] = {
         instead(lambda loss, factor: loss),
     ),
     "tokens that are no training are counted": (
-        f"{_STACK}.parallelize.count_in_training_only",
-        instead(lambda model: None),
+        f"{_STACK}.routing._after",
+        lambda after: lambda *given: after(*given) if torch.is_grad_enabled() else None,
     ),
     "the weight gradient's recipe is ignored": _of_kernel("the weight gradient's recipe ignored"),
     "the dispatch is not quantized": _of_kernel("one exchange of two not quantized"),

@@ -262,7 +262,7 @@ def test_a_pipeline_reports_the_loss_and_gets_gradients_per_token(
 def test_only_training_counts_tokens(patches_applied: set[str]) -> None:
     from torchtitan.models.moe.moe import MoEArgs, build_moe
 
-    from cookbook.titan.tt_0_2_2.routing import count_in_training_only
+    from cookbook.titan.tt_0_2_2.routing import count_tokens
 
     args = MoEArgs(num_experts=4, num_shared_experts=0, top_k=2, use_grouped_mm=False)
     moe: Any = build_moe(args, 8, 8, "standard")
@@ -271,7 +271,7 @@ def test_only_training_counts_tokens(patches_applied: set[str]) -> None:
     model, dense, block = (nn.Module() for _ in range(3))
     dense.moe_enabled, block.moe_enabled, block.moe = False, True, moe
     model.layers = nn.ModuleDict({"0": dense, "1": block})
-    count_in_training_only(model)
+    count_tokens(model)
     tokens = torch.randn(1, 6, 8)
     moe(tokens)
     counted = moe.tokens_per_expert.clone()

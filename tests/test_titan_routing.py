@@ -94,12 +94,12 @@ class Counting(nn.Module):
 def test_of_many_logged_steps_the_counts_of_few_are_kept_and_none_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cookbook.titan.tt_0_2_2.routing import RouterLoad, count_load
+    from cookbook.titan.tt_0_2_2.routing import RouterLoad, count_tokens
 
     model, block = nn.Module(), nn.Module()
     block.moe_enabled, block.moe = True, Counting()
     model.layers = nn.ModuleDict({"1": block})
-    count_load(model)
+    count_tokens(model)
     monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
     load = RouterLoad(
         [model],

@@ -5,8 +5,6 @@ exist for one chunk only. A chunk's gradients are taken while its logits are the
 the loss merely scales them, as in Liger-Kernel's fused linear cross-entropy.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

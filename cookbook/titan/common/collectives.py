@@ -6,8 +6,6 @@ Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torch.distri
 first rank of each group prints a line of JSON with the group's bandwidth.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ The environment says for which GPU and into which cache (`cookbook.install.atten
 kernels and the compiler's CUDA major version as JSON.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -8,8 +8,6 @@ Nothing here waits for the device. Rows move to their groups and back in one pas
 these are the kernels of `triton_kernels.py`, on a CPU PyTorch operations.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from importlib import import_module

@@ -5,8 +5,6 @@ TP ranks. So each rank sends only its shard of every sequence: exactly the posit
 it keeps when the gather is undone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +23,7 @@ class TokenShard:
     length: int
 
     @classmethod
-    def of_mesh(cls, length: int, tp_mesh: DeviceMesh) -> TokenShard:
+    def of_mesh(cls, length: int, tp_mesh: DeviceMesh) -> "TokenShard":
         rank, ranks = tp_mesh.get_local_rank(), tp_mesh.size()
         if length % ranks != 0:
             raise ValueError(f"sequence length {length} is not divisible by TP degree {ranks}")

@@ -4,11 +4,10 @@ Each is one pass. `expert_groups.py` does the same with PyTorch operations on a 
 float32, in a fixed order and without atomics, so that every run has the same ones.
 """
 
-from __future__ import annotations
-
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
+from triton.language import constexpr
 
 # Copies that a program counts, or places. The number of copies differs in each layer, and must not
 # compile a kernel again.
@@ -19,7 +18,7 @@ _ROWS = 64
 
 @triton.jit(do_not_specialize=["num_copies"])
 def _count_kernel(  # type: ignore[no-untyped-def]
-    experts, counts, num_copies, num_experts: tl.constexpr, block: tl.constexpr
+    experts, counts, num_copies, num_experts: constexpr, block: constexpr
 ):
     part = tl.program_id(0)
     copy = part * block + tl.arange(0, block)
@@ -31,15 +30,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_copies"])
 def _place_kernel(  # type: ignore[no-untyped-def]
-    experts,
-    sums,
-    sizes,
-    ends,
-    copies,
-    slots,
-    num_copies,
-    num_experts: tl.constexpr,
-    block: tl.constexpr,
+    experts, sums, sizes, ends, copies, slots, num_copies, num_experts: constexpr, block: constexpr
 ):
     part = tl.program_id(0)
     copy = part * block + tl.arange(0, block)
@@ -57,7 +48,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_places"])
 def _take_kernel(  # type: ignore[no-untyped-def]
-    values, places, taken, num_places, block: tl.constexpr
+    values, places, taken, num_places, block: constexpr
 ):
     index = tl.program_id(0) * block + tl.arange(0, block)
     place = tl.load(places + index, mask=index < num_places, other=-1)
@@ -72,9 +63,9 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     scores,
     grouped,
     features,
-    has_scores: tl.constexpr,
-    top_k: tl.constexpr,
-    block: tl.constexpr,
+    has_scores: constexpr,
+    top_k: constexpr,
+    block: constexpr,
 ):
     # By token: its row is read once, and written once for each of its copies here.
     token = tl.program_id(0).to(tl.int64)
@@ -91,12 +82,7 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _fill_kernel(  # type: ignore[no-untyped-def]
-    copies,
-    grouped,
-    num_rows,
-    features: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
+    copies, grouped, num_rows, features: constexpr, rows: constexpr, block: constexpr
 ):
     # Zeros for padding, which is rare: one program looks at many rows.
     first = tl.program_id(0) * rows
@@ -120,10 +106,10 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
     base,
     tokens,
     features,
-    has_scores: tl.constexpr,
-    has_base: tl.constexpr,
-    top_k: tl.constexpr,
-    block: tl.constexpr,
+    has_scores: constexpr,
+    has_base: constexpr,
+    top_k: constexpr,
+    block: constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
@@ -143,13 +129,7 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _dot_kernel(  # type: ignore[no-untyped-def]
-    tokens,
-    grouped,
-    slots,
-    products,
-    features: tl.constexpr,
-    top_k: tl.constexpr,
-    block: tl.constexpr,
+    tokens, grouped, slots, products, features: constexpr, top_k: constexpr, block: constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     for k in tl.static_range(top_k):
@@ -178,11 +158,10 @@ def count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
 
     A part is 1,024 copies. The last column has the totals.
     """
-    num_copies = experts.numel()
     # One empty part, so that there is a column.
-    parts = max(1, triton.cdiv(num_copies, _COPIES))
+    parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
-    _count_kernel[(parts,)](experts.contiguous(), counts, num_copies, num_experts, _COPIES)
+    _count_kernel[(parts,)](experts.contiguous(), counts, experts.numel(), num_experts, _COPIES)
     return counts.cumsum(1, dtype=torch.int32)
 
 
@@ -202,26 +181,20 @@ def place(
         experts, sizes, ends: as in a `GroupPlan`.
         sums: the result of `count`.
     """
-    num_copies, num_experts = experts.numel(), len(sizes)
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
-    if not num_copies:
-        return copies, slots
-    experts = experts.contiguous()
-    _place_kernel[(sums.shape[1],)](
-        experts, sums, sizes, ends, copies, slots, num_copies, num_experts, _COPIES
-    )
+    if num_copies := experts.numel():
+        given = experts.contiguous(), sums, sizes, ends, copies, slots
+        _place_kernel[(sums.shape[1],)](*given, num_copies, len(sizes), _COPIES)
     return copies, slots
 
 
 def take(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Look up the flattened `values` at `places`, in their shape; 0 at -1."""
     taken = values.new_empty(places.shape)
-    if taken.numel():
-        blocks = triton.cdiv(places.numel(), _COPIES)
-        _take_kernel[(blocks,)](
-            values.contiguous(), places.contiguous(), taken, places.numel(), _COPIES
-        )
+    if num_places := places.numel():
+        given = values.contiguous(), places.contiguous(), taken
+        _take_kernel[(triton.cdiv(num_places, _COPIES),)](*given, num_places, _COPIES)
     return taken
 
 
@@ -236,15 +209,14 @@ def spread(
     num_tokens, top_k = slots.shape
     features, num_rows = tokens.shape[1], copies.numel()
     grouped = tokens.new_empty(num_rows, features, dtype=dtype)
-    if not grouped.numel():
-        return grouped
     block = _block(features, 2048)
-    if num_tokens:
+    if num_tokens and num_rows:
         given = tokens.contiguous(), slots, _dense(scores), grouped
         grid = num_tokens, triton.cdiv(features, block)
         _spread_kernel[grid](*given, features, scores is not None, top_k, block)
-    parts = (triton.cdiv(num_rows, _ROWS),)
-    _fill_kernel[parts](copies, grouped, num_rows, features, _ROWS, block)
+    if num_rows:
+        parts = (triton.cdiv(num_rows, _ROWS),)
+        _fill_kernel[parts](copies, grouped, num_rows, features, _ROWS, block)
     return grouped
 
 
@@ -259,15 +231,13 @@ def collect(
     num_tokens, top_k = slots.shape
     features = grouped.shape[1]
     tokens = grouped.new_empty(num_tokens, features, dtype=dtype)
-    if not tokens.numel():
-        return tokens
-    block = _block(features, 2048)
-    added = None if base is None else base.contiguous()
-    given = grouped.contiguous(), slots, _dense(scores), added, tokens
-    has = scores is not None, base is not None
-    _collect_kernel[(num_tokens, triton.cdiv(features, block))](
-        *given, features, *has, top_k, block
-    )
+    if tokens.numel():
+        block = _block(features, 2048)
+        added = None if base is None else base.contiguous()
+        given = grouped.contiguous(), slots, _dense(scores), added, tokens
+        has = scores is not None, base is not None
+        grid = num_tokens, triton.cdiv(features, block)
+        _collect_kernel[grid](*given, features, *has, top_k, block)
     return tokens
 
 
@@ -275,17 +245,16 @@ def dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> tor
     """Multiply each token with the row of each of its copies, (tokens, top k) float32."""
     num_tokens, top_k = slots.shape
     products = torch.empty(num_tokens, top_k, dtype=torch.float32, device=tokens.device)
-    if not products.numel():
-        return products
-    features = tokens.shape[1]
-    given = tokens.contiguous(), grouped.contiguous(), slots, products
-    _dot_kernel[(num_tokens,)](*given, features, top_k, _block(features, 1024))
+    if num_tokens:
+        given = tokens.contiguous(), grouped.contiguous(), slots, products
+        features = tokens.shape[1]
+        _dot_kernel[(num_tokens,)](*given, features, top_k, _block(features, 1024))
     return products
 
 
 @triton.jit
 def _activate_kernel(  # type: ignore[no-untyped-def]
-    gate_up, scores, activations, hidden: tl.constexpr, block: tl.constexpr
+    gate_up, scores, activations, hidden: constexpr, block: constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     score = tl.load(scores + row)
@@ -300,7 +269,7 @@ def _activate_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gradient_kernel(  # type: ignore[no-untyped-def]
-    grad, gate_up, scores, grad_gate_up, grad_scores, hidden: tl.constexpr, block: tl.constexpr
+    grad, gate_up, scores, grad_gate_up, grad_scores, hidden: constexpr, block: constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     score = tl.load(scores + row)
@@ -324,7 +293,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    source, target, size, source_stride, target_stride, block: tl.constexpr
+    source, target, size, source_stride, target_stride, block: constexpr
 ):
     part = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * block + tl.arange(0, block)
@@ -351,7 +320,7 @@ def activate(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """
     rows, hidden = len(gate_up), gate_up.shape[1] // 2
     activations = gate_up.new_empty(rows, hidden)
-    if activations.numel():
+    if rows:
         _activate_kernel[(rows,)](gate_up, scores, activations, hidden, _block(hidden, 2048))
     return activations
 
@@ -361,9 +330,8 @@ def gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of `gate_up` and `scores`, in their shapes."""
     rows, hidden = grad.shape
-    grad_gate_up, grad_scores = torch.empty_like(gate_up), torch.empty_like(scores)
-    if grad.numel():
-        _gradient_kernel[(rows,)](
-            grad, gate_up, scores, grad_gate_up, grad_scores, hidden, _block(hidden, 2048)
-        )
-    return grad_gate_up, grad_scores
+    found = torch.empty_like(gate_up), torch.empty_like(scores)
+    if rows:
+        block = _block(hidden, 2048)
+        _gradient_kernel[(rows,)](grad, gate_up, scores, *found, hidden, block)
+    return found

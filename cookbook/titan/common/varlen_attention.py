@@ -9,11 +9,8 @@ PyTorch 2.10's own operator (`torch.nn.attention.varlen`) takes no scale and no 
 for values.
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,21 +29,16 @@ REFERENCE = "flash_attention_4_reference"
 # The kinds of attention that ran in this process, noted by the operator.
 ran: set[str] = set()
 
-# FlashAttention-4 has kernels for heads of 192 and 128 on SM90 (H100, H200), SM100 and SM103 (B200,
-# B300).
-_MAJORS = (9, 10)
-
 
 def why_not() -> str | None:
     """Return why FlashAttention-4 cannot run on this GPU; None where it can, or without a GPU."""
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
-    if major not in _MAJORS:
-        return (
-            f"FlashAttention-4 needs a GPU of SM90 (H100, H200) or SM100 (B200), "
-            f"this one is SM{major}{minor}"
-        )
+    # It has kernels for heads of 192 and 128 on SM90, SM100 and SM103 (B300).
+    if major not in (9, 10):
+        needed = "FlashAttention-4 needs a GPU of SM90 (H100, H200) or SM100 (B200)"
+        return f"{needed}, this one is SM{major}{minor}"
     try:
         installed = find_spec("flash_attn.cute") is not None
     except ModuleNotFoundError:  # not even the package around it
@@ -115,10 +107,7 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     _kernels()._flash_attn_bwd(
         *(q, k, v, out, grad_out, lse),
-        **_packing(cu_seqlens, max_seqlen, scale),
-        dq=dq,
-        dk=dk,
-        dv=dv,
+        **_packing(cu_seqlens, max_seqlen, scale) | {"dq": dq, "dk": dk, "dv": dv},
         # dQ is summed by atomic additions otherwise, in another order each time.
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
@@ -165,14 +154,14 @@ _backward = torch.library.custom_op(
 )
 
 
-def _lse_dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def _precise(q: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
 
 
 @_forward.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
     tokens, heads, _ = q.shape
-    lse = q.new_empty((heads, tokens), dtype=_lse_dtype(q))
+    lse = q.new_empty((heads, tokens), dtype=_precise(q))
     return q.new_empty((tokens, heads, v.shape[-1])), lse
 
 
@@ -224,7 +213,7 @@ def reference_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `forward` in plain PyTorch, by document, in float32 or, for float64, in float64."""
-    precise, groups = _lse_dtype(q), q.shape[1] // k.shape[1]
+    precise, groups = _precise(q), q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=precise)
@@ -260,15 +249,12 @@ def reference_backward(
         grads[1][part] = torch.einsum("hqk,qhd->khd", grad_scores, q_).to(k.dtype)
         grads[2][part] = torch.einsum("hqk,qhd->khd", probabilities, grad_).to(v.dtype)
     # Each key and value head has the gradients of all query heads that share it.
-    shared = (x.to(lse.dtype).unflatten(1, (-1, groups)).sum(2).to(x.dtype) for x in grads[1:])
-    dk, dv = shared
+    dk, dv = (x.to(lse.dtype).unflatten(1, (-1, groups)).sum(2).to(x.dtype) for x in grads[1:])
     return grads[0], dk, dv
 
 
-def _documents(cu_seqlens: torch.Tensor) -> Iterator[slice]:
-    for start, stop in pairwise(cu_seqlens.tolist()):
-        if stop > start:
-            yield slice(start, stop)
+def _documents(cu_seqlens: torch.Tensor) -> list[slice]:
+    return [slice(*ends) for ends in pairwise(cu_seqlens.tolist()) if ends[1] > ends[0]]
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
@@ -280,20 +266,19 @@ def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
 
 @dataclass
 class AttendedLength:
-    """The mean number of keys to which the tokens of the first batches attended.
+    """The mean number of keys to which the tokens of the first batches attended."""
 
-    Attributes:
-        keys: int64 scalar, on the device of the batches.
-        is_open: whether batches are still counted.
-    """
-
+    # On the device of the batches.
     keys: torch.Tensor | int = 0
     tokens: int = 0
     is_open: bool = True
 
     def add(self, ends: torch.Tensor) -> None:
-        """Count a batch, without waiting for the GPU."""
-        self.keys = self.keys + attended_keys(ends)
+        """Count the pairs of query and key of a batch, without waiting for the GPU."""
+        positions = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
+        after_end = torch.where(ends[:, :-1], positions[:, 1:], 0)
+        starts = torch.nn.functional.pad(after_end, (1, 0)).cummax(dim=1).values
+        self.keys = self.keys + (positions + 1 - starts).sum()
         self.tokens += ends.numel()
 
     def add_whole(self, sequences: int, length: int) -> None:
@@ -320,14 +305,6 @@ def document_ends(tokens: torch.Tensor, eos_id: int | None) -> torch.Tensor:
     ends = torch.zeros_like(tokens, dtype=torch.bool) if eos_id is None else tokens == eos_id
     ends[:, -1] = True
     return ends
-
-
-def attended_keys(ends: torch.Tensor) -> torch.Tensor:
-    """Count the (query, key) pairs under the causal mask within documents, an int64 scalar."""
-    positions = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
-    after_end = torch.where(ends[:, :-1], positions[:, 1:], 0)
-    starts = torch.nn.functional.pad(after_end, (1, 0)).cummax(dim=1).values
-    return (positions + 1 - starts).sum()
 
 
 def bounds_capacity(documents: int, length: int) -> int:

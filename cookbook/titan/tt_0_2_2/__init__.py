@@ -19,8 +19,6 @@ Some things have no door. Each is replaced in one place, which says why:
 """
 
 # ruff: noqa: E402  (TorchTitan's internals are imported once the version is known to be right)
-from __future__ import annotations
-
 from cookbook.titan.tt_0_2_2.versions import check_versions, refuse
 
 check_versions()

@@ -5,12 +5,10 @@ experts (`mxfp8`, ...), a kind of linear layers (`mx`, `float8`), or `bf16`. Run
 rest here.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -35,24 +33,15 @@ losses: set[str] = set()
 saved: set[str] = set()
 patches_applied: set[str] = set()
 
-# Aspects that may be declared, and by which overlay.
-_ASPECTS = dict.fromkeys(("grouped_gemms", "linear_layers", "emulated"), "precision")
-_ASPECTS["dispatch"] = "ep_backend"
 KINDS = {"precision": "precision", "ep_backend": "EP backend"}
 
 
-@dataclass(frozen=True)
-class ModelActivity:
-    """How the GEMMs of one rank's part of the model quantize.
-
-    Attributes:
-        grouped_gemms: the scaling types of its routed experts; empty where it has none.
-        linear_layers: the kinds of its quantized linear layers; `bf16` where it has none.
-        emulated: whether one of them multiplies in high precision.
-    """
+class ModelActivity(NamedTuple):
+    """The scaling types of one rank's routed experts, and the kinds of its linear layers."""
 
     grouped_gemms: frozenset[str]
     linear_layers: frozenset[str]
+    # Whether one of them multiplies in high precision.
     emulated: bool
 
 
@@ -82,13 +71,24 @@ def words(found: Iterable[str]) -> str | None:
 
 def observe_model(model_parts: Iterable[nn.Module]) -> ModelActivity:
     """Look at the weights and layers themselves, not at the options that made them."""
-    modules = [module for part in model_parts for module in part.modules()]
-    grouped, linear = set(_grouped_gemms(modules)), set(_quantized_linear_layers(modules))
-    return ModelActivity(
-        grouped_gemms=frozenset(scaling for scaling, _ in grouped),
-        linear_layers=frozenset(kind for kind, _ in linear) or frozenset({"bf16"}),
-        emulated=any(emulated for _, emulated in grouped | linear),
-    )
+    grouped, linear, emulated = set(), set(), False
+    for module in (module for part in model_parts for module in part.modules()):
+        if isinstance(module, MXLinear):
+            linear.add("mx")
+            emulated |= module.config.kernel_preference == KernelPreference.EMULATED
+        elif isinstance(module, Float8Linear):
+            linear.add("float8")
+            emulated |= bool(module.config.emulate)
+        elif isinstance(module, GroupedExperts):
+            for one in module.parameters(recurse=False):
+                weight = one._local_tensor if isinstance(one, DTensor) else one.data
+                # The for-loop over experts multiplies without torch._grouped_mm: nothing quantizes.
+                if isinstance(weight, ScaledGroupedMMTensor) and module.use_grouped_mm:
+                    grouped.add(weight.scaling_type.value)
+                    emulated |= weight.kernel_preference == KernelPreference.EMULATED
+                else:
+                    grouped.add("bf16")
+    return ModelActivity(frozenset(grouped), frozenset(linear or {"bf16"}), emulated)
 
 
 def observe_dispatch() -> frozenset[str]:
@@ -101,30 +101,6 @@ def casts_are_emulated() -> bool:
     """Return whether the quantized all-to-all cast with PyTorch operations, as below SM100."""
     quantized = bool(dispatches & {MXFP8_DISPATCH, MXFP8_COMBINE})
     return quantized and not has_cuda_capability(10, 0)
-
-
-def _grouped_gemms(modules: list[nn.Module]) -> Iterator[tuple[str, bool]]:
-    """Scaling type and emulation of every routed expert weight."""
-    for module in modules:
-        if not isinstance(module, GroupedExperts):
-            continue
-        for one in module.parameters(recurse=False):
-            weight = one._local_tensor if isinstance(one, DTensor) else one.data
-            # The for-loop over experts multiplies without torch._grouped_mm: nothing quantizes.
-            if isinstance(weight, ScaledGroupedMMTensor) and module.use_grouped_mm:
-                preference = weight.kernel_preference
-                yield weight.scaling_type.value, preference == KernelPreference.EMULATED
-            else:
-                yield "bf16", False
-
-
-def _quantized_linear_layers(modules: list[nn.Module]) -> Iterator[tuple[str, bool]]:
-    """Kind and emulation of every quantized linear layer."""
-    for module in modules:
-        if isinstance(module, MXLinear):
-            yield "mx", module.config.kernel_preference == KernelPreference.EMULATED
-        elif isinstance(module, Float8Linear):
-            yield "float8", bool(module.config.emulate)
 
 
 def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
@@ -170,7 +146,7 @@ def check(job_config: Any, found: dict[str, Any]) -> None:
     texts = []
     for aspect, value in declared.items():
         if value != found[aspect]:
-            kind = _ASPECTS[aspect]
+            kind = "ep_backend" if aspect == "dispatch" else "precision"
             overlay = f"{KINDS[kind]} {getattr(options, kind)}".rstrip()
             wanted, active = (
                 str(one).lower() if aspect == "emulated" else one for one in (value, found[aspect])

@@ -11,8 +11,6 @@ such a machine the whole process is bound to it, whatever it trains.
   half of the experts would start as a copy of the first.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

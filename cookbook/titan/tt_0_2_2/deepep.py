@@ -18,20 +18,16 @@ time: each reader waits for the data that it reads. Each part of the tokens has 
 Importable only where DeepEP is installed.
 """
 
-from __future__ import annotations
-
-import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torchtitan.models.moe.utils as moe_utils
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed.deepep import deepep
-from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
 from torchtitan.models.moe.moe import FeedForward
 from torchtitan.models.moe.moe_deepep import DeepEPMoE
 
@@ -45,7 +41,7 @@ from cookbook.titan.common.token_shard import (
 )
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
-from cookbook.titan.tt_0_2_2.row_kernels import experts_with_probs
+from cookbook.titan.tt_0_2_2.row_kernels import experts_with_probs, mix_in
 
 # Both ends of an exchange on DeepEP's stream; its tensors are allocated there and kept for both.
 _STREAMS = {"async_finish": True, "allocate_on_comm_stream": True}
@@ -68,23 +64,16 @@ class Exchange:
     received_gradients: torch.Tensor | None = None
 
 
-class Routing:
+class Routing(SimpleNamespace):
     """The destinations of a layer's rows.
 
     Neither a tuple nor a dataclass, in which FSDP would cast the scores to BF16.
-
-    Attributes:
-        experts: (tokens, top k) int64, -1 for none.
-        scores: (tokens, top k) float32.
     """
 
-    def __init__(
-        self, experts: torch.Tensor, scores: torch.Tensor, num_experts: int, exchange: Exchange
-    ) -> None:
-        self.experts = experts
-        self.scores = scores
-        self.num_experts = num_experts
-        self.exchange = exchange
+    experts: torch.Tensor  # (tokens, top k) int64, -1 for none
+    scores: torch.Tensor  # (tokens, top k) float32
+    num_experts: int
+    exchange: Exchange
 
 
 def leave(
@@ -100,7 +89,8 @@ def leave(
     # All that is sent must have been asked for by now: float32, as DeepEP carries it, and dense.
     experts = experts.masked_fill(scores == 0, -1).contiguous()
     rows, scores = _Leave.apply(rows.contiguous(), scores.float().contiguous(), exchange)
-    return rows, Routing(experts, scores, num_experts, exchange)
+    to = {"experts": experts, "scores": scores, "num_experts": num_experts}
+    return rows, Routing(**to, exchange=exchange)
 
 
 def dispatch(
@@ -116,15 +106,6 @@ def dispatch(
     deepep.get_buffer(group, deepep.get_hidden_bytes(rows))
     received, experts, scores, counts = _Dispatch.apply(rows, routing.scores, routing)
     return received, experts, scores, counts.tolist()
-
-
-def combine(rows: torch.Tensor, routing: Routing, is_needed: bool = True) -> torch.Tensor:
-    """Start to send (received, features) back; the result is for `arrive` alone.
-
-    Args:
-        is_needed: whether any rank reads the result; otherwise nothing is sent.
-    """
-    return _Combine.apply(rows, routing, is_needed)
 
 
 def arrive(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -170,11 +151,11 @@ def _send(
 @torch.library.custom_op("cookbook::deepep_combine", mutates_args=())
 def _send_back(rows: torch.Tensor) -> torch.Tensor:
     exchange = _current
+    combined: torch.Tensor
     combined, _, exchange.sent = deepep._buffer.combine(
         x=rows, handle=exchange.handle, previous_event=_now(), **_STREAMS
     )
-    returned: torch.Tensor = combined
-    return returned
+    return combined
 
 
 class _Leave(torch.autograd.Function):
@@ -200,9 +181,8 @@ class _Dispatch(torch.autograd.Function):
         global _current
         ctx.exchange = _current = routing.exchange
         sent = _send(rows, scores, routing.experts, routing.num_experts)
-        received, experts, received_scores, counts = sent
-        ctx.mark_non_differentiable(experts, counts)
-        return received, experts, received_scores, counts
+        ctx.mark_non_differentiable(sent[1], sent[3])
+        return sent
 
     @staticmethod
     def backward(
@@ -221,6 +201,8 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
+    """Start to send (received, features) back, if any rank needs it; the result is for `arrive`."""
+
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, routing: Routing, is_needed: bool) -> torch.Tensor:
         global _current
@@ -287,9 +269,9 @@ class SendingExperts(nn.Module):
 
     def _combine(self, computed: torch.Tensor, routing: Routing) -> torch.Tensor:
         if not self.cookbook_score_activations:
-            return combine(computed, routing)
+            return _Combine.apply(computed, routing, True)
         with not_saved():
-            return combine(computed, routing, is_needed=not in_recompute())
+            return _Combine.apply(computed, routing, not in_recompute())
 
     def _compute(
         self, rows: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, counts: list[int]
@@ -304,27 +286,13 @@ class SendingExperts(nn.Module):
         return collect(out, None, plan, is_needed=not in_recompute())
 
 
-class ChunkedExpertParallel(DeepEPExpertParallel):
-    """TorchTitan's DeepEP expert parallelism for `SendingExperts`."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        experts: Any = module
-        experts.cookbook_group = device_mesh.get_group()
-        return distribute_module(module, device_mesh, partition_fn=self._partition_fn)
-
-
 class HalvedFeedForward(FeedForward):
     """TorchTitan's shared experts in two halves, each under one of DeepEP's exchanges."""
 
-    def forward(
-        self,
-        x: torch.Tensor | None = None,
-        halves: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> Any:
+    def forward(self, x: Any = None, halves: Any = None) -> Any:
         """Compute gate and up projections of `x` (tokens, features), or the output of `halves`."""
         if x is not None:
             return self.w1(x), self.w3(x)
-        assert halves is not None
         gate, up = halves
         return self.w2(nn.functional.silu(gate) * up)
 
@@ -383,30 +351,25 @@ class SplitMoE(DeepEPMoE):
             out = None if shared is None else shared(halves=halves)
         if out is not None and tp_mesh is not None:
             out = reduce_scatter_sequence(out.view(whole.shape), tp_mesh)
-        arrived = [
-            arrive(part, routing.exchange) for part, routing in zip(returned, routings, strict=True)
-        ]
+        pairs = zip(returned, routings, strict=True)
+        arrived = [arrive(part, routing.exchange) for part, routing in pairs]
         routed = (arrived[0] if len(arrived) == 1 else torch.cat(arrived)).view(mine.shape)
         return routed if out is None else out.view(mine.shape) + routed
 
 
-@functools.cache
-def _sending(experts: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Sending{experts.__name__}", (SendingExperts, experts), {})
-
-
-def use_split_moe(moe: Any, chunks: int, score_activations: bool) -> None:
+def use_split_moe(moe: Any, group: ProcessGroup, chunks: int, score_activations: bool) -> None:
     """Change the classes of a layer, its experts and shared experts; the instances alone, as FSDP.
 
     Args:
+        group: the EP ranks.
         chunks, score_activations: the options of the section `deepep`.
     """
     moe.__class__ = SplitMoE
     # TorchTitan's Qwen3 builds its standard layer whatever the backend.
     moe.reorderer = None
     moe.cookbook_chunks = chunks
-    kind: Any = type(moe.experts)
-    moe.experts.__class__ = _sending(kind)
+    mix_in(SendingExperts, moe.experts)
+    moe.experts.cookbook_group = group
     moe.experts.cookbook_score_activations = score_activations
     if moe.shared_experts is not None:
         moe.shared_experts.__class__ = HalvedFeedForward

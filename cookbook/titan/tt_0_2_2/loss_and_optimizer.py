@@ -12,8 +12,6 @@
   (`lr_scheduler.total_steps`). TorchTitan's rate turns negative, or rises again, after its end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -44,9 +42,14 @@ def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
     else:
         name, loss_fn = "cross_entropy", build_cross_entropy_loss(job_config, **kwargs)
     factor = None
-    parallel_dims = kwargs.get("parallel_dims")
-    if parallel_dims is not None and parallel_dims.pp_enabled:
-        factor = 1 / tokens_of_global_batch(job_config, parallel_dims)
+    dims = kwargs.get("parallel_dims")
+    if dims is not None and dims.pp_enabled:
+        training = job_config.training
+        sequences = training.global_batch_size
+        if sequences < 0:
+            sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard
+        # Every position of text has a label, so every token counts.
+        factor = 1 / (sequences * training.seq_len)
         activity.patches_applied.add("pipeline-gradients-per-token")
 
     def noted_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -60,15 +63,6 @@ def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
 def scale_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
     """Return the value of `loss` with its gradient scaled by `factor`."""
     return loss * factor + loss.detach() * (1 - factor)
-
-
-def tokens_of_global_batch(job_config: Any, parallel_dims: Any) -> int:
-    """Count the tokens; every position of text data has a label, so every token counts."""
-    training = job_config.training
-    sequences = training.global_batch_size
-    if sequences < 0:
-        sequences = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
-    return int(sequences * training.seq_len)
 
 
 class HandingOn(nn.Linear):
@@ -155,9 +149,7 @@ _clip = dist_utils.clip_grad_norm_
 
 
 class _Watch:
-    """The last norm and the skipped steps; `limit` is `training.max_skipped_steps`."""
-
-    limit = 0
+    limit = 0  # training.max_skipped_steps
     skipped = 0
     norm: torch.Tensor | None = None
 

@@ -8,8 +8,6 @@ MXFP8 in the forward and BF16 in the backward, the combine the other way around.
 dequantizes at once, so the grouped GEMMs may have any precision.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,9 +21,16 @@ from torch.distributed._functional_collectives import (
     all_to_all_single_autograd,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torchao.prototype.moe_training.scaled_grouped_mm import _dequantize_if_mxtensor
-from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.moe_training import scaled_grouped_mm
+from torchao.prototype.moe_training.conversion_utils import MoEScalingType, MoETrainingConfig
+from torchao.prototype.mx_formats.config import (
+    MXFP8Dim1CastKernelChoice,
+    MXLinearConfig,
+    ScaleCalculationMode,
+)
 from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_mx
+from torchao.quantization import quantize_
+from torchao.quantization.quantize_.common import KernelPreference
 from torchtitan.components.quantization import MXFP8_GROUP_ALIGNMENT_SIZE, QuantizationConverter
 from torchtitan.components.quantization.utils import module_filter_fn
 from torchtitan.config import JobConfig
@@ -39,22 +44,23 @@ from torchtitan.tools.utils import has_cuda_capability
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.versions import refuse
 
-BLOCK = 32
-_EMULATED = " (EMULATED: numerics only)"
+
+class _Converter(QuantizationConverter):
+    recipe_name: str
+    emulate: bool
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Do nothing: both converters quantize anew in each forward."""
+
+    def log(self, converted: str) -> None:
+        note = " (EMULATED: numerics only)" if self.emulate else ""
+        logger.info(f"{converted} use {self.recipe_name}{note}")
 
 
-def _keep_nothing(self: Any, model: nn.Module | list[nn.Module]) -> None:
-    """Implement TorchTitan's hook: both converters quantize anew in each forward."""
-
-
-class MXGroupedMMConverter(QuantizationConverter):
+class MXGroupedMMConverter(_Converter):
     """Replaces the experts' weights, so that their grouped GEMMs quantize operands to MXFP8."""
 
-    post_optimizer_hook = _keep_nothing
-
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        from torchao.prototype.moe_training import scaled_grouped_mm
-
         super().__init__(job_config, parallel_dims)
         options: Any = job_config.quantize.grouped_mm.mx
         if not options.fqns:
@@ -65,8 +71,7 @@ class MXGroupedMMConverter(QuantizationConverter):
             )
         _check_hardware(options.emulate, "quantize.grouped_mm.mx.emulate")
         self.fqns = [options.fqns] if isinstance(options.fqns, str) else list(options.fqns)
-        self.recipe_name = options.recipe_name
-        self.emulate = options.emulate
+        self.emulate, self.recipe_name = options.emulate, options.recipe_name
         if self.emulate:
             # No door: TorchAO calls its emulation by name.
             scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d = emulated_weight_gradient
@@ -74,31 +79,16 @@ class MXGroupedMMConverter(QuantizationConverter):
         set_token_group_alignment_size_m(MXFP8_GROUP_ALIGNMENT_SIZE)
 
     def convert(self, model: nn.Module) -> None:
-        from torchao.prototype.moe_training.conversion_utils import (
-            MoEScalingType,
-            MoETrainingConfig,
-        )
-        from torchao.quantization.quant_api import quantize_
-        from torchao.quantization.quantize_.common import KernelPreference
-
         preference = KernelPreference.EMULATED if self.emulate else KernelPreference.AUTO
-        config = MoETrainingConfig(
-            scaling_type=MoEScalingType(self.recipe_name), kernel_preference=preference
-        )
+        config = MoETrainingConfig(MoEScalingType(self.recipe_name), preference)
         quantize_(model, config, lambda _, fqn: any(target in fqn for target in self.fqns))
-        note = _EMULATED if self.emulate else ""
-        logger.info(f"Grouped GEMMs of modules matching {self.fqns} use {self.recipe_name}{note}")
+        self.log(f"Grouped GEMMs of modules matching {self.fqns}")
 
 
-class MXLinearConverter(QuantizationConverter):
+class MXLinearConverter(_Converter):
     """Turns the linear layers that `filter_fqns` leaves into TorchAO's MXLinear."""
 
-    post_optimizer_hook = _keep_nothing
-
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        from torchao.prototype.mx_formats.config import MXFP8Dim1CastKernelChoice, MXLinearConfig
-        from torchao.quantization.quantize_.common import KernelPreference
-
         super().__init__(job_config, parallel_dims)
         options: Any = job_config.quantize.linear.mx
         _check_hardware(options.emulate, "quantize.linear.mx.emulate")
@@ -114,15 +104,12 @@ class MXLinearConverter(QuantizationConverter):
             choice = options.mxfp8_dim1_cast_kernel_choice.upper()
             config.mxfp8_dim1_cast_kernel_choice = MXFP8Dim1CastKernelChoice[choice]
         self.config = config
-        self.emulate = options.emulate
-        self.recipe_name = options.recipe_name
+        self.emulate, self.recipe_name = options.emulate, options.recipe_name
         self.filter_fn = partial(module_filter_fn, filter_fqns=options.filter_fqns)
 
     def convert(self, model: nn.Module) -> None:
-        from torchao.quantization import quantize_
-
         quantize_(model, config=self.config, filter_fn=self.filter_fn)
-        logger.info(f"Linear layers use {self.recipe_name}{_EMULATED if self.emulate else ''}")
+        self.log("Linear layers")
 
 
 def emulated_weight_gradient(
@@ -166,9 +153,9 @@ def replace_mx_converters() -> None:
 
     No door: `register_model_converter` refuses a name that is taken.
     """
-    registry: dict[str, Any] = model_converter._registry_model_converter_cls
-    registry["quantize.grouped_mm.mx"] = MXGroupedMMConverter
-    registry["quantize.linear.mx"] = MXLinearConverter
+    model_converter._registry_model_converter_cls.update(
+        {"quantize.grouped_mm.mx": MXGroupedMMConverter, "quantize.linear.mx": MXLinearConverter}
+    )
 
 
 def _cast_with_operations(
@@ -190,7 +177,7 @@ def _exchange_bytes(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Te
 
 def _dequantized(values: Any) -> torch.Tensor:
     if isinstance(values, MXTensor) and not emulated():
-        return _dequantize_if_mxtensor(values, BLOCK)
+        return scaled_grouped_mm._dequantize_if_mxtensor(values, 32)
     return values.dequantize() if isinstance(values, MXTensor) else values
 
 
@@ -208,8 +195,7 @@ class _Dispatch(a2a_dispatch._A2ADispatchMXFP8FwdHPBwd):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        grads = a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.backward(ctx, grad.contiguous())
-        return grads[:4]
+        return a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.backward(ctx, grad.contiguous())[:4]
 
 
 class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
@@ -232,7 +218,7 @@ class Precisions:
     combine_backward: bool
 
     @classmethod
-    def of(cls, job_config: Any) -> Precisions:
+    def of(cls, job_config: Any) -> "Precisions":
         options = job_config.parallelism
         return cls(
             options.expert_parallel_a2a_dispatch_fwd_precision == "mxfp8",
@@ -265,8 +251,7 @@ def send(
 ) -> torch.Tensor:
     """Send rows to their experts' ranks: `there` to each rank, `here` from each."""
     exchange = _Dispatch.apply if precisions.dispatch_forward else all_to_all_single_autograd
-    received: torch.Tensor = exchange(rows.contiguous(), here, there, group)
-    return received
+    return exchange(rows.contiguous(), here, there, group)
 
 
 def receive(
@@ -274,8 +259,7 @@ def receive(
 ) -> torch.Tensor:
     """Send rows that `send` brought back to their ranks."""
     exchange = _Combine.apply if precisions.combine_backward else all_to_all_single_autograd
-    returned: torch.Tensor = exchange(rows.contiguous(), there, here, group)
-    return returned
+    return exchange(rows.contiguous(), there, here, group)
 
 
 class QuantizedExpertParallel(ExpertParallel):
@@ -297,12 +281,9 @@ class QuantizedExpertParallel(ExpertParallel):
         return grouped, sizes
 
     def _token_combine(self, mod: nn.Module, routed_output: Any, device_mesh: DeviceMesh) -> Any:
-        if not self.precisions.combine_backward:
-            return super()._token_combine(mod, routed_output, device_mesh)
         tokens = _unpermute(routed_output, self.input_shape, self.permuted_indices)
-        return _Combine.apply(
-            tokens, self.input_splits, self.output_splits, device_mesh.get_group()
-        )
+        group = device_mesh.get_group()
+        return receive(self.precisions, tokens, self.input_splits, self.output_splits, group)
 
 
 def prepare_quantized_a2a() -> None:

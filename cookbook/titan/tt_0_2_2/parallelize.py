@@ -4,8 +4,6 @@ TorchTitan's functions look up the classes of their plan, and one another, by na
 and `apply_moe_ep_tp` call them with classes and functions of this package under those names.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from typing import Any
@@ -15,13 +13,18 @@ import torch
 import torch.nn as nn
 import torchtitan.models.llama4.infra.parallelize as llama4_parallelize
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, distribute_module
 from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInputOutput,
     RowwiseParallel,
 )
-from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel
+from torchtitan.distributed.expert_parallel import (
+    DeepEPExpertParallel,
+    ExpertParallel,
+    ExpertTensorParallel,
+    TensorParallel,
+)
 
 from cookbook.titan.common.token_shard import (
     TokenShard,
@@ -47,19 +50,11 @@ from cookbook.titan.tt_0_2_2.recomputation import apply_ac
 from cookbook.titan.tt_0_2_2.routing import (
     RANDOM,
     chosen_routing,
-    count_in_training_only,
-    count_load,
+    count_tokens,
     moe_layers,
     route_at_random,
 )
-from cookbook.titan.tt_0_2_2.row_kernels import (
-    RowExpertParallel,
-    RowExpertTensorParallel,
-    RowMoE,
-    RowTensorParallel,
-    experts_with_probs,
-    use_row_kernels,
-)
+from cookbook.titan.tt_0_2_2.row_kernels import RowMoE, experts_with_probs, use_row_kernels
 
 
 def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
@@ -67,15 +62,16 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     parts, layers = FAMILIES[job_config.model.name], moe_layers([model]).values()
     if any(moe.score_before_experts for moe in layers):
         raise ValueError("score_before_experts is on; set it to False: outputs are scored here")
+    precisions, row_kernels = Precisions.of(job_config), job_config.cookbook.row_kernels
     # No door: TorchTitan calls these functions by their names, the first after the TP of the other
     # layers, the second before compile and FSDP wrap the layers.
     names: dict[str, Any] = {
         "apply_moe_ep_tp": partial(
             apply_moe_ep_tp,
-            Precisions.of(job_config),
+            precisions,
             chunks=job_config.deepep.num_chunks,
             score_activations=job_config.deepep.score_activations,
-            row_kernels=job_config.cookbook.row_kernels,
+            row_kernels=row_kernels,
             # Not every family's function passes it.
             use_deepep=job_config.parallelism.expert_parallel_comm_backend == "deepep",
         ),
@@ -89,11 +85,10 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     if compiled.enable and "model" in compiled.components:
         # TorchTitan compiles its own function for the experts.
         experts_with_probs.compile(compiled.backend)
-    is_one_rank = not (parallel_dims.tp_enabled or parallel_dims.ep_enabled)
-    if job_config.cookbook.row_kernels and is_one_rank:
+    if row_kernels and not (parallel_dims.tp_enabled or parallel_dims.ep_enabled):
         # TorchTitan does not call `apply_moe_ep_tp` then.
         for moe in layers:
-            use_row_kernels(moe)
+            use_row_kernels(moe, precisions)
     if job_config.loss.num_chunks:
         hand_on(model)
         # No door: TorchTitan's TP plan makes the output layer's part of the class of this name.
@@ -107,8 +102,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     if job_config.loss.num_chunks:
         keep_gathered(model)
     save_plain_weights(model)
-    count_load(model)
-    count_in_training_only(model)
+    count_tokens(model)
     if not torch.cuda.is_available():
         sum_gradients_in_fsdp(model)
     return model
@@ -177,20 +171,17 @@ class SequenceShardReorderer(ParallelStyle):
         return module
 
 
-class _NotedDispatch:
-    """Notes that the standard backend sent tokens, for the report of the first step."""
+def without_hooks(plan: type[ParallelStyle]) -> type[ParallelStyle]:
+    """Return TorchTitan's `plan` for experts that send their rows themselves: it cuts weights."""
 
-    def _token_dispatch(self, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
-        activity.dispatches.add("standard")
-        return super()._token_dispatch(mod, inputs, device_mesh)  # type: ignore[misc]
+    def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._partition_fn)
 
-
-class StandardExpertParallel(_NotedDispatch, ExpertParallel):
-    """TorchTitan's ExpertParallel with its dispatch noted."""
+    return type(f"{plan.__name__}WithoutHooks", (plan,), {"_apply": _apply})
 
 
-class StandardExpertTensorParallel(_NotedDispatch, ExpertTensorParallel):
-    """TorchTitan's ExpertTensorParallel with its dispatch noted."""
+def _note_dispatch(experts: nn.Module, inputs: Any) -> None:
+    activity.dispatches.add("standard")
 
 
 def _remember_length(moe: Any, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -223,35 +214,36 @@ def apply_moe_ep_tp(
         options: TorchTitan's own, `tp_mesh`, `ep_mesh`, `etp_mesh` and so on.
     """
     layers = [block.moe for block in model.layers.values() if block.moe_enabled]
+    tp_mesh, ep_mesh, etp_mesh = (options.get(f"{name}_mesh") for name in ("tp", "ep", "etp"))
     names: dict[str, Any] = {
         "PrepareModuleInputOutput": PrepareMoE,
         "ReordererSequenceParallel": SequenceShardReorderer,
         "RowwiseParallel": PartialOutputRowwiseParallel,
-        "ExpertParallel": StandardExpertParallel,
-        "ExpertTensorParallel": StandardExpertTensorParallel,
+        "DeepEPExpertParallel": without_hooks(DeepEPExpertParallel),
     }
     if precisions.any:
         prepare_quantized_a2a()
         names["ExpertParallel"] = partial(QuantizedExpertParallel, precisions)
-    if row_kernels and not use_deepep:
-        names["ExpertParallel"] = partial(RowExpertParallel, precisions)
-        names["TensorParallel"] = RowTensorParallel
-        names["ExpertTensorParallel"] = RowExpertTensorParallel
-        for moe in layers:
-            use_row_kernels(moe)
     if use_deepep:
         # Importable only where DeepEP is installed.
-        from cookbook.titan.tt_0_2_2.deepep import ChunkedExpertParallel, use_split_moe
+        from cookbook.titan.tt_0_2_2.deepep import use_split_moe
 
-        names["DeepEPExpertParallel"] = ChunkedExpertParallel
+        assert ep_mesh is not None
         for moe in layers:
-            use_split_moe(moe, chunks, score_activations)
+            use_split_moe(moe, ep_mesh.get_group(), chunks, score_activations)
+    elif row_kernels:
+        plans = ExpertParallel, TensorParallel, ExpertTensorParallel
+        names |= {plan.__name__: without_hooks(plan) for plan in plans}
+        for moe in layers:
+            use_row_kernels(moe, precisions, ep_mesh, tp_mesh if ep_mesh is None else etp_mesh)
+    elif ep_mesh is not None and not (precisions.any and etp_mesh is None):
+        for moe in layers:
+            moe.experts.register_forward_pre_hook(_note_dispatch)
     # Other model families use TorchTitan's function too: they get its own names back.
     with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():
         # The DeepEP layer has no reorderer, which TorchTitan's plan names all the same.
         warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
         llama4_parallelize.apply_moe_ep_tp(model, use_deepep=use_deepep, **options)
-    tp_mesh, ep_mesh, etp_mesh = (options.get(f"{name}_mesh") for name in ("tp", "ep", "etp"))
     if tp_mesh is None:
         return
     # EP borrows the TP ranks, each of which then sends its shard of the tokens.

@@ -6,8 +6,6 @@ generates, such as FlexAttention. Inductor calls a dense GEMM with a buffer to w
 list can save. Where the list names dense GEMMs, a forward's become calls of `cookbook::mm`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext

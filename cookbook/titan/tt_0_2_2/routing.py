@@ -11,8 +11,6 @@ Random experts go to as many ranks as trained routing's. They come from a table 
 once: recomputation deals alike, and the router compiles as one graph.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -30,7 +28,6 @@ from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute
 from cookbook.titan.tt_0_2_2.versions import refuse
 
-FILE = "router_load.jsonl"
 _COUNT = "cookbook_load"
 # An expert with less than this part of the mean is starved.
 STARVED = 0.1
@@ -38,42 +35,29 @@ STARVED = 0.1
 _MOST_COUNTS = 50
 
 
-def count_load(model: nn.Module) -> None:
-    """Let the MoE layers of `model`, the whole or a stage, count the tokens of each expert."""
+def count_tokens(model: nn.Module) -> None:
+    """Let the MoE layers of `model`, the whole or a stage, count the tokens of training alone."""
     for moe in moe_layers([model]).values():
-        moe.register_forward_pre_hook(_subtract_count)
-        moe.register_forward_hook(_add_count)
+        moe.register_forward_pre_hook(_before)
+        moe.register_forward_hook(_after)
 
 
 # Two in-place operations take the difference of TorchTitan's count: no wait, no allocation.
-def _subtract_count(moe: Any, inputs: Any) -> None:
-    if torch.is_grad_enabled() and not in_recompute():
+def _before(moe: Any, inputs: Any) -> None:
+    if not torch.is_grad_enabled():
+        moe.cookbook_counts = moe.tokens_per_expert.clone()
+    elif not in_recompute():
         if not hasattr(moe, _COUNT):
             setattr(moe, _COUNT, torch.zeros_like(moe.tokens_per_expert, dtype=torch.float64))
         getattr(moe, _COUNT).sub_(moe.tokens_per_expert)
 
 
-def _add_count(moe: Any, inputs: Any, output: Any) -> None:
-    if torch.is_grad_enabled() and not in_recompute():
-        getattr(moe, _COUNT).add_(moe.tokens_per_expert)
-
-
-def count_in_training_only(model: nn.Module) -> None:
-    """Restore the counts of MoE layers after a forward that records no gradients."""
-    for moe in moe_layers([model]).values():
-        moe.register_forward_pre_hook(_remember)
-        moe.register_forward_hook(_restore)
-
-
-def _remember(moe: Any, inputs: Any) -> None:
-    if not torch.is_grad_enabled():
-        moe.cookbook_counts = moe.tokens_per_expert.clone()
-
-
-def _restore(moe: Any, inputs: Any, outputs: Any) -> None:
+def _after(moe: Any, inputs: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
         moe.tokens_per_expert.copy_(moe.cookbook_counts)
         activity.patches_applied.add("tokens-counted-in-training-only")
+    elif not in_recompute():
+        getattr(moe, _COUNT).add_(moe.tokens_per_expert)
 
 
 def moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
@@ -110,7 +94,7 @@ class RouterLoad:
         self._forced = chosen_routing(job_config) != TRAINED
         self._writes = writes
         attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
-        self._file = Path(attempt) / FILE if attempt else None
+        self._file = Path(attempt) / "router_load.jsonl" if attempt else None
         num_logs = job_config.training.steps / job_config.metrics.log_freq
         self._logs_per_counts = math.ceil(num_logs / _MOST_COUNTS)
         self._kept = torch.zeros(self._shape, dtype=torch.float64)
@@ -123,10 +107,10 @@ class RouterLoad:
         Returns:
             The metrics for TensorBoard and W&B; none on a rank that does not write.
         """
-        total = self.take_counts()
+        counts = self.take_counts()
         if not self._writes:
             return {}
-        counts = total.cpu()
+        counts = counts.cpu()
         layers = counts.sum(1).nonzero().flatten().tolist()
         if not layers:
             return {}
@@ -135,7 +119,14 @@ class RouterLoad:
         starved = (share < STARVED).sum(1).tolist()
         line = {"first_step": first_step, "step": step, "forced": self._forced, "layers": layers}
         line |= {"busiest_over_mean": busiest, "starved_experts": starved}
-        self._write(line | self._due_counts(counts, layers, first_step))
+        self._kept += counts
+        self._kept_from = first_step if self._kept_from is None else self._kept_from
+        self._num_logs += 1
+        if self._num_logs % self._logs_per_counts == 0:
+            line |= {"counts_from": self._kept_from, "counts": self._kept[layers].long().tolist()}
+            self._kept.zero_()
+            self._kept_from = None
+        self._write(line)
         name = "router_load/busiest_over_mean"
         by_layer = zip(layers, busiest, strict=True)
         return {
@@ -154,20 +145,6 @@ class RouterLoad:
         for group in self._groups:
             dist.all_reduce(table, group=group)
         return table
-
-    def _due_counts(
-        self, counts: torch.Tensor, layers: list[int], first_step: int
-    ) -> dict[str, Any]:
-        """Each expert's tokens since they were last written, if it is time to write them."""
-        self._kept += counts
-        self._kept_from = first_step if self._kept_from is None else self._kept_from
-        self._num_logs += 1
-        if self._num_logs % self._logs_per_counts:
-            return {}
-        found = {"counts_from": self._kept_from, "counts": self._kept[layers].long().tolist()}
-        self._kept.zero_()
-        self._kept_from = None
-        return found
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
@@ -203,9 +180,8 @@ def deal_experts(
     """Deal distinct experts uniformly under the router's own group limit, (tokens, top k) int16."""
     draws = torch.rand(num_tokens, router.num_experts, generator=generator, device=device)
     if router.num_expert_groups is not None:
-        groups = torch.rand(
-            num_tokens, router.num_expert_groups, generator=generator, device=device
-        )
+        shape = num_tokens, router.num_expert_groups
+        groups = torch.rand(shape, generator=generator, device=device)
         open_groups = torch.zeros_like(groups, dtype=torch.bool)
         open_groups.scatter_(1, groups.topk(router.num_limited_groups).indices, True)
         closed = ~open_groups.repeat_interleave(router.num_experts // groups.shape[1], 1)
@@ -248,12 +224,8 @@ def _look_up(router: Any, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def observe_routing(model_parts: Iterable[nn.Module]) -> frozenset[str]:
     """Return the routing of this rank's MoE layers."""
-    routers = [moe.router for moe in moe_layers(model_parts).values()]
-    return frozenset(
-        TRAINED
-        if not router._debug_force_load_balance
-        else RANDOM
-        if hasattr(router, "cookbook_dealt")
-        else ROUND_ROBIN
-        for router in routers
-    )
+    found = set()
+    for moe in moe_layers(model_parts).values():
+        forced = RANDOM if hasattr(moe.router, "cookbook_dealt") else ROUND_ROBIN
+        found.add(forced if moe.router._debug_force_load_balance else TRAINED)
+    return frozenset(found)

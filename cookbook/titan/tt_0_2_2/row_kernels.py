@@ -9,10 +9,7 @@ There TorchTitan orders rows by an index, weights the experts' outputs by a batc
 and writes them back by another index. Here rows are ordered and brought back in one pass each.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +18,7 @@ import torch.nn as nn
 import torchtitan.models.moe.utils as moe_utils
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_module
-from torchtitan.distributed.expert_parallel import (
-    ExpertParallel,
-    ExpertTensorParallel,
-    TensorParallel,
-)
+from torch.distributed.tensor import DTensor
 from torchtitan.models.moe.moe import MoE
 
 from cookbook.titan.common.expert_groups import (
@@ -63,10 +55,10 @@ class RowExperts(nn.Module):
     With EP they send rows to the ranks of their experts and back.
     """
 
-    cookbook_ep: DeviceMesh | None = None
+    cookbook_ep: DeviceMesh | None
     # The ranks over which each expert is cut.
-    cookbook_tp: DeviceMesh | None = None
-    cookbook_precisions = Precisions(False, False)
+    cookbook_tp: DeviceMesh | None
+    cookbook_precisions: Precisions
 
     def forward(self, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Return scored outputs (rows, features); their values are undefined in recomputation."""
@@ -148,8 +140,7 @@ class RowMoE(MoE):
         activity.rows.add("kernels")
         needed = not in_recompute()
         if shard is None:
-            total = collect(routed, None, plan, needed, out, x.dtype)
-            return total.view(x.shape)
+            return collect(routed, None, plan, needed, out, x.dtype).view(x.shape)
         sums = collect(routed, None, plan, needed, None, x.dtype).view(len(x), -1, features)
         total = torch.zeros_like(x) if out is None else out.view(x.shape).clone()
         total[:, shard.start : shard.stop] += sums
@@ -157,46 +148,26 @@ class RowMoE(MoE):
 
 
 @functools.cache
-def _with_rows(experts: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Row{experts.__name__}", (RowExperts, experts), {})
+def _mixed(mixin: type[nn.Module], experts: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{mixin.__name__}Of{experts.__name__}", (mixin, experts), {})
 
 
-def use_row_kernels(moe: Any) -> None:
-    """Change the classes of a layer and its experts; the instances alone, as FSDP does."""
+def mix_in(mixin: Any, experts: Any) -> None:
+    """Change the class of the routed experts; this instance alone, as FSDP does."""
+    experts.__class__ = _mixed(mixin, experts.__class__)
+
+
+def use_row_kernels(
+    moe: Any,
+    precisions: Precisions,
+    ep_mesh: DeviceMesh | None = None,
+    tp_mesh: DeviceMesh | None = None,
+) -> None:
+    """Change the classes of a layer and its experts, over the meshes that cut these."""
     moe.__class__ = RowMoE
-    kind: Any = type(moe.experts)
-    moe.experts.__class__ = _with_rows(kind)
-
-
-class RowExpertParallel(ExpertParallel):
-    """TorchTitan's expert parallelism without its exchange, which `RowExperts` make."""
-
-    def __init__(self, precisions: Precisions) -> None:
-        super().__init__()
-        self.precisions = precisions
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        experts: Any = module
-        experts.cookbook_ep, experts.cookbook_precisions = device_mesh, self.precisions
-        return distribute_module(module, device_mesh, partition_fn=self._partition_fn)
-
-
-class RowTensorParallel(TensorParallel):
-    """TorchTitan's plan for experts that TP cuts, without its input hook."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        experts: Any = module
-        experts.cookbook_tp = device_mesh
-        return distribute_module(module, device_mesh, self._partition_fn)
-
-
-class RowExpertTensorParallel(ExpertTensorParallel):
-    """TorchTitan's plan for experts under EP and TP, without its hooks."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        experts: Any = module
-        experts.cookbook_ep, experts.cookbook_tp = device_mesh["ep"], device_mesh["etp"]
-        return distribute_module(module, device_mesh, partition_fn=self._partition_fn)
+    mix_in(RowExperts, moe.experts)
+    moe.experts.cookbook_precisions = precisions
+    moe.experts.cookbook_ep, moe.experts.cookbook_tp = ep_mesh, tp_mesh
 
 
 class ProbsOnActivations:
@@ -206,16 +177,13 @@ class ProbsOnActivations:
     """
 
     def __init__(self) -> None:
-        self._activate: Callable[..., torch.Tensor] = _activate
-        self._project: Callable[..., torch.Tensor] = group_products
-        self.is_compiled = False
+        self._activate, self._project = _activate, group_products
 
     def compile(self, backend: str) -> None:
         """Compile both halves; further calls change nothing."""
-        if not self.is_compiled:
+        if self._activate is _activate:
             self._activate = torch.compile(_activate, backend=backend, fullgraph=True)
             self._project = torch.compile(group_products, backend=backend, fullgraph=True)
-            self.is_compiled = True
 
     def __call__(
         self, experts: Any, rows: torch.Tensor, scores: torch.Tensor, ends: torch.Tensor
@@ -251,7 +219,7 @@ def _activate(
 ) -> torch.Tensor:
     # Grouped GEMMs take BF16 only. Cast once, so that one copy is kept.
     rows = rows.bfloat16() if grouped else rows
-    activations = torch.nn.functional.silu(group_products(rows, w1, ends, grouped))
+    activations = nn.functional.silu(group_products(rows, w1, ends, grouped))
     activations = activations * group_products(rows, w3, ends, grouped)
     return (activations * scores).type_as(activations)
 

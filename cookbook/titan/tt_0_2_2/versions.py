@@ -1,7 +1,5 @@
 """The installed packages' versions, and the refusal of those that this package does not know."""
 
-from __future__ import annotations
-
 import logging
 import platform
 from importlib.metadata import PackageNotFoundError, version

@@ -3,8 +3,6 @@
 A file holds everything that differs between families; `parts.py` lists it.
 """
 
-from __future__ import annotations
-
 from cookbook.titan.tt_0_2_2.families.deepseek_v3 import DEEPSEEK_V3
 from cookbook.titan.tt_0_2_2.families.parts import FamilyParts
 from cookbook.titan.tt_0_2_2.families.qwen3 import QWEN3

@@ -5,8 +5,6 @@ TorchTitan's smallest flavors are a debug model of 6 narrow layers and 16B, for 
 `16B_8layers` is the 16B with 8 of its 27 layers, for the speed of its kernels on two GPUs.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -5,8 +5,6 @@ own. Under FlashAttention-4 (`common/varlen_attention.py`) the mask is the end o
 the rule of the mask that it replaces. Layers are TorchTitan's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields

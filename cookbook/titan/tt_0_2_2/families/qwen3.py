@@ -5,8 +5,6 @@ are saved, and never moves the routing bias. It has no pipelines.
 `30B-A3B_4layers` is the 30B with 4 of its 48 layers, for the speed of its kernels on one GPU.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
