@@ -52,8 +52,7 @@ def chunked_cross_entropy(
         raise ValueError(f"{len(hidden)} tokens have {len(labels)} labels")
     chunks = _Chunks(-(-len(hidden) // num_chunks), shard, backend)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunks)
-        return loss
+        return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunks)
     return chunks.run(hidden, weight, labels)
 
 

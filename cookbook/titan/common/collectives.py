@@ -24,19 +24,12 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of the ranks.
+    """The work of the ranks."""
 
-    Attributes:
-        device: `cuda` (NCCL) or `cpu` (gloo).
-        num_bytes: contributed by each rank to a collective.
-        groups: of ranks, for the all-to-all; each rank is in one of them at most.
-        timeout_s: for each collective.
-    """
-
-    device: str
-    num_bytes: int
-    groups: list[list[int]]
-    timeout_s: float
+    device: str  # `cuda` (NCCL) or `cpu` (gloo)
+    num_bytes: int  # contributed by each rank to a collective
+    groups: list[list[int]]  # of ranks, for the all-to-all; each rank is in one of them at most
+    timeout_s: float  # for each collective
 
 
 def main(plan: Plan) -> None:

@@ -20,19 +20,13 @@ import torch
 class GroupPlan:
     """The copy of a token in each row of the padded groups, and the row of each copy.
 
-    Copy `i * top_k + k` is that of token `i` for the `k`-th of its experts.
-
-    Attributes:
-        copies: (padded rows,) int32, the copy in each row, -1 for padding.
-        slots: (tokens, top k) int32, the row of each copy, -1 for experts elsewhere.
-        sizes: (local experts,) int32 on the device, padded.
-        ends: (local experts,) int32 on the device, where each padded group ends.
+    Copy `i * top_k + k` is that of token `i` for the `k`-th of its experts. All are int32.
     """
 
-    copies: torch.Tensor
-    slots: torch.Tensor
-    sizes: torch.Tensor
-    ends: torch.Tensor
+    copies: torch.Tensor  # (padded rows,), the copy in each row, -1 for padding
+    slots: torch.Tensor  # (tokens, top k), the row of each copy, -1 for experts elsewhere
+    sizes: torch.Tensor  # (local experts,) on the device, padded
+    ends: torch.Tensor  # (local experts,) on the device, where each padded group ends
 
 
 def _triton() -> Any:
@@ -58,12 +52,10 @@ def plan_groups(experts: torch.Tensor, counts: list[int], alignment: int) -> Gro
     sizes = padded_sizes(counts, alignment)
     ends = list(itertools.accumulate(sizes))
     # One small copy to the device carries both lists.
-    host = torch.tensor([ends, sizes], dtype=torch.int32)
-    if experts.is_cuda:
-        host = host.pin_memory()
-    ends_there, sizes_there = host.to(experts.device, non_blocking=True)
-    copies, slots = _place(experts, sizes_there, ends_there, ends[-1])
-    return GroupPlan(copies, slots, sizes_there, ends_there)
+    host = torch.tensor([sizes, ends], dtype=torch.int32, pin_memory=experts.is_cuda)
+    sizes_there, ends_there = host.to(experts.device, non_blocking=True)
+    rows = _place(experts, sizes_there, ends_there, ends[-1])
+    return GroupPlan(*rows, sizes_there, ends_there)
 
 
 def _place(
@@ -76,8 +68,7 @@ def _place(
     """Return the copies and slots of a plan; `sums` are counts that a GPU has made already."""
     if experts.is_cuda:
         sums = _triton().count(experts, len(sizes)) if sums is None else sums
-        copies, slots = _triton().place(experts, sums, sizes, ends, num_rows)
-        return copies, slots
+        return _triton().place(experts, sums, sizes, ends, num_rows)
     chosen, order = experts.reshape(-1).sort(stable=True)
     order, chosen = order[chosen >= 0], chosen[chosen >= 0]
     here = torch.bincount(chosen, minlength=len(sizes))
@@ -97,20 +88,18 @@ def plan_on_device(experts: torch.Tensor, num_experts: int, alignment: int) -> G
         experts: (tokens, top k) int.
         alignment: that of `plan_groups`; 1 for groups that are not padded, and may be empty.
     """
-    sums = None
-    if experts.is_cuda:
-        sums = _triton().count(experts, num_experts)
-        counts = sums[:, -1]
-    else:
+    sums = _triton().count(experts, num_experts) if experts.is_cuda else None
+    if sums is None:
         counts = torch.bincount(experts.reshape(-1), minlength=num_experts)
+    else:
+        counts = sums[:, -1]
     num_rows = experts.numel()
     if alignment > 1:
         counts = counts.clamp_min(1)
         num_rows = (-(-num_rows // alignment) + num_experts) * alignment
     sizes = (counts + alignment - 1) // alignment * alignment
     sizes, ends = sizes.int(), sizes.cumsum(0, dtype=torch.int32)
-    copies, slots = _place(experts, sizes, ends, num_rows, sums)
-    return GroupPlan(copies, slots, sizes, ends)
+    return GroupPlan(*_place(experts, sizes, ends, num_rows, sums), sizes, ends)
 
 
 def _spread(
@@ -198,7 +187,7 @@ class _Collect(torch.autograd.Function):
         base: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        ctx.save_for_backward(copies, slots, *(() if scores is None else (grouped, scores)))
+        ctx.save_for_backward(copies, slots, None if scores is None else grouped, scores)
         ctx.dtype, ctx.base_dtype = grouped.dtype, None if base is None else base.dtype
         if not is_needed:
             return grouped.new_empty(slots.shape[0], grouped.shape[1], dtype=dtype)
@@ -206,15 +195,12 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        copies, slots, *weighted = ctx.saved_tensors
+        copies, slots, grouped, scores = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
-        rest = None, None, None, grad_base, None
-        if not weighted:
-            return _spread(grad, None, copies, slots, ctx.dtype), None, *rest
-        grouped, scores = weighted
         grad_rows = _spread(grad, scores, copies, slots, ctx.dtype)
-        return grad_rows, _dot(grad, grouped, slots), *rest
+        grad_scores = None if scores is None else _dot(grad, grouped, slots)
+        grad_base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
+        return grad_rows, grad_scores, None, None, None, grad_base, None
 
 
 class _RowScores(torch.autograd.Function):
@@ -325,11 +311,13 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        parts = grad.contiguous().chunk(len(ctx.dtypes), 1)
-        # Copies, even of the same type: half of a gradient would keep all of its memory.
-        grads = [x.new_empty(x.shape, dtype=y) for x, y in zip(parts, ctx.dtypes, strict=True)]
-        for part, copy in zip(parts, grads, strict=True):
-            _cast(part, copy)
+        grads = []
+        for part, dtype in zip(
+            grad.contiguous().chunk(len(ctx.dtypes), 1), ctx.dtypes, strict=True
+        ):
+            # A copy, even of the same type: half of a gradient would keep all of its memory.
+            grads.append(part.new_empty(part.shape, dtype=dtype))
+            _cast(part, grads[-1])
         return None, *grads
 
 

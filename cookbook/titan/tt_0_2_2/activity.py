@@ -47,18 +47,13 @@ class ModelActivity(NamedTuple):
 
 @dataclass(frozen=True)
 class RankActivity:
-    """One rank's observations in its first step.
+    """One rank's observations in its first step."""
 
-    Attributes:
-        stage: its place in the pipeline.
-        found: the words for each aspect of the report, such as `dispatch` or `attention`.
-        mean_attended_length: tokens to which a token attended, over the first step's batches; None
-            where the rank saw no mask.
-    """
-
-    stage: int
+    stage: int  # its place in the pipeline
+    # The words for each aspect of the report, such as `dispatch` or `attention`.
     found: dict[str, frozenset[str]]
     emulated: bool
+    # Tokens to which a token attended; None where the rank saw no mask.
     mean_attended_length: float | None
     patches_applied: frozenset[str]
     node: str

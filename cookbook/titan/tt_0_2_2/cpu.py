@@ -36,8 +36,6 @@ import torchtitan.tools.utils
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import _random
 
-# Of glibc's malloc.h.
-_M_MMAP_THRESHOLD = -3
 # Modules that keep their own copy of `device_type` or `device_module`, taken at import.
 _DEVICE_HOLDERS: tuple[ModuleType, ...] = (
     torchtitan.tools.utils,
@@ -68,12 +66,8 @@ class CpuDevice(ModuleType):
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         # The process's own memory is nearest to a CUDA allocator's reserve; ru_maxrss is in KiB.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {
-            "active_bytes.all.peak": peak,
-            "reserved_bytes.all.peak": peak,
-            "num_alloc_retries": 0,
-            "num_ooms": 0,
-        }
+        peaks = dict.fromkeys(("active_bytes.all.peak", "reserved_bytes.all.peak"), peak)
+        return peaks | {"num_alloc_retries": 0, "num_ooms": 0}
 
     def nothing(self, device: Any = None) -> None:
         pass
@@ -86,20 +80,17 @@ def prepare_cpu() -> None:
     """Bind TorchTitan to the CPU; called once, before a Trainer exists."""
     device = CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")
     for holder in _DEVICE_HOLDERS:
-        if hasattr(holder, "device_type"):
-            holder.device_type = "cpu"  # type: ignore[attr-defined]
-        if hasattr(holder, "device_module"):
-            holder.device_module = device  # type: ignore[attr-defined]
+        own = {"device_type": "cpu", "device_module": device}
+        vars(holder).update((name, own[name]) for name in own.keys() & vars(holder).keys())
 
     # No peak is known for a CPU; TorchTitan would print the MFU of an A100.
     torchtitan.tools.utils.get_peak_flops = lambda device_name: float("inf")
 
     # Models fall back to a Python loop over experts below SM90, and quantization hooks into
     # torch._grouped_mm alone; the CPU has that operation too, so it takes the same path as a GPU.
-    modules: dict[str, Any] = dict(sys.modules)
-    for name, module in modules.items():
+    for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.models.") and hasattr(module, "has_cuda_capability"):
-            module.has_cuda_capability = lambda major, minor: True
+            vars(module)["has_cuda_capability"] = lambda major, minor: True
 
     # The Triton kernel that fills the permutation has a CPU reference beside it.
     utils: Any = torchtitan.models.moe.utils
@@ -109,7 +100,7 @@ def prepare_cpu() -> None:
     # takes them from its heap, whose holes grow by 90 MB a step of the debug model: after 100 steps
     # a rank had 10 GiB.
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+        mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD of malloc.h
 
     multiply_bf16_in_float32()
     seed_shards_apart()
@@ -119,9 +110,9 @@ def prepare_cpu() -> None:
 
     @wraps(histc)
     def counting_histc(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if input.device.type != "cpu" or input.is_floating_point():
-            return histc(input, *args, **kwargs)
-        return histc(input.float(), *args, **kwargs).to(input.dtype)
+        if input.device.type == "cpu" and not input.is_floating_point():
+            return histc(input.float(), *args, **kwargs).to(input.dtype)
+        return histc(input, *args, **kwargs)
 
     torch.histc = counting_histc
 

@@ -49,18 +49,12 @@ _STREAMS = {"async_finish": True, "allocate_on_comm_stream": True}
 
 @dataclass(eq=False)
 class Exchange:
-    """The state shared by the nodes of one layer and one forward.
+    """The state shared by the nodes of one layer and one forward."""
 
-    Attributes:
-        ready: the event after which the rows may be sent.
-        handle: DeepEP's, of the dispatch.
-        sent: the event after which the latest transfer has arrived.
-        received_gradients: from `arrive` to `combine`, (received, features).
-    """
-
-    ready: Any = None
-    handle: Any = None
-    sent: Any = None
+    ready: Any = None  # the event after which the rows may be sent
+    handle: Any = None  # DeepEP's, of the dispatch
+    sent: Any = None  # the event after which the latest transfer has arrived
+    # From `arrive` to `combine`, (received, features).
     received_gradients: torch.Tensor | None = None
 
 

@@ -123,14 +123,8 @@ class PartialOutputRowwiseParallel(RowwiseParallel):
         outputs = RowwiseParallel._prepare_output_fn(
             output_layouts, False, mod, outputs, device_mesh
         )
-        if not use_local_output:
-            return outputs
-        return outputs.to_local(
-            grad_placements=tuple(
-                Replicate() if placement.is_partial() else placement
-                for placement in outputs.placements
-            )
-        )
+        placements = (Replicate() if one.is_partial() else one for one in outputs.placements)
+        return outputs.to_local(grad_placements=tuple(placements)) if use_local_output else outputs
 
 
 class PrepareMoE(PrepareModuleInputOutput):
@@ -156,10 +150,9 @@ class SequenceShardReorderer(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(mod: nn.Module, inputs: Any) -> tuple[Any, Any]:
-            top_scores, experts = inputs
+        def cut(mod: nn.Module, inputs: Any) -> tuple[Any, ...]:
             shard = TokenShard.of_mesh(mod.cookbook_length, device_mesh)
-            return shard_tokens(top_scores, shard), shard_tokens(experts, shard)
+            return tuple(shard_tokens(one, shard) for one in inputs)
 
         def number_globally(mod: nn.Module, inputs: Any, outputs: Any) -> tuple[Any, Any, Any]:
             top_scores, positions, counts = outputs
@@ -190,8 +183,7 @@ def _remember_length(moe: Any, inputs: tuple[torch.Tensor, ...]) -> None:
 
 
 def _router_hook(tp_mesh: DeviceMesh, router: nn.Module, inputs: Any, outputs: Any) -> Any:
-    top_scores, experts, counts = outputs
-    return sum_gradient_over_tp(top_scores, tp_mesh), experts, counts
+    return sum_gradient_over_tp(outputs[0], tp_mesh), *outputs[1:]
 
 
 def apply_moe_ep_tp(

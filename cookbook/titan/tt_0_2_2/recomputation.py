@@ -64,10 +64,8 @@ def operators_of(names: Iterable[str]) -> Iterator[Any]:
 
 def kinds_of_operators() -> dict[Any, str]:
     """Return the kind of each known operator."""
-    found: dict[Any, str] = {torch._higher_order_ops.flex_attention: "attention"}
-    for kind, names in OPERATORS.items():
-        found |= dict.fromkeys(operators_of(names), kind)
-    return found
+    known = {one: kind for kind, names in OPERATORS.items() for one in operators_of(names)}
+    return known | {torch._higher_order_ops.flex_attention: "attention"}
 
 
 @contextmanager
@@ -145,11 +143,11 @@ def apply_ac(
     # TorchTitan lists its own attention and operators of DeepEP, in whose place these are. Its list
     # for Qwen3 lacks the all-to-all.
     own = operators_of((*OPERATORS["communication"], "cookbook.varlen_attention"))
-    operators: set[Any] = {*options.pop("op_sac_save_list"), *own}
+    operators = {*options.pop("op_sac_save_list"), *own}
     if save:
         kinds = kinds_of_operators()
         # Operators beyond these kinds, such as the maximum that scales FP8, stay.
-        operators = {operator for operator in operators if operator not in kinds}
+        operators -= kinds.keys()
         operators |= {operator for operator, kind in kinds.items() if kind in save}
     titan.apply_ac(model, ac_config, op_sac_save_list=SaveList(operators), **options)
     layers = model.get_submodule("layers")
@@ -197,13 +195,12 @@ def show_gemms(least_inner: int) -> None:
 
     class ShowGemms(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            inputs = graph.find_nodes(op="placeholder")
             # Nothing of a backward is saved; AOTAutograd gives it the tangents.
+            inputs = graph.find_nodes(op="placeholder")
             if any(node.name.startswith("tangents") for node in inputs):
                 return
             for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
-                inner: Any = node.args[0].meta["val"].shape[1]
-                if inner >= least_inner:
+                if node.args[0].meta["val"].shape[1] >= least_inner:
                     node.target = torch.ops.cookbook.mm.default
 
         def uuid(self) -> Any:

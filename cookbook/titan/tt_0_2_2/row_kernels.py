@@ -37,16 +37,11 @@ from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, no
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of rows by expert; a plain class, in which FSDP finds no tensors to cast.
+    """The groups of rows by expert; a plain class, in which FSDP finds no tensors to cast."""
 
-    Attributes:
-        scores: (rows, 1) float32.
-        sizes, ends: (experts,) int32, how many rows each expert has and where they end.
-    """
-
-    scores: torch.Tensor
-    sizes: torch.Tensor
-    ends: torch.Tensor
+    scores: torch.Tensor  # (rows, 1) float32
+    sizes: torch.Tensor  # (experts,) int32, how many rows each expert has
+    ends: torch.Tensor  # (experts,) int32, where they end
 
 
 class RowExperts(nn.Module):

@@ -138,19 +138,16 @@ class AttentionChoice(ModelProtocol):
         The ends, (batch, documents), are split by rows for a pipeline's microbatches, on every
         stage alike.
         """
+        by_document = self.model_args.attn_mask_type == "block_causal"
+        assert tokenizer.eos_id is not None or not by_document
+        ends = document_ends(input_batch, tokenizer.eos_id if by_document else None)
         if self.training and _attended.is_open:
-            _attended.add(self._document_ends(input_batch, tokenizer))
+            _attended.add(ends)
         if not self.flash_attention_4:
             return super().get_attention_masks(input_batch, tokenizer, extra_inputs)
-        ends = self._document_ends(input_batch, tokenizer)
         # This waits for the GPU, which is idle: the step began with a sum over ranks.
         documents = int(ends.sum(dim=1).max())
         return document_bounds(ends, bounds_capacity(documents, ends.shape[1]))
-
-    def _document_ends(self, batch: torch.Tensor, tokenizer: Any) -> torch.Tensor:
-        by_document = self.model_args.attn_mask_type == "block_causal"
-        assert tokenizer.eos_id is not None or not by_document
-        return document_ends(batch, tokenizer.eos_id if by_document else None)
 
     def forward(
         self,
@@ -175,24 +172,16 @@ class AttentionChoice(ModelProtocol):
 
 @dataclass(frozen=True)
 class FamilyParts:
-    """One model family.
-
-    Attributes:
-        released: makes TorchTitan's own spec.
-        infra: TorchTitan's module of `parallelize_fn`, whose names are replaced while it runs.
-        flavors: makes the arguments of each flavor, of a class with `CookbookArgs`.
-        model: TorchTitan's model with `attention.AttentionChoice`.
-        attention: TorchTitan's attention layer, and its attribute that scales scores.
-        weights, extra_layers, has_pipelines: as in `Family`.
-    """
+    """One model family."""
 
     title: str
-    released: Callable[[], TrainSpec]
-    infra: ModuleType
-    flavors: Callable[[], dict[str, Any]]
-    model: type[nn.Module]
-    attention: type[nn.Module]
-    scale: str
+    released: Callable[[], TrainSpec]  # TorchTitan's own spec
+    infra: ModuleType  # of TorchTitan's `parallelize_fn`, whose names are replaced while it runs
+    flavors: Callable[[], dict[str, Any]]  # the arguments of each, of a class with `CookbookArgs`
+    model: type[nn.Module]  # TorchTitan's model with `AttentionChoice`
+    attention: type[nn.Module]  # TorchTitan's attention layer
+    scale: str  # its attribute that scales scores
+    # As in `Family`.
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
     has_pipelines: bool = True
