@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 IGNORE_INDEX = -100
 
@@ -25,13 +26,13 @@ class VocabularyShard:
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     num_chunks: int,
     shard: VocabularyShard | None = None,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the cross-entropy of the logits `hidden @ weight.T`, summed over tokens.
 
     Args:
@@ -71,12 +72,12 @@ class _Chunks:
 
     def run(
         self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        hidden_grad: torch.Tensor | None = None,
-        weight_grad: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        hidden_grad: Tensor | None = None,
+        weight_grad: Tensor | None = None,
+    ) -> Tensor:
         """Return the loss; overwrite the gradients that are given."""
         statistics, turn_into_gradient = _passes(self.backend)
         columns = labels if self.shard is None else labels - self.shard.first
@@ -98,7 +99,7 @@ class _Chunks:
             _multiply(weight_grad, logits.t(), chunk, add=start > 0)
         return loss
 
-    def _over_ranks(self, statistics: torch.Tensor) -> torch.Tensor:
+    def _over_ranks(self, statistics: Tensor) -> Tensor:
         """Merge the statistics of each rank's part of the vocabulary."""
         if self.shard is None:
             return statistics
@@ -112,8 +113,8 @@ class _Chunks:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunks: _Chunks
-    ) -> torch.Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: _Chunks
+    ) -> Tensor:
         # In float32 until they are scaled, so that they are rounded once.
         grads = [
             torch.empty_like(x, dtype=precise(x.dtype), memory_format=torch.contiguous_format)
@@ -124,7 +125,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return chunks.run(hidden, weight, labels, *grads)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         # Into new tensors: a second backward of a retained graph finds the gradients unchanged.
         hidden_grad, weight_grad = (
             torch.mul(grad, grad_loss, out=torch.empty_like(grad, dtype=ctx.dtype))
@@ -133,7 +134,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return hidden_grad, weight_grad, None, None
 
 
-def _statistics(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
     """Make the first pass over the logits of a chunk (tokens, words).
 
     Args:
@@ -150,7 +151,7 @@ def _statistics(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return torch.stack([lse, target.where((columns >= 0) & (columns < words), 0)])
 
 
-def _turn_into_gradient(logits: torch.Tensor, columns: torch.Tensor, lse: torch.Tensor) -> None:
+def _turn_into_gradient(logits: Tensor, columns: Tensor, lse: Tensor) -> None:
     """Make the second pass: replace each logit by the derivative of the loss by it."""
     probabilities = (logits.to(precise(logits.dtype)) - lse.unsqueeze(-1)).exp()
     # A comparison and no scatter, which would not be fused.
@@ -159,7 +160,7 @@ def _turn_into_gradient(logits: torch.Tensor, columns: torch.Tensor, lse: torch.
 
 
 @functools.cache
-def _passes(backend: str | None) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
+def _passes(backend: str | None) -> tuple[Callable[..., Tensor], Callable[..., None]]:
     """Return both passes, compiled for each shape; chunks have one or two shapes."""
     if backend is None:
         return _statistics, _turn_into_gradient
@@ -167,7 +168,7 @@ def _passes(backend: str | None) -> tuple[Callable[..., torch.Tensor], Callable[
     return compiled(_statistics), compiled(_turn_into_gradient)
 
 
-def _multiply(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool) -> None:
+def _multiply(out: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
     """Write `left @ right` to `out`, or add it; summed in the type of `out`."""
     if left.is_cuda and left.dtype != out.dtype:
         # cuBLAS multiplies in BF16 and sums in float32; autograd and the CPU do not have this.

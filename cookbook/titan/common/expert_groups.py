@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,10 @@ class GroupPlan:
     Copy `i * top_k + k` is that of token `i` for the `k`-th of its experts. All are int32.
     """
 
-    copies: torch.Tensor  # (padded rows,), the copy in each row, -1 for padding
-    slots: torch.Tensor  # (tokens, top k), the row of each copy, -1 for experts elsewhere
-    sizes: torch.Tensor  # (local experts,) on the device, padded
-    ends: torch.Tensor  # (local experts,) on the device, where each padded group ends
+    copies: Tensor  # (padded rows,), the copy in each row, -1 for padding
+    slots: Tensor  # (tokens, top k), the row of each copy, -1 for experts elsewhere
+    sizes: Tensor  # (local experts,) on the device, padded
+    ends: Tensor  # (local experts,) on the device, where each padded group ends
 
 
 def _triton() -> Any:
@@ -35,14 +36,11 @@ def _triton() -> Any:
 
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
-    """Round group sizes up to `alignment`; an empty group gets one full block.
-
-    A group without rows would leave its weight gradient unwritten.
-    """
+    """Round up to `alignment`; a group without rows would leave its weight gradient unwritten."""
     return [max(1, -(-count // alignment)) * alignment for count in counts]
 
 
-def plan_groups(experts: torch.Tensor, counts: list[int], alignment: int) -> GroupPlan:
+def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan:
     """Sort the copies of tokens by expert, each group followed by its padding.
 
     Args:
@@ -59,12 +57,8 @@ def plan_groups(experts: torch.Tensor, counts: list[int], alignment: int) -> Gro
 
 
 def _place(
-    experts: torch.Tensor,
-    sizes: torch.Tensor,
-    ends: torch.Tensor,
-    num_rows: int,
-    sums: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    experts: Tensor, sizes: Tensor, ends: Tensor, num_rows: int, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the copies and slots of a plan; `sums` are counts that a GPU has made already."""
     if experts.is_cuda:
         sums = _triton().count(experts, len(sizes)) if sums is None else sums
@@ -81,7 +75,7 @@ def _place(
     return copies, slots.view(experts.shape)
 
 
-def plan_on_device(experts: torch.Tensor, num_experts: int, alignment: int) -> GroupPlan:
+def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPlan:
     """Plan groups of copies that were not counted on the host; rows behind the last belong to none.
 
     Args:
@@ -103,12 +97,8 @@ def plan_on_device(experts: torch.Tensor, num_experts: int, alignment: int) -> G
 
 
 def _spread(
-    tokens: torch.Tensor,
-    scores: torch.Tensor | None,
-    copies: torch.Tensor,
-    slots: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    tokens: Tensor, scores: Tensor | None, copies: Tensor, slots: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Copy tokens to the rows of the groups, times their copies' scores; zero for padding."""
     if tokens.is_cuda:
         return _triton().spread(tokens, scores, copies, slots, dtype)
@@ -122,13 +112,13 @@ def _spread(
 
 
 def _collect(
-    grouped: torch.Tensor,
-    scores: torch.Tensor | None,
-    copies: torch.Tensor,
-    slots: torch.Tensor,
+    grouped: Tensor,
+    scores: Tensor | None,
+    copies: Tensor,
+    slots: Tensor,
     dtype: torch.dtype,
-    base: torch.Tensor | None = None,
-) -> torch.Tensor:
+    base: Tensor | None = None,
+) -> Tensor:
     """Sum `base` and the rows of each token's copies, times their scores."""
     if grouped.is_cuda:
         return _triton().collect(grouped, scores, slots, dtype, base)
@@ -143,7 +133,7 @@ def _collect(
     return tokens.to(dtype)
 
 
-def _dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def _dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
     """Multiply each token with its copies' rows, (tokens, top k); 0 for experts elsewhere."""
     if tokens.is_cuda:
         return _triton().dot(tokens, grouped, slots)
@@ -152,7 +142,7 @@ def _dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> to
     return products.masked_fill(slots < 0, 0)
 
 
-def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _at(values: Tensor, places: Tensor) -> Tensor:
     """Look up the flattened `values` at `places`, in their shape; 0 at -1."""
     if values.is_cuda:
         return _triton().take(values, places)
@@ -162,15 +152,13 @@ def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tokens: torch.Tensor, copies: torch.Tensor, slots: torch.Tensor, dtype: Any
-    ) -> torch.Tensor:
+    def forward(ctx: Any, tokens: Tensor, copies: Tensor, slots: Tensor, dtype: Any) -> Tensor:
         ctx.save_for_backward(copies, slots)
         ctx.dtype = tokens.dtype
         return _spread(tokens, None, copies, slots, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         copies, slots = ctx.saved_tensors
         return _collect(grad.contiguous(), None, copies, slots, ctx.dtype), None, None, None
 
@@ -179,14 +167,14 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        grouped: torch.Tensor,
-        scores: torch.Tensor | None,
-        copies: torch.Tensor,
-        slots: torch.Tensor,
+        grouped: Tensor,
+        scores: Tensor | None,
+        copies: Tensor,
+        slots: Tensor,
         is_needed: bool,
-        base: torch.Tensor | None,
+        base: Tensor | None,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.save_for_backward(copies, slots, None if scores is None else grouped, scores)
         ctx.dtype, ctx.base_dtype = grouped.dtype, None if base is None else base.dtype
         if not is_needed:
@@ -194,7 +182,7 @@ class _Collect(torch.autograd.Function):
         return _collect(grouped, scores, copies, slots, dtype, base)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         copies, slots, grouped, scores = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = _spread(grad, scores, copies, slots, ctx.dtype)
@@ -205,67 +193,58 @@ class _Collect(torch.autograd.Function):
 
 class _RowScores(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, scores: torch.Tensor, copies: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, scores: Tensor, copies: Tensor, slots: Tensor) -> Tensor:
         ctx.save_for_backward(slots)
         return _at(scores, copies).unsqueeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (slots,) = ctx.saved_tensors
         return _at(grad, slots), None, None
 
 
-def spread(tokens: torch.Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Copy tokens (received, features) to padded groups (rows, features), differentiable.
-
-    Args:
-        dtype: of the rows; the tokens' own by default.
-    """
+def spread(tokens: Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy tokens (received, features) to padded groups (rows, features) of `dtype`."""
     return _Spread.apply(tokens, plan.copies, plan.slots, dtype or tokens.dtype)
 
 
 def collect(
-    grouped: torch.Tensor,
-    scores: torch.Tensor | None,
+    grouped: Tensor,
+    scores: Tensor | None,
     plan: GroupPlan,
     is_needed: bool = True,
-    base: torch.Tensor | None = None,
+    base: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Sum padded groups (rows, features) into tokens (received, features), differentiable.
+) -> Tensor:
+    """Sum padded groups (rows, features) into tokens (received, features) of `dtype`.
 
     Args:
-        scores: (received, top k) float32 to multiply with, or None.
+        scores: (received, top k) float32 to multiply with.
         is_needed: whether the sums are needed; otherwise they are uninitialized memory.
         base: (received, features), added to the sums before they are rounded.
-        dtype: of the sums; that of the groups by default.
     """
     dtype = dtype or grouped.dtype
     return _Collect.apply(grouped, scores, plan.copies, plan.slots, is_needed, base, dtype)
 
 
-def row_scores(scores: torch.Tensor, plan: GroupPlan) -> torch.Tensor:
+def row_scores(scores: Tensor, plan: GroupPlan) -> Tensor:
     """Order scores (received, top k) by row of the padded groups, (rows, 1); 0 for padding."""
     return _RowScores.apply(scores, plan.copies, plan.slots)
 
 
-def _exact(values: torch.Tensor) -> torch.Tensor:
+def _exact(values: Tensor) -> Tensor:
     """Return the values in float32, or in float64 as they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _activate(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def _activate(gate_up: Tensor, scores: Tensor) -> Tensor:
     if gate_up.is_cuda:
         return _triton().activate(gate_up, scores)
     gate, up = _exact(gate_up).chunk(2, dim=1)
     return (torch.nn.functional.silu(gate) * up * scores).to(gate_up.dtype)
 
 
-def _activation_gradient(
-    grad: torch.Tensor, gate_up: torch.Tensor, scores: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _activation_gradient(grad: Tensor, gate_up: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     if gate_up.is_cuda:
         return _triton().gradient(grad, gate_up, scores)
     gate, up = _exact(gate_up).chunk(2, dim=1)
@@ -279,29 +258,27 @@ def _activation_gradient(
 
 class _ScoredSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: Tensor, scores: Tensor) -> Tensor:
         gate_up, scores = gate_up.contiguous(), scores.contiguous()
         ctx.save_for_backward(gate_up, scores)
         return _activate(gate_up, scores)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return _activation_gradient(grad.contiguous(), *ctx.saved_tensors)
 
 
-def scored_swiglu(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def scored_swiglu(gate_up: Tensor, scores: Tensor) -> Tensor:
     """Compute silu(gate) * up * score, (rows, hidden), rounded once.
 
-    Args:
-        gate_up: (rows, 2 * hidden), gate and up projection beside each other.
-        scores: (rows, 1) float32.
+    Gate and up projection are beside each other, (rows, 2 * hidden); scores are (rows, 1) float32.
     """
     return _ScoredSwiGLU.apply(gate_up, scores)
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> Tensor:
         ctx.dtypes = [weight.dtype for weight in weights]
         experts, hidden, features = weights[0].shape
         joined = weights[0].new_empty(experts, len(weights) * hidden, features, dtype=dtype)
@@ -310,25 +287,23 @@ class _Joined(torch.autograd.Function):
         return joined
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        grads = []
-        for part, dtype in zip(
-            grad.contiguous().chunk(len(ctx.dtypes), 1), ctx.dtypes, strict=True
-        ):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        grads, parts = [], grad.contiguous().chunk(len(ctx.dtypes), 1)
+        for part, dtype in zip(parts, ctx.dtypes, strict=True):
             # A copy, even of the same type: half of a gradient would keep all of its memory.
             grads.append(part.new_empty(part.shape, dtype=dtype))
             _cast(part, grads[-1])
         return None, *grads
 
 
-def _cast(source: torch.Tensor, target: torch.Tensor) -> None:
+def _cast(source: Tensor, target: Tensor) -> None:
     if source.is_cuda:
         _triton().cast(source, target)
     else:
         target.copy_(source)
 
 
-def join(dtype: torch.dtype, *weights: torch.Tensor) -> torch.Tensor:
+def join(dtype: torch.dtype, *weights: Tensor) -> Tensor:
     """Join weights (experts, hidden, features) into (experts, n * hidden, features).
 
     One GEMM then computes gate and up projection, and one the gradient of their input.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -31,26 +32,21 @@ class TokenShard:
         return cls(rank * part, (rank + 1) * part, length)
 
 
-def shard_tokens(folded: torch.Tensor, shard: TokenShard) -> torch.Tensor:
+def shard_tokens(folded: Tensor, shard: TokenShard) -> Tensor:
     """Return this rank's rows of `folded` (batch * length, features), (batch * part, features)."""
     features = folded.shape[-1]
     mine = folded.view(-1, shard.length, features)[:, shard.start : shard.stop]
     return mine.reshape(-1, features)
 
 
-def global_positions(local: torch.Tensor, shard: TokenShard, per_token: int = 1) -> torch.Tensor:
-    """Turn positions inside this rank's shard into positions in the whole folded batch.
-
-    Args:
-        local: indices into (batch * part * per_token,).
-        per_token: how many entries each token has (the router's top k).
-    """
+def global_positions(local: Tensor, shard: TokenShard, per_token: int) -> Tensor:
+    """Turn indices into (batch * part * per_token,) into those of the whole folded batch."""
     part = shard.stop - shard.start
     sequence = local // (part * per_token)
     return local + per_token * (sequence * (shard.length - part) + shard.start)
 
 
-def gather_sequence(mine: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+def gather_sequence(mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Gather the shards (batch, part, features) of all TP ranks into (batch, length, features).
 
     All TP ranks must have the same gradient of the whole; each keeps its own positions of it. Where
@@ -64,33 +60,27 @@ class _PartialGradient(torch.autograd.Function):
     """Not DTensor.from_local: in PyTorch 2.10 its backward sums its gradient over TP."""
 
     @staticmethod
-    def forward(
-        ctx: Any, whole: torch.Tensor, mine: torch.Tensor, tp_mesh: DeviceMesh
-    ) -> torch.Tensor:
+    def forward(ctx: Any, whole: Tensor, mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
         return DTensor.from_local(whole, tp_mesh, (Replicate(),), run_check=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[None, torch.Tensor, None]:
+    def backward(ctx: Any, grad: DTensor) -> tuple[None, Tensor, None]:
         # The reader of the sum waits for it; until then other work hides it.
         shard = grad.redistribute(placements=(Shard(1),), async_op=True)
         return None, shard.to_local(), None
 
 
-def with_partial_gradient(
-    whole: torch.Tensor, mine: torch.Tensor, tp_mesh: DeviceMesh
-) -> torch.Tensor:
+def with_partial_gradient(whole: Tensor, mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Prepare `whole`, gathered from `mine`, for linear layers whose weights are cut by columns.
 
     Each TP rank has one term of the gradient of such a layer's input. Given a plain tensor, every
-    layer sums its terms by an all-reduce. Here one reduce-scatter sums those of all layers.
-
-    Returns:
-        A DTensor (batch, length, features), the same on all TP ranks; its gradient goes to `mine`.
+    layer sums its terms by an all-reduce. Here one reduce-scatter sums those of all layers, for
+    the gradient of `mine`.
     """
     return _PartialGradient.apply(whole.detach(), mine, tp_mesh)
 
 
-def reduce_scatter_sequence(term: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+def reduce_scatter_sequence(term: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Sum `term` (batch, length, features) over TP; return this rank's (batch, part, features)."""
     terms = DTensor.from_local(term, tp_mesh, (Partial(),), run_check=False)
     return terms.redistribute(placements=(Shard(1),)).to_local()
@@ -100,18 +90,18 @@ class _SumGradient(torch.autograd.Function):
     """Not DTensor's Replicate and Partial, whose dispatch takes longer than the sum itself."""
 
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: Any, scores: Tensor, tp_mesh: DeviceMesh) -> Tensor:
         ctx.tp_mesh = tp_mesh
         return scores.view_as(scores)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.tp_mesh.get_group())
         return total, None
 
 
-def sum_gradient_over_tp(scores: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+def sum_gradient_over_tp(scores: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Return the same `scores`, with their gradient summed over TP.
 
     Every TP rank scores every token, but uses the scores of its own shard only or, where TP cuts

@@ -7,6 +7,7 @@ float32, in a fixed order and without atomics, so that every run has the same on
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
 from triton.language import constexpr
 
 # Copies that a program counts, or places. The number of copies differs in each layer, and must not
@@ -149,15 +150,12 @@ def _block(features: int, limit: int) -> int:
     return min(int(triton.next_power_of_2(features)), limit)
 
 
-def _dense(scores: torch.Tensor | None) -> torch.Tensor | None:
+def _dense(scores: Tensor | None) -> Tensor | None:
     return None if scores is None else scores.float().contiguous()
 
 
-def count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Count the copies of each expert up to the end of each part, (experts, parts) int32.
-
-    A part is 1,024 copies. The last column has the totals.
-    """
+def count(experts: Tensor, num_experts: int) -> Tensor:
+    """Count each expert's copies up to the end of each 1,024 copies, (experts, parts) int32."""
     # One empty part, so that there is a column.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
@@ -166,20 +164,12 @@ def count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def place(
-    experts: torch.Tensor,
-    sums: torch.Tensor,
-    sizes: torch.Tensor,
-    ends: torch.Tensor,
-    num_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    experts: Tensor, sums: Tensor, sizes: Tensor, ends: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
     """Return copies (rows,) and slots (tokens, top k), both int32, of a group plan.
 
-    Copies are counted by expert in parts; a part's copies lie behind those of all earlier parts.
-    These are 4 launches where a sort takes some 20, for which the whole GPU would wait here.
-
-    Args:
-        experts, sizes, ends: as in a `GroupPlan`.
-        sums: the result of `count`.
+    By `sums` of `count`, a part's copies lie behind those of all earlier parts. These are 4
+    launches where a sort takes some 20, for which the whole GPU would wait here.
     """
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
@@ -189,7 +179,7 @@ def place(
     return copies, slots
 
 
-def take(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def take(values: Tensor, places: Tensor) -> Tensor:
     """Look up the flattened `values` at `places`, in their shape; 0 at -1."""
     taken = values.new_empty(places.shape)
     if num_places := places.numel():
@@ -199,12 +189,8 @@ def take(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def spread(
-    tokens: torch.Tensor,
-    scores: torch.Tensor | None,
-    copies: torch.Tensor,
-    slots: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    tokens: Tensor, scores: Tensor | None, copies: Tensor, slots: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Copy tokens to their rows, times their scores, (rows, features); 0 for padding."""
     num_tokens, top_k = slots.shape
     features, num_rows = tokens.shape[1], copies.numel()
@@ -221,12 +207,8 @@ def spread(
 
 
 def collect(
-    grouped: torch.Tensor,
-    scores: torch.Tensor | None,
-    slots: torch.Tensor,
-    dtype: torch.dtype,
-    base: torch.Tensor | None,
-) -> torch.Tensor:
+    grouped: Tensor, scores: Tensor | None, slots: Tensor, dtype: torch.dtype, base: Tensor | None
+) -> Tensor:
     """Sum `base` and each token's rows times their scores, (tokens, features)."""
     num_tokens, top_k = slots.shape
     features = grouped.shape[1]
@@ -241,7 +223,7 @@ def collect(
     return tokens
 
 
-def dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
     """Multiply each token with the row of each of its copies, (tokens, top k) float32."""
     num_tokens, top_k = slots.shape
     products = torch.empty(num_tokens, top_k, dtype=torch.float32, device=tokens.device)
@@ -301,7 +283,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + part * target_stride + place, value, mask=place < size)
 
 
-def cast(source: torch.Tensor, target: torch.Tensor) -> None:
+def cast(source: Tensor, target: Tensor) -> None:
     """Write `source` (experts, rows, columns) to `target` in its type, both dense in an expert.
 
     PyTorch's copy to or from every second part of a tensor has half the speed.
@@ -313,11 +295,8 @@ def cast(source: torch.Tensor, target: torch.Tensor) -> None:
         )
 
 
-def activate(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Compute SwiGLU of (rows, 2 x hidden) times scores (rows, 1) float32, (rows, hidden).
-
-    Gate and up projection lie beside each other in a row. All is float32, rounded once.
-    """
+def activate(gate_up: Tensor, scores: Tensor) -> Tensor:
+    """Compute SwiGLU of (rows, 2 x hidden) times scores (rows, 1) float32, (rows, hidden)."""
     rows, hidden = len(gate_up), gate_up.shape[1] // 2
     activations = gate_up.new_empty(rows, hidden)
     if rows:
@@ -325,9 +304,7 @@ def activate(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return activations
 
 
-def gradient(
-    grad: torch.Tensor, gate_up: torch.Tensor, scores: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gradient(grad: Tensor, gate_up: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of `gate_up` and `scores`, in their shapes."""
     rows, hidden = grad.shape
     found = torch.empty_like(gate_up), torch.empty_like(scores)

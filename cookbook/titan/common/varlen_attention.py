@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cookbook.titan.common import kernel_cache
@@ -47,13 +48,8 @@ def why_not() -> str | None:
 
 
 def varlen_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
     """Attend from each token to its own document, up to itself.
 
     Args:
@@ -72,13 +68,8 @@ def varlen_attention(
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return the output, and the logsumexp of each token's scores, (heads, tokens)."""
     if not q.is_cuda:
         ran.add(REFERENCE)
@@ -91,16 +82,16 @@ def forward(
 
 
 def backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
     max_seqlen: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, given the results of `forward`."""
     if not q.is_cuda:
         return reference_backward(grad_out, q, k, v, out, lse, cu_seqlens, scale)
@@ -114,7 +105,7 @@ def backward(
     return dq, dk, dv
 
 
-def _packing(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
+def _packing(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
     """Return the arguments that the forward and the backward kernels share."""
     return {
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens),
@@ -154,24 +145,24 @@ _backward = torch.library.custom_op(
 )
 
 
-def _precise(q: torch.Tensor) -> torch.dtype:
+def _precise(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
 @_forward.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     tokens, heads, _ = q.shape
     lse = q.new_empty((heads, tokens), dtype=_precise(q))
     return q.new_empty((tokens, heads, v.shape[-1])), lse
 
 
 @_backward.register_fake
-def _(grad_out: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+def _(grad_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     q, k, v = inputs[:3]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, cu_seqlens, ctx.max_seqlen, ctx.scale = inputs
     out, lse = output
     # Its gradient is left out of the backward, so nobody may ask for it.
@@ -179,7 +170,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
 
 
-def _autograd(ctx: Any, grad_out: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _autograd(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
     grads = torch.ops.cookbook.varlen_attention_backward(
         grad_out, q, k, v, out, lse, cu_seqlens, ctx.max_seqlen, ctx.scale
@@ -210,8 +201,8 @@ def _backward_flops(grad_out: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any)
 
 
 def reference_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute `forward` in plain PyTorch, by document, in float32 or, for float64, in float64."""
     precise, groups = _precise(q), q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -226,15 +217,15 @@ def reference_forward(
 
 
 def reference_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, given the results of `reference_forward`."""
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -253,11 +244,11 @@ def reference_backward(
     return grads[0], dk, dv
 
 
-def _documents(cu_seqlens: torch.Tensor) -> list[slice]:
+def _documents(cu_seqlens: Tensor) -> list[slice]:
     return [slice(*ends) for ends in pairwise(cu_seqlens.tolist()) if ends[1] > ends[0]]
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """(heads, length, length); minus infinity where the key comes after the query."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -269,11 +260,11 @@ class AttendedLength:
     """The mean number of keys to which the tokens of the first batches attended."""
 
     # On the device of the batches.
-    keys: torch.Tensor | int = 0
+    keys: Tensor | int = 0
     tokens: int = 0
     is_open: bool = True
 
-    def add(self, ends: torch.Tensor) -> None:
+    def add(self, ends: Tensor) -> None:
         """Count the pairs of query and key of a batch, without waiting for the GPU."""
         positions = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
         after_end = torch.where(ends[:, :-1], positions[:, 1:], 0)
@@ -292,7 +283,7 @@ class AttendedLength:
         return int(self.keys) / self.tokens if self.tokens else None
 
 
-def document_ends(tokens: torch.Tensor, eos_id: int | None) -> torch.Tensor:
+def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
     """Mark the last token of each document; the last one of a sequence always ends a document.
 
     Args:
@@ -317,7 +308,7 @@ def bounds_capacity(documents: int, length: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def document_bounds(ends: torch.Tensor, capacity: int) -> torch.Tensor:
+def document_bounds(ends: Tensor, capacity: int) -> Tensor:
     """Return the ends of each sequence's documents; one row a sequence, so that a batch can split.
 
     Args:
@@ -333,7 +324,7 @@ def document_bounds(ends: torch.Tensor, capacity: int) -> torch.Tensor:
     return torch.nn.functional.pad(bounds, (0, capacity - bounds.shape[1]), value=length)
 
 
-def cumulative_lengths(bounds: torch.Tensor) -> torch.Tensor:
+def cumulative_lengths(bounds: Tensor) -> Tensor:
     """Return the bounds of all sequences of a batch in their folded row of tokens.
 
     Returns:

@@ -33,6 +33,7 @@ import torchtitan.distributed.utils
 import torchtitan.models.moe.utils
 import torchtitan.tools.profiling
 import torchtitan.tools.utils
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import _random
 
@@ -109,7 +110,7 @@ def prepare_cpu() -> None:
     histc = torch.histc
 
     @wraps(histc)
-    def counting_histc(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def counting_histc(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if input.device.type == "cpu" and not input.is_floating_point():
             return histc(input.float(), *args, **kwargs).to(input.dtype)
         return histc(input, *args, **kwargs)
@@ -140,9 +141,7 @@ def cpu_has_bf16() -> bool:
 
 @functools.cache
 def multiply_bf16_in_float32() -> torch.library.Library | None:
-    """Replace the dispatcher's kernels of BF16 products, where that is faster.
-
-    Autograd and compiled code take them too.
+    """Replace the dispatcher's kernels of BF16 products, for autograd and compiled code too.
 
     Returns:
         The library that keeps the kernels alive; None where the CPU has BF16.
@@ -163,18 +162,18 @@ def _replace(library: torch.library.Library, name: str) -> None:
 
     def are_bf16(*args: Any) -> bool:
         # PyTorch keeps its own kernels and refusals for others.
-        return all(one.dtype is torch.bfloat16 for one in args if isinstance(one, torch.Tensor))
+        return all(one.dtype is torch.bfloat16 for one in args if isinstance(one, Tensor))
 
-    def in_float32(keys: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        wide = (one.float() if isinstance(one, torch.Tensor) else one for one in args)
+    def in_float32(keys: Any, args: Any, kwargs: Any) -> Tensor:
+        wide = (one.float() if isinstance(one, Tensor) else one for one in args)
         return plain.call_boxed(keys, *wide, **kwargs)
 
-    def product(keys: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def product(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not are_bf16(*args):
             return plain.call_boxed(keys, *args, **kwargs)
         return in_float32(keys, args, kwargs).bfloat16()
 
-    def product_into(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def product_into(keys: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         if not are_bf16(*args, out):
             return into.call_boxed(keys, *args, out=out, **kwargs)
         found = in_float32(keys, args, kwargs)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torchtitan.models.moe.utils as moe_utils
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.deepep import deepep
@@ -55,7 +56,7 @@ class Exchange:
     handle: Any = None  # DeepEP's, of the dispatch
     sent: Any = None  # the event after which the latest transfer has arrived
     # From `arrive` to `combine`, (received, features).
-    received_gradients: torch.Tensor | None = None
+    received_gradients: Tensor | None = None
 
 
 class Routing(SimpleNamespace):
@@ -64,21 +65,16 @@ class Routing(SimpleNamespace):
     Neither a tuple nor a dataclass, in which FSDP would cast the scores to BF16.
     """
 
-    experts: torch.Tensor  # (tokens, top k) int64, -1 for none
-    scores: torch.Tensor  # (tokens, top k) float32
+    experts: Tensor  # (tokens, top k) int64, -1 for none
+    scores: Tensor  # (tokens, top k) float32
     num_experts: int
     exchange: Exchange
 
 
 def leave(
-    rows: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, Routing]:
-    """Note that (tokens, features) and their routing are ready to be sent.
-
-    Args:
-        scores: (tokens, top k); a copy without a score is not sent.
-        experts: (tokens, top k).
-    """
+    rows: Tensor, scores: Tensor, experts: Tensor, num_experts: int
+) -> tuple[Tensor, Routing]:
+    """Note that (tokens, features) and their routing are ready; no copy without a score is sent."""
     exchange = Exchange()
     # All that is sent must have been asked for by now: float32, as DeepEP carries it, and dense.
     experts = experts.masked_fill(scores == 0, -1).contiguous()
@@ -88,21 +84,20 @@ def leave(
 
 
 def dispatch(
-    rows: torch.Tensor, routing: Routing, group: ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+    rows: Tensor, routing: Routing, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Send the rows that `leave` returned to the ranks of their experts.
 
     Returns:
         The rows received (received, features), their local experts (received, top k), -1 for
-        experts elsewhere, their scores (received, top k), and the number of copies for each local
-        expert, which DeepEP had to know to allocate the rows.
+        experts elsewhere, their scores, and the number of copies for each local expert.
     """
     deepep.get_buffer(group, deepep.get_hidden_bytes(rows))
     received, experts, scores, counts = _Dispatch.apply(rows, routing.scores, routing)
     return received, experts, scores, counts.tolist()
 
 
-def arrive(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def arrive(rows: Tensor, exchange: Exchange) -> Tensor:
     """Wait for the result of `combine`: (tokens, features), summed over each token's ranks."""
     return _Arrive.apply(rows, exchange)
 
@@ -119,8 +114,8 @@ _current = Exchange()
 
 @torch.library.custom_op("cookbook::deepep_dispatch", mutates_args=())
 def _send(
-    rows: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows: Tensor, scores: Tensor, experts: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exchange, buffer = _current, deepep._buffer
     # Allocated on DeepEP's stream too: with `--debug.deterministic` PyTorch fills new tensors, and
     # on another stream it would overwrite the counts (device asserts in TorchTitan as released).
@@ -143,9 +138,9 @@ def _send(
 
 
 @torch.library.custom_op("cookbook::deepep_combine", mutates_args=())
-def _send_back(rows: torch.Tensor) -> torch.Tensor:
+def _send_back(rows: Tensor) -> Tensor:
     exchange = _current
-    combined: torch.Tensor
+    combined: Tensor
     combined, _, exchange.sent = deepep._buffer.combine(
         x=rows, handle=exchange.handle, previous_event=_now(), **_STREAMS
     )
@@ -155,23 +150,21 @@ def _send_back(rows: torch.Tensor) -> torch.Tensor:
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, scores: torch.Tensor, exchange: Exchange
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, rows: Tensor, scores: Tensor, exchange: Exchange
+    ) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
         exchange.ready = _now()
         return rows.view_as(rows), scores.view_as(scores)
 
     @staticmethod
-    def backward(ctx: Any, rows: torch.Tensor, scores: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, rows: Tensor, scores: Tensor) -> tuple[Any, ...]:
         ctx.exchange.sent.current_stream_wait()
         return rows, scores, None
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, scores: torch.Tensor, routing: Routing
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, rows: Tensor, scores: Tensor, routing: Routing) -> tuple[Tensor, ...]:
         global _current
         ctx.exchange = _current = routing.exchange
         sent = _send(rows, scores, routing.experts, routing.num_experts)
@@ -180,7 +173,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, received: torch.Tensor, _: Any, received_scores: torch.Tensor, __: Any
+        ctx: Any, received: Tensor, _: Any, received_scores: Tensor, __: Any
     ) -> tuple[Any, ...]:
         exchange = ctx.exchange
         rows, scores, exchange.sent = deepep._buffer.combine(
@@ -198,7 +191,7 @@ class _Combine(torch.autograd.Function):
     """Start to send (received, features) back, if any rank needs it; the result is for `arrive`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, routing: Routing, is_needed: bool) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, routing: Routing, is_needed: bool) -> Tensor:
         global _current
         ctx.exchange = _current = routing.exchange
         if not is_needed:
@@ -206,7 +199,7 @@ class _Combine(torch.autograd.Function):
         return _send_back(rows.contiguous())
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
         exchange.sent.current_stream_wait()
         received, exchange.received_gradients = exchange.received_gradients, None
@@ -215,7 +208,7 @@ class _Combine(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         # Nothing was sent if selective recomputation had saved the rows.
         if exchange.sent is not None:
@@ -223,7 +216,7 @@ class _Arrive(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, rows: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
         # They have the shape of the received rows, which autograd would not accept as gradients of
         # the input: `combine` takes them from the exchange.
@@ -245,11 +238,11 @@ class SendingExperts(nn.Module):
     cookbook_score_activations: bool
 
     def forward(
-        self, rows: tuple[torch.Tensor, ...], routings: tuple[Routing, ...]
-    ) -> tuple[torch.Tensor, ...]:
+        self, rows: tuple[Tensor, ...], routings: tuple[Routing, ...]
+    ) -> tuple[Tensor, ...]:
         """Return the result of `combine` for each part of (tokens, features)."""
-        returned: list[torch.Tensor] = []
-        computed: torch.Tensor | None = None
+        returned: list[Tensor] = []
+        computed: Tensor | None = None
         for index, (part, routing) in enumerate(zip(rows, routings, strict=True)):
             # First, because this part would have to wait for the previous one on its way back. The
             # host waits for DeepEP's counts while the GPU computes the previous part.
@@ -261,15 +254,13 @@ class SendingExperts(nn.Module):
         assert computed is not None
         return *returned, self._combine(computed, routings[-1])
 
-    def _combine(self, computed: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def _combine(self, computed: Tensor, routing: Routing) -> Tensor:
         if not self.cookbook_score_activations:
             return _Combine.apply(computed, routing, True)
         with not_saved():
             return _Combine.apply(computed, routing, not in_recompute())
 
-    def _compute(
-        self, rows: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, counts: list[int]
-    ) -> torch.Tensor:
+    def _compute(self, rows: Tensor, experts: Tensor, scores: Tensor, counts: list[int]) -> Tensor:
         """Compute the experts' outputs, summed for each row over its local experts."""
         plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         activity.patches_applied.add("deepep-padded-groups")
@@ -291,7 +282,7 @@ class HalvedFeedForward(FeedForward):
         return self.w2(nn.functional.silu(gate) * up)
 
 
-def cut(values: torch.Tensor, chunks: int) -> tuple[torch.Tensor, ...]:
+def cut(values: Tensor, chunks: int) -> tuple[Tensor, ...]:
     """Cut (tokens, ...) into parts of almost equal length; their gradients are joined once."""
     if chunks == 1:
         return (values,)
@@ -307,7 +298,7 @@ class SplitMoE(DeepEPMoE):
 
     cookbook_chunks: int
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for this rank's tokens.
 
         Under TP, `x` and the output are this rank's shard of every sequence, (batch, length / TP,

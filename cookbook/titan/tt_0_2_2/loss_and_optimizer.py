@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torchtitan.distributed.utils as dist_utils
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -32,7 +33,7 @@ from cookbook.titan.common.chunked_loss import VocabularyShard, chunked_cross_en
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.versions import refuse
 
-LossFunction = Callable[..., torch.Tensor]
+LossFunction = Callable[..., Tensor]
 
 
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
@@ -52,7 +53,7 @@ def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
         factor = 1 / (sequences * training.seq_len)
         activity.patches_applied.add("pipeline-gradients-per-token")
 
-    def noted_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def noted_loss(*args: Any, **kwargs: Any) -> Tensor:
         activity.losses.add(name)
         loss = loss_fn(*args, **kwargs)
         return loss if factor is None else scale_gradient(loss, factor)
@@ -60,7 +61,7 @@ def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
     return noted_loss
 
 
-def scale_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
+def scale_gradient(loss: Tensor, factor: float) -> Tensor:
     """Return the value of `loss` with its gradient scaled by `factor`."""
     return loss * factor + loss.detach() * (1 - factor)
 
@@ -68,7 +69,7 @@ def scale_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
 class HandingOn(nn.Linear):
     """TorchTitan's output layer, which leaves its product to the loss."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Return `hidden` itself, (batch, length, dim), with the weight beside it."""
         hidden.output_weight = self.weight
         return hidden
@@ -128,7 +129,7 @@ def build_chunked_loss(job_config: Any) -> LossFunction:
     backend = job_config.compile.backend if compiled else None
     logger.info(f"The loss multiplies with the output layer's weight, in {num_chunks} chunks")
 
-    def chunked_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def chunked_loss(hidden: Tensor, labels: Tensor) -> Tensor:
         weight, shard = hidden.output_weight, None
         if isinstance(weight, DTensor):
             # TP cuts the vocabulary: this rank has the rows from `offset` on.
@@ -151,7 +152,7 @@ _clip = dist_utils.clip_grad_norm_
 class _Watch:
     limit = 0  # training.max_skipped_steps
     skipped = 0
-    norm: torch.Tensor | None = None
+    norm: Tensor | None = None
 
 
 def watch_gradients(job_config: Any) -> None:
@@ -193,7 +194,7 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
     return optimizers
 
 
-def _clip_and_note(*args: Any, **kwargs: Any) -> torch.Tensor:
+def _clip_and_note(*args: Any, **kwargs: Any) -> Tensor:
     _Watch.norm = _clip(*args, **kwargs)
     return _Watch.norm
 

@@ -16,10 +16,8 @@ import torch
 import torch.nn as nn
 import torchao.prototype.moe_training.ep.a2a_combine as a2a_combine
 import torchao.prototype.moe_training.ep.a2a_dispatch as a2a_dispatch
-from torch.distributed._functional_collectives import (
-    all_to_all_single,
-    all_to_all_single_autograd,
-)
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.prototype.moe_training import scaled_grouped_mm
 from torchao.prototype.moe_training.conversion_utils import MoEScalingType, MoETrainingConfig
@@ -113,14 +111,14 @@ class MXLinearConverter(_Converter):
 
 
 def emulated_weight_gradient(
-    a_data: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_data: torch.Tensor,
-    b_scale: torch.Tensor,
-    offs: torch.Tensor,
+    a_data: Tensor,
+    a_scale: Tensor,
+    b_data: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
     out_dtype: torch.dtype | None = torch.bfloat16,
     block_size: int = 32,
-) -> torch.Tensor:
+) -> Tensor:
     """Dequantize both operands and multiply in BF16, group by group along the contraction.
 
     TorchAO's function of the same signature loops over the groups on the host, which does not
@@ -159,15 +157,15 @@ def replace_mx_converters() -> None:
 
 
 def _cast_with_operations(
-    values: torch.Tensor, inner_block_size: int, scaling_mode: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    values: Tensor, inner_block_size: int, scaling_mode: str
+) -> tuple[Tensor, Tensor]:
     """Cast as TorchAO's SM100 kernel does, by PyTorch operations for any device."""
     mode = ScaleCalculationMode(scaling_mode)
     scales, data = to_mx(values.contiguous(), torch.float8_e4m3fn, inner_block_size, mode)
     return data, scales
 
 
-def _exchange_bytes(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _exchange_bytes(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Exchange float8 as bytes, for gloo, which does not know the type."""
     if values.element_size() > 1:
         return all_to_all_single(values, *args, **kwargs)
@@ -175,7 +173,7 @@ def _exchange_bytes(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Te
     return torch.ops._c10d_functional.wait_tensor(received).view(values.dtype)
 
 
-def _dequantized(values: Any) -> torch.Tensor:
+def _dequantized(values: Any) -> Tensor:
     if isinstance(values, MXTensor) and not emulated():
         return scaled_grouped_mm._dequantize_if_mxtensor(values, 32)
     return values.dequantize() if isinstance(values, MXTensor) else values
@@ -188,23 +186,23 @@ def emulated() -> bool:
 
 class _Dispatch(a2a_dispatch._A2ADispatchMXFP8FwdHPBwd):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, *splits: Any) -> torch.Tensor:
+    def forward(ctx: Any, tokens: Tensor, *splits: Any) -> Tensor:
         received = a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.forward(ctx, tokens, *splits)
         activity.dispatches.add(activity.MXFP8_DISPATCH)
         return _dequantized(received)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.backward(ctx, grad.contiguous())[:4]
 
 
 class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, *splits: Any) -> torch.Tensor:
+    def forward(ctx: Any, tokens: Tensor, *splits: Any) -> Tensor:
         return a2a_combine._A2ACombineHPFwdMXFP8Bwd.forward(ctx, tokens.contiguous(), *splits)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grads = a2a_combine._A2ACombineHPFwdMXFP8Bwd.backward(ctx, grad.contiguous())
         activity.dispatches.add(activity.MXFP8_COMBINE)
         return _dequantized(grads[0]), *grads[1:4]
@@ -231,14 +229,8 @@ class Precisions:
 
 
 @torch.no_grad()
-def exchange_counts(
-    counts: torch.Tensor, group: Any, ranks: int
-) -> tuple[torch.Tensor, list[list[int]]]:
-    """Return the tokens that this rank receives, (ranks * local experts,), and both splits.
-
-    Args:
-        counts: (experts,), the tokens that this rank sends.
-    """
+def exchange_counts(counts: Tensor, group: Any, ranks: int) -> tuple[Tensor, list[list[int]]]:
+    """Return the tokens to receive, (ranks * local experts,), given those to send; both splits."""
     received = all_to_all_single(counts, None, None, group=group)
     received = torch.ops._c10d_functional.wait_tensor(received)
     # The one wait for the device: the host must know the splits.
@@ -247,16 +239,16 @@ def exchange_counts(
 
 
 def send(
-    precisions: Precisions, rows: torch.Tensor, here: list[int], there: list[int], group: Any
-) -> torch.Tensor:
+    precisions: Precisions, rows: Tensor, here: list[int], there: list[int], group: Any
+) -> Tensor:
     """Send rows to their experts' ranks: `there` to each rank, `here` from each."""
     exchange = _Dispatch.apply if precisions.dispatch_forward else all_to_all_single_autograd
     return exchange(rows.contiguous(), here, there, group)
 
 
 def receive(
-    precisions: Precisions, rows: torch.Tensor, there: list[int], here: list[int], group: Any
-) -> torch.Tensor:
+    precisions: Precisions, rows: Tensor, there: list[int], here: list[int], group: Any
+) -> Tensor:
     """Send rows that `send` brought back to their ranks."""
     exchange = _Combine.apply if precisions.combine_backward else all_to_all_single_autograd
     return exchange(rows.contiguous(), there, here, group)

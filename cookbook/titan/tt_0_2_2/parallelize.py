@@ -41,11 +41,7 @@ from cookbook.titan.tt_0_2_2.loss_and_optimizer import (
     hand_on,
     keep_gathered,
 )
-from cookbook.titan.tt_0_2_2.mxfp8 import (
-    Precisions,
-    QuantizedExpertParallel,
-    prepare_quantized_a2a,
-)
+from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, QuantizedExpertParallel, prepare_quantized_a2a
 from cookbook.titan.tt_0_2_2.recomputation import apply_ac
 from cookbook.titan.tt_0_2_2.routing import (
     RANDOM,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torchtitan.distributed.activation_checkpoint as titan
+from torch import Tensor
 from torch._guards import TracingContext
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -136,7 +137,6 @@ def apply_ac(
     Args:
         save: kinds of operators that selective recomputation saves; empty for TorchTitan's own.
         num_layers_kept: the number of layers, from the last, without recomputation.
-        options: TorchTitan's own, `op_sac_save_list` and so on.
     """
     if "mm" in save and options.get("model_compile_enabled"):
         show_gemms(least_inner=model.model_args.dim)
@@ -172,22 +172,21 @@ def observe_recomputation(model_parts: Iterable[nn.Module]) -> frozenset[str]:
 
 
 @torch.library.custom_op("cookbook::mm", mutates_args=())
-def multiply(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def multiply(rows: Tensor, weights: Tensor) -> Tensor:
     """(rows, inner) times (inner, columns), as `aten::mm`."""
     return torch.mm(rows, weights)
 
 
 @multiply.register_fake
-def _like_output(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _like_output(rows: Tensor, weights: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[1])
 
 
 def show_gemms(least_inner: int) -> None:
     """Turn GEMMs of the forwards that are compiled from now on into calls of `cookbook::mm`.
 
-    Args:
-        least_inner: the shortest inner dimension. A saved element saves that many
-            multiplications; a short one is not worth its memory.
+    A saved element saves as many multiplications as the inner dimension is long; one shorter than
+    `least_inner` is not worth its memory.
     """
     # It takes seconds to import the compiler.
     import torch._inductor.config as inductor

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torchtitan.tools.logging import logger
 
 from cookbook.titan.tt_0_2_2 import activity
@@ -135,7 +136,7 @@ class RouterLoad:
             **{f"{name}/layer_{layer:02}": value for layer, value in by_layer},
         }
 
-    def take_counts(self) -> torch.Tensor:
+    def take_counts(self) -> Tensor:
         """Sum the counts of all ranks, (layers, experts), and reset this rank's."""
         table = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         for layer, moe in self._own.items():
@@ -176,7 +177,7 @@ def chosen_routing(job_config: Any) -> str:
 
 def deal_experts(
     router: Any, num_tokens: int, generator: torch.Generator, device: torch.device
-) -> torch.Tensor:
+) -> Tensor:
     """Deal distinct experts uniformly under the router's own group limit, (tokens, top k) int16."""
     draws = torch.rand(num_tokens, router.num_experts, generator=generator, device=device)
     if router.num_expert_groups is not None:
@@ -213,7 +214,7 @@ def route_at_random(
         moe.router._debug_force_load_balance_routing = MethodType(_look_up, moe.router)
 
 
-def _look_up(router: Any, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _look_up(router: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
     table, num_tokens = router.cookbook_dealt, scores.shape[0]
     if num_tokens > table.shape[0]:
         # Validation may have larger batches.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torchtitan.models.moe.utils as moe_utils
+from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -39,9 +40,9 @@ from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, no
 class Groups:
     """The groups of rows by expert; a plain class, in which FSDP finds no tensors to cast."""
 
-    scores: torch.Tensor  # (rows, 1) float32
-    sizes: torch.Tensor  # (experts,) int32, how many rows each expert has
-    ends: torch.Tensor  # (experts,) int32, where they end
+    scores: Tensor  # (rows, 1) float32
+    sizes: Tensor  # (experts,) int32, how many rows each expert has
+    ends: Tensor  # (experts,) int32, where they end
 
 
 class RowExperts(nn.Module):
@@ -55,7 +56,7 @@ class RowExperts(nn.Module):
     cookbook_tp: DeviceMesh | None
     cookbook_precisions: Precisions
 
-    def forward(self, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
         """Return scored outputs (rows, features); their values are undefined in recomputation."""
         if self.cookbook_ep is None:
             return self._compute(rows, groups)
@@ -80,7 +81,7 @@ class RowExperts(nn.Module):
                 return torch.empty_like(rows).requires_grad_()
             return receive(self.cookbook_precisions, out, there, here, group)
 
-    def _compute(self, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def _compute(self, rows: Tensor, groups: Groups) -> Tensor:
         experts: Any = self
         if not hasattr(experts, "w1"):
             # The self-check's experts, which multiply nothing.
@@ -92,7 +93,7 @@ class RowExperts(nn.Module):
             return group_products(scored_swiglu(both, groups.scores), w2, ends, grouped=False)
         # FSDP may have cast them to the parameters' type.
         rows = rows.bfloat16()
-        if type(w1) not in (torch.Tensor, nn.Parameter):
+        if type(w1) not in (Tensor, nn.Parameter):
             # Compiled, since TorchAO writes the casts to FP8 as several operators each.
             return experts_with_probs(experts, rows, groups.scores, ends)
         both = group_products(rows, join(torch.bfloat16, w1, w3), ends)
@@ -109,7 +110,7 @@ class RowMoE(MoE):
     # Set where EP borrows the TP ranks, each of which sends its shard of the tokens.
     cookbook_shard_mesh: DeviceMesh | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for (batch, length, features)."""
         length, features = x.shape[1:]
         tokens = x.view(-1, features)
@@ -180,16 +181,10 @@ class ProbsOnActivations:
             self._activate = torch.compile(_activate, backend=backend, fullgraph=True)
             self._project = torch.compile(group_products, backend=backend, fullgraph=True)
 
-    def __call__(
-        self, experts: Any, rows: torch.Tensor, scores: torch.Tensor, ends: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, experts: Any, rows: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
         """Return scored outputs (rows, features); their values are undefined in recomputation.
 
-        Args:
-            experts: TorchTitan's `GroupedExperts`.
-            rows: (rows, features), in padded groups by expert.
-            scores: (rows, 1) float32.
-            ends: (local experts,) int32, where each group of rows ends.
+        Rows are in padded groups by expert, which end at `ends`; scores are (rows, 1) float32.
         """
         w1, w2, w3 = local_weights(experts)
         if not experts.use_grouped_mm:
@@ -205,13 +200,8 @@ class ProbsOnActivations:
 
 
 def _activate(
-    w1: torch.Tensor,
-    w3: torch.Tensor,
-    rows: torch.Tensor,
-    scores: torch.Tensor,
-    ends: torch.Tensor,
-    grouped: bool = True,
-) -> torch.Tensor:
+    w1: Tensor, w3: Tensor, rows: Tensor, scores: Tensor, ends: Tensor, grouped: bool = True
+) -> Tensor:
     # Grouped GEMMs take BF16 only. Cast once, so that one copy is kept.
     rows = rows.bfloat16() if grouped else rows
     activations = nn.functional.silu(group_products(rows, w1, ends, grouped))
@@ -219,9 +209,7 @@ def _activate(
     return (activations * scores).type_as(activations)
 
 
-def group_products(
-    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, grouped: bool = True
-) -> torch.Tensor:
+def group_products(rows: Tensor, weights: Tensor, ends: Tensor, grouped: bool = True) -> Tensor:
     """Multiply each group of rows with its expert's weights (experts, out, in)."""
     if grouped:
         return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=ends)
@@ -231,7 +219,7 @@ def group_products(
     return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[1])])
 
 
-def local_weights(experts: Any) -> list[torch.Tensor]:
+def local_weights(experts: Any) -> list[Tensor]:
     """Return this rank's part of the three weights of `GroupedExperts`."""
     weights = (experts.w1, experts.w2, experts.w3)
     return [w.to_local() if isinstance(w, DTensor) else w for w in weights]

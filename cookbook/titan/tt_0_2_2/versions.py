@@ -39,11 +39,10 @@ def versions() -> dict[str, str | None]:
     """Return the versions that decide a run's numbers, for its log and its result."""
     import torch
 
-    packages = {"torchtitan": "torchtitan", "torchao": "torchao", "deep_ep": "deep_ep"}
-    packages["flash_attn_4"] = "flash-attn-4"
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **{name: installed(package) for name, package in packages.items()},
+        **{name: installed(name) for name in ("torchtitan", "torchao", "deep_ep")},
+        "flash_attn_4": installed("flash-attn-4"),
     }

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.attention import FlexAttentionWrapper, ScaledDotProductAttentionWrapper
 from torchtitan.protocols.model import ModelProtocol
@@ -92,7 +93,7 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
 class DocumentMask(BlockMask):
     """Cumulative lengths of a folded batch; TorchTitan's layers insist on a mask of this type."""
 
-    def __init__(self, cu_seqlens: torch.Tensor) -> None:
+    def __init__(self, cu_seqlens: Tensor) -> None:
         self.cu_seqlens = cu_seqlens
 
 
@@ -101,14 +102,14 @@ class DocumentAttentionKernel(nn.Module):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         block_mask: DocumentMask,
         scale: float,
         enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Take and return (batch, heads, length, head_dim), as FlexAttentionWrapper does."""
         batch, _, length, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -128,10 +129,7 @@ class AttentionChoice(ModelProtocol):
                 block.attention.inner_attention = DocumentAttentionKernel()
 
     def get_attention_masks(
-        self,
-        input_batch: torch.Tensor,
-        tokenizer: Any,
-        extra_inputs: dict[str, torch.Tensor] | None = None,
+        self, input_batch: Tensor, tokenizer: Any, extra_inputs: dict[str, Tensor] | None = None
     ) -> Any:
         """Return the mask of a batch (batch, length): a BlockMask, or the ends of the documents.
 
@@ -150,11 +148,8 @@ class AttentionChoice(ModelProtocol):
         return document_bounds(ends, bounds_capacity(documents, ends.shape[1]))
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        attention_masks: Any = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, attention_masks: Any = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Run TorchTitan's forward of a whole model or of one pipeline stage."""
         if self.flash_attention_4:
             cu_seqlens = cumulative_lengths(attention_masks)
