@@ -32,14 +32,8 @@ from torchtitan.distributed.deepep import deepep
 from torchtitan.models.moe.moe import FeedForward
 from torchtitan.models.moe.moe_deepep import DeepEPMoE
 
+from cookbook.titan.common import token_shard
 from cookbook.titan.common.expert_groups import collect, plan_groups, row_scores, spread
-from cookbook.titan.common.token_shard import (
-    TokenShard,
-    gather_sequence,
-    reduce_scatter_sequence,
-    shard_tokens,
-    with_partial_gradient,
-)
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 from cookbook.titan.tt_0_2_2.row_kernels import experts_with_probs, mix_in
@@ -307,7 +301,7 @@ class SplitMoE(DeepEPMoE):
         """
         tp_mesh = getattr(self, "cookbook_tp_mesh", None)
         mine = x.to_local() if isinstance(x, DTensor) else x
-        whole = mine if tp_mesh is None else gather_sequence(mine, tp_mesh)
+        whole = mine if tp_mesh is None else token_shard.gather_sequence(mine, tp_mesh)
         length, features = whole.shape[1:]
 
         tokens = whole.view(-1, features)
@@ -317,8 +311,10 @@ class SplitMoE(DeepEPMoE):
             with torch.no_grad():
                 self.tokens_per_expert.add_(counts)
         if tp_mesh is not None:
-            shard = TokenShard.of_mesh(length, tp_mesh)
-            top_scores, experts = shard_tokens(top_scores, shard), shard_tokens(experts, shard)
+            shard = token_shard.TokenShard.of_mesh(length, tp_mesh)
+            top_scores, experts = (
+                token_shard.shard_tokens(one, shard) for one in (top_scores, experts)
+            )
             activity.patches_applied.add("deepep-tokens-split-over-tp")
 
         sent = (mine.reshape(-1, features), top_scores, experts)
@@ -329,13 +325,13 @@ class SplitMoE(DeepEPMoE):
         shared = self.shared_experts
         if shared is not None and tp_mesh is not None:
             # After `leave`, so that in the backward its sum starts before `leave` waits.
-            tokens = with_partial_gradient(whole, mine, tp_mesh).view(-1, features)
+            tokens = token_shard.with_partial_gradient(whole, mine, tp_mesh).view(-1, features)
         halves = None if shared is None else shared(tokens)
         returned = self.experts(rows, routings)
         with last_product():
             out = None if shared is None else shared(halves=halves)
         if out is not None and tp_mesh is not None:
-            out = reduce_scatter_sequence(out.view(whole.shape), tp_mesh)
+            out = token_shard.reduce_scatter_sequence(out.view(whole.shape), tp_mesh)
         pairs = zip(returned, routings, strict=True)
         arrived = [arrive(part, routing.exchange) for part, routing in pairs]
         routed = (arrived[0] if len(arrived) == 1 else torch.cat(arrived)).view(mine.shape)

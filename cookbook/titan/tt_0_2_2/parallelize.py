@@ -19,12 +19,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInputOutput,
     RowwiseParallel,
 )
-from torchtitan.distributed.expert_parallel import (
-    DeepEPExpertParallel,
-    ExpertParallel,
-    ExpertTensorParallel,
-    TensorParallel,
-)
 
 from cookbook.titan.common.token_shard import (
     TokenShard,
@@ -32,30 +26,18 @@ from cookbook.titan.common.token_shard import (
     shard_tokens,
     sum_gradient_over_tp,
 )
-from cookbook.titan.tt_0_2_2 import activity
+from cookbook.titan.tt_0_2_2 import activity, loss_and_optimizer, routing
 from cookbook.titan.tt_0_2_2.checkpoint import save_plain_weights
 from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
 from cookbook.titan.tt_0_2_2.families import FAMILIES
-from cookbook.titan.tt_0_2_2.loss_and_optimizer import (
-    HandingOnColwiseParallel,
-    hand_on,
-    keep_gathered,
-)
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, QuantizedExpertParallel, prepare_quantized_a2a
 from cookbook.titan.tt_0_2_2.recomputation import apply_ac
-from cookbook.titan.tt_0_2_2.routing import (
-    RANDOM,
-    chosen_routing,
-    count_tokens,
-    moe_layers,
-    route_at_random,
-)
 from cookbook.titan.tt_0_2_2.row_kernels import RowMoE, experts_with_probs, use_row_kernels
 
 
 def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
     """Parallelize the model, or one stage of a pipeline, as TorchTitan's function does."""
-    parts, layers = FAMILIES[job_config.model.name], moe_layers([model]).values()
+    parts, layers = FAMILIES[job_config.model.name], routing.moe_layers([model]).values()
     if any(moe.score_before_experts for moe in layers):
         raise ValueError("score_before_experts is on; set it to False: outputs are scored here")
     precisions, row_kernels = Precisions.of(job_config), job_config.cookbook.row_kernels
@@ -86,19 +68,20 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
         for moe in layers:
             use_row_kernels(moe, precisions)
     if job_config.loss.num_chunks:
-        hand_on(model)
+        loss_and_optimizer.hand_on(model)
         # No door: TorchTitan's TP plan makes the output layer's part of the class of this name.
-        names["ColwiseParallel"] = HandingOnColwiseParallel
+        names["ColwiseParallel"] = loss_and_optimizer.HandingOnColwiseParallel
     # A dry build computes nothing.
-    if chosen_routing(job_config) == RANDOM and job_config.comm.mode == "default":
+    is_random = routing.chosen_routing(job_config) == routing.RANDOM
+    if is_random and job_config.comm.mode == "default":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        route_at_random(model, parallel_dims, job_config, device)
+        routing.route_at_random(model, parallel_dims, job_config, device)
     with patch.multiple(parts.infra, **names):
         model = parts.released().parallelize_fn(model, parallel_dims, job_config)
     if job_config.loss.num_chunks:
-        keep_gathered(model)
+        loss_and_optimizer.keep_gathered(model)
     save_plain_weights(model)
-    count_tokens(model)
+    routing.count_tokens(model)
     if not torch.cuda.is_available():
         sum_gradients_in_fsdp(model)
     return model
@@ -160,13 +143,14 @@ class SequenceShardReorderer(ParallelStyle):
         return module
 
 
-def without_hooks(plan: type[ParallelStyle]) -> type[ParallelStyle]:
-    """Return TorchTitan's `plan` for experts that send their rows themselves: it cuts weights."""
+def without_hooks(name: str) -> type[ParallelStyle]:
+    """Return TorchTitan's plan for experts that send their rows themselves: it cuts weights."""
+    plan = getattr(llama4_parallelize, name)
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._partition_fn)
 
-    return type(f"{plan.__name__}WithoutHooks", (plan,), {"_apply": _apply})
+    return type(f"{name}WithoutHooks", (plan,), {"_apply": _apply})
 
 
 def _note_dispatch(experts: nn.Module, inputs: Any) -> None:
@@ -207,7 +191,7 @@ def apply_moe_ep_tp(
         "PrepareModuleInputOutput": PrepareMoE,
         "ReordererSequenceParallel": SequenceShardReorderer,
         "RowwiseParallel": PartialOutputRowwiseParallel,
-        "DeepEPExpertParallel": without_hooks(DeepEPExpertParallel),
+        "DeepEPExpertParallel": without_hooks("DeepEPExpertParallel"),
     }
     if precisions.any:
         prepare_quantized_a2a()
@@ -220,8 +204,8 @@ def apply_moe_ep_tp(
         for moe in layers:
             use_split_moe(moe, ep_mesh.get_group(), chunks, score_activations)
     elif row_kernels:
-        plans = ExpertParallel, TensorParallel, ExpertTensorParallel
-        names |= {plan.__name__: without_hooks(plan) for plan in plans}
+        for name in ("ExpertParallel", "TensorParallel", "ExpertTensorParallel"):
+            names[name] = without_hooks(name)
         for moe in layers:
             use_row_kernels(moe, precisions, ep_mesh, tp_mesh if ep_mesh is None else etp_mesh)
     elif ep_mesh is not None and not (precisions.any and etp_mesh is None):

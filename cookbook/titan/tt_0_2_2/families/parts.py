@@ -21,13 +21,6 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 from cookbook.base.family import Family, Model
 from cookbook.titan.common import varlen_attention
-from cookbook.titan.common.varlen_attention import (
-    AttendedLength,
-    bounds_capacity,
-    cumulative_lengths,
-    document_bounds,
-    document_ends,
-)
 from cookbook.titan.tt_0_2_2.checkpoint import save_when_ranks_agree
 from cookbook.titan.tt_0_2_2.loss_and_optimizer import watch_gradients
 from cookbook.titan.tt_0_2_2.mxfp8 import replace_mx_converters
@@ -46,7 +39,7 @@ _OWN = {FlexAttentionWrapper: "flex", ScaledDotProductAttentionWrapper: "sdpa"}
 
 # Filled while the model trains: TorchTitan's own attention that ran, and the mask it ran with.
 _ran: set[str] = set()
-_attended = AttendedLength()
+_attended = varlen_attention.AttendedLength()
 
 
 def observe_attention() -> tuple[frozenset[str], float | None]:
@@ -138,21 +131,25 @@ class AttentionChoice(ModelProtocol):
         """
         by_document = self.model_args.attn_mask_type == "block_causal"
         assert tokenizer.eos_id is not None or not by_document
-        ends = document_ends(input_batch, tokenizer.eos_id if by_document else None)
+        ends = varlen_attention.document_ends(
+            input_batch, tokenizer.eos_id if by_document else None
+        )
         if self.training and _attended.is_open:
             _attended.add(ends)
         if not self.flash_attention_4:
             return super().get_attention_masks(input_batch, tokenizer, extra_inputs)
         # This waits for the GPU, which is idle: the step began with a sum over ranks.
         documents = int(ends.sum(dim=1).max())
-        return document_bounds(ends, bounds_capacity(documents, ends.shape[1]))
+        return varlen_attention.document_bounds(
+            ends, varlen_attention.bounds_capacity(documents, ends.shape[1])
+        )
 
     def forward(
         self, tokens: Tensor, attention_masks: Any = None, positions: Tensor | None = None
     ) -> Tensor:
         """Run TorchTitan's forward of a whole model or of one pipeline stage."""
         if self.flash_attention_4:
-            cu_seqlens = cumulative_lengths(attention_masks)
+            cu_seqlens = varlen_attention.cumulative_lengths(attention_masks)
             # A batch with very many documents has a longer row: recompile, never dynamically.
             torch._dynamo.mark_static(cu_seqlens, 0)
             attention_masks = DocumentMask(cu_seqlens)
