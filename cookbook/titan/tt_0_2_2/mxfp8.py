@@ -8,7 +8,7 @@ MXFP8 in the forward and BF16 in the backward, the combine the other way around.
 dequantizes at once, so the grouped GEMMs may have any precision.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,32 +44,41 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 
 
 class _Converter(QuantizationConverter):
-    recipe_name: str
-    emulate: bool
+    section: str  # of `quantize`, whose `mx` are its options
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        super().__init__(job_config, parallel_dims)
+        self.options: Any = getattr(job_config.quantize, self.section).mx
+        self.emulate = self.options.emulate
+        if not self.emulate and not has_cuda_capability(10, 0):
+            raise refuse(
+                "MXFP8 needs a GPU of SM100 (B200) or later; for numerics pass "
+                f"--quantize.{self.section}.mx.emulate"
+            )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Do nothing: both converters quantize anew in each forward."""
 
     def log(self, converted: str) -> None:
         note = " (EMULATED: numerics only)" if self.emulate else ""
-        logger.info(f"{converted} use {self.recipe_name}{note}")
+        logger.info(f"{converted} use {self.options.recipe_name}{note}")
 
 
 class MXGroupedMMConverter(_Converter):
     """Replaces the experts' weights, so that their grouped GEMMs quantize operands to MXFP8."""
 
+    section = "grouped_mm"
+
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        super().__init__(job_config, parallel_dims)
-        options: Any = job_config.quantize.grouped_mm.mx
-        if not options.fqns:
+        fqns = job_config.quantize.grouped_mm.mx.fqns
+        if not fqns:
             # A job by hand may declare nothing, and would train in BF16.
             raise refuse(
                 "quantize.grouped_mm.mx.fqns is empty: the converter replaces no layer; pass "
                 "--quantize.grouped_mm.mx.fqns=experts"
             )
-        _check_hardware(options.emulate, "quantize.grouped_mm.mx.emulate")
-        self.fqns = [options.fqns] if isinstance(options.fqns, str) else list(options.fqns)
-        self.emulate, self.recipe_name = options.emulate, options.recipe_name
+        super().__init__(job_config, parallel_dims)
+        self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
         if self.emulate:
             # No door: TorchAO calls its emulation by name.
             scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d = emulated_weight_gradient
@@ -78,7 +87,7 @@ class MXGroupedMMConverter(_Converter):
 
     def convert(self, model: nn.Module) -> None:
         preference = KernelPreference.EMULATED if self.emulate else KernelPreference.AUTO
-        config = MoETrainingConfig(MoEScalingType(self.recipe_name), preference)
+        config = MoETrainingConfig(MoEScalingType(self.options.recipe_name), preference)
         quantize_(model, config, lambda _, fqn: any(target in fqn for target in self.fqns))
         self.log(f"Grouped GEMMs of modules matching {self.fqns}")
 
@@ -86,27 +95,20 @@ class MXGroupedMMConverter(_Converter):
 class MXLinearConverter(_Converter):
     """Turns the linear layers that `filter_fqns` leaves into TorchAO's MXLinear."""
 
+    section = "linear"
+
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
-        options: Any = job_config.quantize.linear.mx
-        _check_hardware(options.emulate, "quantize.linear.mx.emulate")
-        config = MXLinearConfig.from_recipe_name(options.recipe_name)
-        if options.emulate:
+        self.config = MXLinearConfig.from_recipe_name(self.options.recipe_name)
+        choice = self.options.mxfp8_dim1_cast_kernel_choice.upper()
+        if self.emulate:
             # Only the kernels are replaced; the recipe still chooses the scales.
-            config = replace(
-                config,
-                kernel_preference=KernelPreference.EMULATED,
-                mxfp8_dim1_cast_kernel_choice=MXFP8Dim1CastKernelChoice.TORCH,
-            )
-        else:
-            choice = options.mxfp8_dim1_cast_kernel_choice.upper()
-            config.mxfp8_dim1_cast_kernel_choice = MXFP8Dim1CastKernelChoice[choice]
-        self.config = config
-        self.emulate, self.recipe_name = options.emulate, options.recipe_name
-        self.filter_fn = partial(module_filter_fn, filter_fqns=options.filter_fqns)
+            self.config.kernel_preference, choice = KernelPreference.EMULATED, "TORCH"
+        self.config.mxfp8_dim1_cast_kernel_choice = MXFP8Dim1CastKernelChoice[choice]
 
     def convert(self, model: nn.Module) -> None:
-        quantize_(model, config=self.config, filter_fn=self.filter_fn)
+        kept = partial(module_filter_fn, filter_fqns=self.options.filter_fqns)
+        quantize_(model, config=self.config, filter_fn=kept)
         self.log("Linear layers")
 
 
@@ -139,11 +141,6 @@ def emulated_weight_gradient(
     b = b_data.t().reshape(columns, length // block_size, block_size).to(torch.bfloat16)
     b = (b * b_scale.to(torch.bfloat16).t().unsqueeze(-1)).reshape(columns, length).t()
     return torch._grouped_mm(a, b, offs=offs, out_dtype=out_dtype)
-
-
-def _check_hardware(emulate: bool, option: str) -> None:
-    if not emulate and not has_cuda_capability(10, 0):
-        raise refuse(f"MXFP8 needs a GPU of SM100 (B200) or later; for numerics pass --{option}")
 
 
 def replace_mx_converters() -> None:
