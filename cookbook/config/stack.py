@@ -163,14 +163,10 @@ class Stack:
     name: str
     pins: Mapping[str, str]
     options: Mapping[str, Option]
+    sections: frozenset[str]  # their first words: `training`, `parallelism`, ...
     families: Mapping[str, Family]
     refused_families: Mapping[str, str]
     datasets: Sequence[str]
-
-    @functools.cached_property
-    def sections(self) -> frozenset[str]:
-        """The first words of the options: `training`, `parallelism`, ..."""
-        return frozenset(name.partition(".")[0] for name in self.options)
 
     @property
     def hooks(self) -> str:
@@ -217,4 +213,6 @@ def load_stack(name: str | None = None) -> Stack:
         options[one] = Option(one, kind, default, one in optional, tuple(choices.get(one, ())))
     families = {entry["name"]: Family.of(entry) for entry in table["families"]}
     pins = {pin.name: pin.value for pin in read_pins()}
-    return Stack(name, pins, options, families, table["refused_families"], table["datasets"])
+    sections = frozenset(option.partition(".")[0] for option in options)
+    refused, datasets = table["refused_families"], table["datasets"]
+    return Stack(name, pins, options, sections, families, refused, datasets)
