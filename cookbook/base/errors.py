@@ -17,10 +17,8 @@ _KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
 class InputError(Exception):
     """The input is wrong: `submit.py` prints the message alone and ends with status 2.
 
-    Args:
-        place: file, or file and key, from the outside in (`recipes/debug.yaml: training.steps`).
-        found: the wrong value, and the allowed ones.
-        remedy: how to correct it; empty where `found` already says so.
+    `place` leads from the file to the key (`recipes/debug.yaml: training.steps`), `found` has the
+    wrong value and the allowed ones, and `remedy` is empty where `found` already says it.
     """
 
     def __init__(self, place: str, found: str, remedy: str = "") -> None:

@@ -64,7 +64,6 @@ class Cell:
 
     @property
     def spare_nodes(self) -> int:
-        """Nodes of the job beyond those that train."""
         return self.recipe.spare_nodes if self.cluster.scheduler == "slurm" else 0
 
     @functools.cached_property
