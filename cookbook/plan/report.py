@@ -244,9 +244,10 @@ def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
         "",
         f'name: "{name}"',
         f'description: "{recipe.short_name} as planned: {degrees(cell)}"',
+        f"nodes: {cell.nodes}",
+        f"precision: {cell.precision.name}",
+        f"ep_backend: {cell.ep_backend.name}",
     ]
-    lines += [f"nodes: {cell.nodes}", f"precision: {cell.precision.name}"]
-    lines.append(f"ep_backend: {cell.ep_backend.name}")
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
         if field.name not in _NOT_KEPT and value != field.default:

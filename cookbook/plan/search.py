@@ -1,12 +1,9 @@
 """Looks at layouts one by one: does it fit, and how fast is it; walks from one to another."""
 
-from __future__ import annotations
-
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import (
@@ -46,7 +43,7 @@ class Candidate:
         """Predicted tokens/s/GPU; 0 where it is not known."""
         return self.step.tokens_per_second_per_gpu if self.step else 0.0
 
-    def times(self, base: Candidate | None) -> float | None:
+    def times(self, base: Self | None) -> float | None:
         """Return how many times as fast as `base` it is predicted to be."""
         return round(self.speed / base.speed, 2) if base and base.speed and self.speed else None
 
@@ -103,29 +100,25 @@ def search(
     without a look: it needs no less.
     """
     found, known = Found(), KnownRanks()
-    too_large: dict[str, int] = {}
+    too_large: dict[tuple[str, str], int] = {}
     try:
         for cell in cells:
             batch, mode = cell.options[BATCH], recomputation(cell)
-            keys = [_structure(cell, one) for one in {mode, "full"}]
-            if any(too_large.get(key, batch + 1) <= batch for key in keys):
+            # All settings but for the batch and recomputation.
+            settings = sorted(cell.options.values.items())
+            rest = [s for s in settings if not s[0].startswith((BATCH, "activation_checkpoint."))]
+            structure = str([cell.pair, rest])
+            if any(too_large.get((structure, m), batch + 1) <= batch for m in (mode, "full")):
                 found.larger += 1
                 continue
             candidate = evaluate(cell, documents, known)
             if candidate.verdict == TOO_LARGE:
-                too_large[_structure(cell, mode)] = batch
+                too_large[structure, mode] = batch
             found.candidates.append(candidate)
             on_progress(found)
     except KeyboardInterrupt:
         found.interrupted = True
     return found
-
-
-def _structure(cell: Cell, mode: str) -> str:
-    """Return all settings as a key, but for the batch and recomputation."""
-    values = sorted(cell.options.values.items())
-    rest = [one for one in values if not one[0].startswith((BATCH, "activation_checkpoint."))]
-    return json.dumps([cell.pair, mode, rest], default=str)
 
 
 @dataclass(frozen=True, eq=False)

@@ -115,7 +115,7 @@ def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
 def report_tables(results: RunResults) -> dict[str, Table]:
     """Return every table of a report with something to show, by name; the main one always."""
     cells = results.cells
-    rows = {
+    rows: dict[str, Sequence[Result]] = {
         CELLS: cells,
         PUBLISHED: cells if any(row.published_tokens_per_second_per_gpu for row in cells) else (),
         SPEED: [row for row in cells if row.throughput],

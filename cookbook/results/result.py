@@ -1,10 +1,8 @@
 """The results of a run: one row type for the report, the page, the JSON and the comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Self
 
 from cookbook.base.files import json_text
 from cookbook.observe.history import History
@@ -113,7 +111,7 @@ class Result:
     world: int = 1
     routing: str | None = None
     repeat_of: str | None = None
-    repeats: tuple[Result, ...] = ()
+    repeats: tuple[Self, ...] = ()
     asked: Mapping[str, str] = field(default_factory=dict)
     seen: Mapping[str, str] = field(default_factory=dict)
     curve: Sequence[StepMetrics] = ()
@@ -129,7 +127,7 @@ class Result:
         return self.name == self.baseline
 
     @property
-    def runs(self) -> Sequence[Result]:
+    def runs(self) -> Sequence[Self]:
         """The repeats of the cell, or itself."""
         return self.repeats or (self,)
 
