@@ -70,15 +70,8 @@ class _Chunks:
     shard: VocabularyShard | None
     backend: str | None
 
-    def run(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        hidden_grad: Tensor | None = None,
-        weight_grad: Tensor | None = None,
-    ) -> Tensor:
-        """Return the loss; overwrite the gradients that are given."""
+    def run(self, hidden: Tensor, weight: Tensor, labels: Tensor, *grads: Tensor) -> Tensor:
+        """Return the loss; overwrite the gradients of `hidden` and `weight`, if given."""
         statistics, turn_into_gradient = _passes(self.backend)
         columns = labels if self.shard is None else labels - self.shard.first
         loss = torch.zeros((), dtype=precise(hidden.dtype), device=hidden.device)
@@ -91,12 +84,11 @@ class _Chunks:
             lse, target = self._over_ranks(statistics(logits, columns[rows]))
             ignored = labels[rows] == IGNORE_INDEX
             loss += (lse - target).masked_fill(ignored, 0).sum()
-            if hidden_grad is None or weight_grad is None:
-                continue
-            # Under an infinite sum all probabilities, and so the gradient, are zero.
-            turn_into_gradient(logits, columns[rows], lse.masked_fill(ignored, torch.inf))
-            _multiply(hidden_grad[rows], logits, weight, add=False)
-            _multiply(weight_grad, logits.t(), chunk, add=start > 0)
+            if grads:
+                # Under an infinite sum all probabilities, and so the gradient, are zero.
+                turn_into_gradient(logits, columns[rows], lse.masked_fill(ignored, torch.inf))
+                _multiply(grads[0][rows], logits, weight, add=False)
+                _multiply(grads[1], logits.t(), chunk, add=start > 0)
         return loss
 
     def _over_ranks(self, statistics: Tensor) -> Tensor:

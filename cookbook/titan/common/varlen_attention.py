@@ -58,7 +58,6 @@ def varlen_attention(
             neighbouring query heads share one.
         cu_seqlens: (documents + 1,) int32, ascending from 0 to `tokens`; documents may be empty.
         max_seqlen: no document is longer.
-        scale: factor of the scores before the softmax.
 
     Returns:
         (tokens, heads, v_head_dim), contiguous.
@@ -284,14 +283,10 @@ class AttendedLength:
 
 
 def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
-    """Mark the last token of each document; the last one of a sequence always ends a document.
+    """Mark the last token of each document, (batch, length); that of a sequence is always one.
 
     Args:
-        tokens: (batch, length), token numbers.
         eos_id: the token that ends a document; None where a sequence is one document.
-
-    Returns:
-        (batch, length), bool.
     """
     ends = torch.zeros_like(tokens, dtype=torch.bool) if eos_id is None else tokens == eos_id
     ends[:, -1] = True

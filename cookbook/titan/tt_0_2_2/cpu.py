@@ -80,9 +80,9 @@ class CpuDevice(ModuleType):
 def prepare_cpu() -> None:
     """Bind TorchTitan to the CPU; called once, before a Trainer exists."""
     device = CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")
+    own = {"device_type": "cpu", "device_module": device}
     for holder in _DEVICE_HOLDERS:
-        own = {"device_type": "cpu", "device_module": device}
-        vars(holder).update((name, own[name]) for name in own.keys() & vars(holder).keys())
+        vars(holder).update({name: one for name, one in own.items() if hasattr(holder, name)})
 
     # No peak is known for a CPU; TorchTitan would print the MFU of an A100.
     torchtitan.tools.utils.get_peak_flops = lambda device_name: float("inf")

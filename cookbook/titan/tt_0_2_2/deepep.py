@@ -73,8 +73,7 @@ def leave(
     # All that is sent must have been asked for by now: float32, as DeepEP carries it, and dense.
     experts = experts.masked_fill(scores == 0, -1).contiguous()
     rows, scores = _Leave.apply(rows.contiguous(), scores.float().contiguous(), exchange)
-    to = {"experts": experts, "scores": scores, "num_experts": num_experts}
-    return rows, Routing(**to, exchange=exchange)
+    return rows, Routing(experts=experts, scores=scores, num_experts=num_experts, exchange=exchange)
 
 
 def dispatch(
