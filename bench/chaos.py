@@ -6,8 +6,6 @@ Two CPU nodes train TorchTitan's debug model. Afterwards every step is there onc
 an undisturbed run to the last printed digit, and no fault cost more than one checkpoint interval.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """The faults that a training run must survive."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A training run on a Slurm cluster started here, for faults to be put into."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

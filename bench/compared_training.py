@@ -6,8 +6,6 @@ train on the same sequences, whatever their layout: each rank reads the whole ba
 rows, where TorchTitan's loader gives data-parallel ranks different texts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -5,8 +5,6 @@
 A difference is relative: an arm's mean loss over its reference's with the same seed, minus 1.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import statistics

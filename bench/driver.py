@@ -7,8 +7,6 @@ rendered. `check`: time and memory of `submit.py check`. `queue`: 100 jobs on a 
 nodes started here. Exit with status 1 if one is over its limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """Verdicts and tables of the results of `bench.gradients`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ holds tensors, 0.1 GB a reference. docs/evidence/numerics/gradients.json is such
 status 1 if a corrected cell differs or a fault is not seen.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

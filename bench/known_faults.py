@@ -1,7 +1,5 @@
 """Known faults that the gradient comparison must detect; some come from the self-check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

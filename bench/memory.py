@@ -6,8 +6,6 @@ Commit bbdf732 has the script that measured them (bench/gpu_memory.py). A job of
 measured by `submit.py run`; its report has the largest `memory` of any rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import statistics

@@ -8,8 +8,6 @@ backend in each round. Exit with status 1 if a run fails or attention backends d
 loss: then one of them computes something else, however fast.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -5,8 +5,6 @@ for each block of 32 values, E4M3 for the values. FP8 rowwise, as TorchAO scales
 along the whole sum of a product. Products are summed in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

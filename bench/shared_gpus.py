@@ -4,8 +4,6 @@ A GPU then stands for several, to compare numerics, never speeds. Start CUDA's M
 first: DeepEP's kernels wait for one another, so they must run concurrently.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

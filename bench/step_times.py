@@ -7,8 +7,6 @@ Commit time-predicted.json, which `--keep` writes, before the run. Afterwards pu
 `foretold` into time.json, where they stay when the model changes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

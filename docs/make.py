@@ -5,8 +5,6 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import re

@@ -1,7 +1,5 @@
 """Tables of the keys and options that YAML files may hold."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

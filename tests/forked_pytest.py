@@ -7,8 +7,6 @@ exit status, null after SECONDS, and the names of failed tests. LOG has the outp
 This project is not imported here: each run imports its current files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

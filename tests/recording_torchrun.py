@@ -3,8 +3,6 @@
 The environment tells it where: TORCHRUN_RECORDS, the folder of records.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Python imports this module when its folder is on PYTHONPATH (tests/submit.py). T
 torchrun's own children, in sessions of their own, with their own output and environment.
 """
 
-from __future__ import annotations
-
 import atexit
 import io
 import os

@@ -5,8 +5,6 @@
 null is not supported by the card. Without the variable this machine has no driver.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

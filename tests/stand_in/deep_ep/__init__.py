@@ -7,8 +7,6 @@ with weight 0, and combine sums without weights. `test_titan_stand_in.py` checks
 reference.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 Until then there is `nan` in its place, so that a test sees who reads it too early.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
