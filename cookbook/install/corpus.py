@@ -124,8 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"corpus and tokenizer are there: {parsed.folder}")
         return 0
     began = time.monotonic()
-    sizes = make_corpus(parsed.folder)
-    megabytes = sizes["corpus/stdlib.jsonl"] / 1e6
+    megabytes = make_corpus(parsed.folder)["corpus/stdlib.jsonl"] / 1e6
     seconds = time.monotonic() - began
     print(f"corpus ({megabytes:.1f} MB) and tokenizer made in {seconds:.1f} s: {parsed.folder}")
     return 0

@@ -24,11 +24,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -159,8 +158,7 @@ def main(stack: str, describe: Callable[..., Answer]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-@dataclass(frozen=True)
-class Build:
+class Build(NamedTuple):
     """A Trainer, TorchTitan's warnings, and all stand-ins for something that only the job has."""
 
     trainer: Any

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,8 +61,7 @@ class Error:
         return None
 
 
-@dataclass(frozen=True)
-class KernelCase:
+class KernelCase(NamedTuple):
     """A kernel that a cell uses, such as `grouped GEMM mxfp8`, at one shape.
 
     `run` makes inputs and yields the errors of output and gradients; `avoid` says how to train

@@ -5,7 +5,6 @@ experts and needs no communication.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +45,7 @@ FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
 
 
-@dataclass(frozen=True)
-class RowsShape:
+class RowsShape(NamedTuple):
     """Tokens that a rank has received, for its own experts."""
 
     tokens: int
@@ -64,8 +62,7 @@ class RowsShape:
 
 def expert_factors(experts: int, device: str) -> torch.Tensor:
     """Return (experts,), float32; neighbours, and experts a power of two apart, differ."""
-    numbers = torch.arange(experts, device=device)
-    return 0.5 + (numbers * 5 % 13) / 8
+    return 0.5 + (torch.arange(experts, device=device) * 5 % 13) / 8
 
 
 def row_errors(
@@ -153,8 +150,7 @@ def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterat
 # --- Dispatch and combine between ranks: the cell's own MoE layer, with another router and experts.
 
 
-@dataclass(frozen=True)
-class ExchangeShape:
+class ExchangeShape(NamedTuple):
     """Sequences of one data-parallel rank, all experts of the mesh."""
 
     batch: int

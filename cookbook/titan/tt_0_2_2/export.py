@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -56,8 +56,7 @@ class Request:
     file_bytes: int = FILE_BYTES
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Neighbouring tensors of the result, of one shape, that are a range of the checkpoint's `fqn`.
 
     Several are experts, along the first dimension from `first` on.
@@ -172,7 +171,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
             reason = f"{fqn}: found {found}, {request.flavor} has {list(tensor.shape)}"
             remedy = "name a whole checkpoint of this flavor"
             raise InputError(request.checkpoint, reason, remedy)
-        names = list(adapter.to_hf({fqn: tensor}))
+        names = tuple(adapter.to_hf({fqn: tensor}))
         shape = tuple(tensor.shape[1:] if len(names) > 1 else tensor.shape)
         dtype = getattr(torch, "float32" if fqn.endswith("expert_bias") else request.dtype)
         each = torch.Size(shape).numel() * dtype.itemsize
@@ -180,8 +179,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
         while first < len(names):
             fit = max(min(room // each, len(names) - first), 0 if files[-1] else 1)
             if fit:
-                chosen = tuple(names[first : first + fit])
-                files[-1].append(Part(fqn, chosen, first, shape, dtype))
+                files[-1].append(Part(fqn, names[first : first + fit], first, shape, dtype))
                 first, room = first + fit, room - fit * each
             if first < len(names):
                 files.append([])

@@ -113,9 +113,8 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     batch = min(sequences, max(2, limits.attention_scores // (heads * length * length)))
     most = sequences * bounds_capacity(0, whole) if is_flash else None
     head_dim, v_head_dim = cell.model_args.head_dims
-    scale = getattr(layer, cell.parts.scale)
     shape = products.AttentionShape(
-        *(batch, length, heads, head_dim, v_head_dim, scale, groups),
+        *(batch, length, heads, head_dim, v_head_dim, getattr(layer, cell.parts.scale), groups),
         max_documents=most,
         max_length=whole if is_flash else None,
     )
