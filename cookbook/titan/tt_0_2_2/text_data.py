@@ -10,8 +10,9 @@ its tokens as training's and moves the router's counts; this one restores all of
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
-from torchtitan.hf_datasets.text_datasets import (
-    build_text_dataloader,
-    build_text_validation_dataloader,
-)
+from torchtitan.hf_datasets import text_datasets
 
 from cookbook.base.errors import InputError
 from cookbook.base.text_files import TextSource, find_sources, read_windows
@@ -101,14 +99,13 @@ class TextDataset(IterableDataset, Stateful):
     def __init__(
         self,
         sources: Sequence[TextSource],
-        key: str,
-        seed: int,
+        data: Any,
         tokenizer: Any,
         seq_len: int,
         dp_rank: int,
         dp_world_size: int,
     ) -> None:
-        self._sources, self._key, self._seed = sources, key, seed
+        self._sources, self._key, self._seed = sources, data.text_key, data.shuffle_seed
         self._tokenizer, self._seq_len = tokenizer, seq_len
         self._rank, self._world = dp_rank, dp_world_size
         self._buffer: list[int] = []
@@ -157,43 +154,35 @@ class TextDataset(IterableDataset, Stateful):
 
 def build_dataloader(**arguments: Any) -> ParallelAwareDataloader:
     """Return the data loader of a training job; arguments as TorchTitan's function takes them."""
-    config = arguments["job_config"]
-    if config.training.dataset != DATASET:
-        return _tie_workers_to_rank(build_text_dataloader(**arguments))
-    return _build(config.training, config.data.files, **arguments)
+    config, titans = arguments["job_config"], text_datasets.build_text_dataloader
+    return _build(titans, config.training, config.data.files, **arguments)
 
 
 def build_validation_dataloader(**arguments: Any) -> ParallelAwareDataloader:
     """Return a data loader at the start of the validation texts."""
     config = arguments["job_config"]
-    if config.validation.dataset != DATASET:
-        return _tie_workers_to_rank(build_text_validation_dataloader(**arguments, infinite=True))
-    return _build(config.validation, config.data.validation_files, **arguments)
+    titans = partial(text_datasets.build_text_validation_dataloader, infinite=True)
+    return _build(titans, config.validation, config.data.validation_files, **arguments)
 
 
 def _build(
-    section: Any,
-    patterns: Sequence[str],
-    dp_world_size: int,
-    dp_rank: int,
-    tokenizer: Any,
-    job_config: Any,
+    titans: Callable[..., Any], section: Any, patterns: Sequence[str], **arguments: Any
 ) -> ParallelAwareDataloader:
-    try:
-        sources = find_sources(patterns)
-    except InputError as error:
-        raise refuse(str(error)) from None
-    how = (job_config.data.text_key, job_config.data.shuffle_seed, tokenizer, section.seq_len)
-    dataset = TextDataset(sources, *how, dp_rank, dp_world_size)
-    options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
-    return _tie_workers_to_rank(ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **options))
-
-
-def _tie_workers_to_rank(loader: ParallelAwareDataloader) -> ParallelAwareDataloader:
-    """Let the loader's workers die with their rank.
-
-    One whose rank is gone waits for ever to write its state, a whole document, into a pipe.
-    """
+    """Return TorchTitan's own loader, or one of the user's texts."""
+    if section.dataset != DATASET:
+        loader: ParallelAwareDataloader = titans(**arguments)
+    else:
+        try:
+            sources = find_sources(patterns)
+        except InputError as error:
+            raise refuse(str(error)) from None
+        ranks = arguments["dp_rank"], arguments["dp_world_size"]
+        data, tokenizer = arguments["job_config"].data, arguments["tokenizer"]
+        dataset = TextDataset(sources, data, tokenizer, section.seq_len, *ranks)
+        options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
+        loader = ParallelAwareDataloader(dataset, *ranks, **options)
+    # A worker whose rank is gone would wait for ever to write its state, which holds a whole
+    # document, into a pipe that nobody reads.
     loader.worker_init_fn = die_with_parent
     return loader
 
