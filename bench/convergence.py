@@ -12,9 +12,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from scipy.special import stdtr, stdtrit
+
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
-from cookbook.results.verdicts import t_below, t_quantile
 
 DATA = ROOT / "docs/evidence/convergence"
 # Within this share of the reference's loss (DeepSeek-V3, arXiv:2412.19437, section 3.3).
@@ -37,7 +38,8 @@ Test = Callable[[Sequence[float], float], float]
 def t_test(differences: Sequence[float], bound: float) -> float:
     """Return the p value of Student's paired test against "the difference is `bound` or more"."""
     error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return t_below((statistics.fmean(differences) - bound) / error, len(differences) - 1)
+    excess = (statistics.fmean(differences) - bound) / error
+    return float(stdtr(len(differences) - 1, excess))
 
 
 def sign_flips(differences: Sequence[float], bound: float) -> float:
@@ -113,7 +115,7 @@ def differences(losses: Mapping[str, Sequence[float]]) -> dict[str, list[float]]
 def mean_and_half_interval(found: Sequence[float]) -> tuple[float, float]:
     """Return the mean and half the width of its 90% interval."""
     error = statistics.stdev(found) / math.sqrt(len(found))
-    return statistics.fmean(found), t_quantile(0.95, len(found) - 1) * error
+    return statistics.fmean(found), float(stdtrit(len(found) - 1, 0.95)) * error
 
 
 def verdict_table(name: str) -> str:

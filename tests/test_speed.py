@@ -28,7 +28,6 @@ from cookbook.results.verdicts import (
     measured_steps,
     paired_speed_up,
     speed_up,
-    t_quantile,
 )
 
 DRAWS = 1000
@@ -62,19 +61,6 @@ def test_stalls_are_named_and_what_they_took() -> None:
     # A little less than half as long again is no stall.
     near = measure(curve(*[300.0] * 19, 201.0))
     assert near is not None and near.stalls == ()
-
-
-# Of a printed table: 95% and 90% two-sided.
-@pytest.mark.parametrize(
-    ("freedom", "of_95", "of_90"),
-    [
-        *[(1, 12.706, 6.314), (2, 4.303, 2.920), (3, 3.182, 2.353), (4, 2.776, 2.132)],
-        *[(5, 2.571, 2.015), (9, 2.262, 1.833), (12, 2.179, 1.782), (120, 1.980, 1.658)],
-    ],
-)
-def test_students_t_is_that_of_the_tables(freedom: int, of_95: float, of_90: float) -> None:
-    assert t_quantile(0.975, freedom) == pytest.approx(of_95, abs=6e-4)
-    assert t_quantile(0.95, freedom) == pytest.approx(of_90, abs=6e-4)
 
 
 def test_too_few_steps_have_no_interval() -> None:

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from scipy.special import stdtrit
+
 from cookbook.observe.metrics import StepMetrics
 
 NUM_BATCHES = 5
@@ -38,7 +40,7 @@ class Spread:
 
     def half_width(self, level: float) -> float:
         """Return half the two-sided confidence interval at `level`, such as 0.95."""
-        return t_quantile((1 + level) / 2, self.freedom) * self.error
+        return float(stdtrit(self.freedom, (1 + level) / 2)) * self.error
 
     def of_difference(self, num: int, num_other: int) -> "Spread":
         """Return the spread of the difference of two means of values with this deviation."""
@@ -98,31 +100,6 @@ def correlation(deviations: Sequence[float]) -> float:
         return 0.0
     found = products / squares
     return min(_MOST_ALIKE, found + (1 + 3 * found) / len(deviations))
-
-
-def t_quantile(probability: float, freedom: int) -> float:
-    """Return the quantile of Student's t for a `probability` from 0.5 up."""
-    low, high = 0.0, 1e9
-    for _ in range(100):
-        middle = (low + high) / 2
-        if t_below(middle, freedom) < probability:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def t_below(value: float, freedom: int) -> float:
-    """Return Student's distribution function (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    angle = math.atan(value / math.sqrt(freedom))
-    cosine, sine = math.cos(angle), math.sin(angle)
-    odd = freedom % 2
-    term, total = cosine if odd else 1.0, 0.0
-    for power in range(1 + odd, freedom, 2):
-        total += term
-        term *= cosine * cosine * power / (power + 1)
-    within = (angle + sine * total) * 2 / math.pi if odd else sine * total
-    return 0.5 + within / 2
 
 
 LEVEL = 0.95
