@@ -8,30 +8,12 @@ import pytest
 
 from cookbook.base.yamlfile import Unchecked
 from cookbook.observe.metrics import Newest, Phase, StepMetrics
+from cookbook.run import status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
-from cookbook.run.status import (
-    CANCELLED,
-    QUEUED,
-    RUNNING,
-    AttemptEnd,
-    Cause,
-    Status,
-    read_history,
-    write_attempt_end,
-    write_status,
-)
+from cookbook.run.status import CANCELLED, QUEUED, RUNNING, AttemptEnd, Cause, Status
+from cookbook.supervise import exits
 from cookbook.supervise.attempt import StepClock, Timeouts
-from cookbook.supervise.exits import (
-    RULES,
-    Action,
-    classify_exit,
-    decide,
-    note_killed_attempt,
-    refused_end,
-    restarts_after_failure,
-    stopped_end,
-)
 
 
 @pytest.fixture
@@ -40,12 +22,12 @@ def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CellFolder:
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     cell = CellFolder(tmp_path / "run" / "cell")
     cell.attempt(0).path.mkdir(parents=True)
-    write_status(cell, Status(RUNNING, 0, started=1.0))
+    status.write_status(cell, Status(RUNNING, 0, started=1.0))
     return cell
 
 
 def ended(cell: CellFolder, code: int) -> AttemptEnd:
-    return classify_exit(cell, cell.attempt(0), CellRecord(), 1.0, code)
+    return exits.classify_exit(cell, cell.attempt(0), CellRecord(), 1.0, code)
 
 
 def ends(*causes: Cause, step: int = 1) -> list[AttemptEnd]:
@@ -54,11 +36,11 @@ def ends(*causes: Cause, step: int = 1) -> list[AttemptEnd]:
 
 
 def test_a_final_cause_stops_at_once() -> None:
-    assert set(RULES) == set(Cause)
+    assert set(exits.RULES) == set(Cause)
     final = {Cause.OUT_OF_MEMORY, Cause.MISSING_FILE, Cause.MISSING_MODULE, Cause.WRONG_OPTION}
     for cause in final | {Cause.BAD_NODES}:
-        decision = decide(ends(cause), most=9, lost_nodes=["worker-1"], is_time_over=True)
-        assert decision.action is Action.STOP
+        decision = exits.decide(ends(cause), most=9, lost_nodes=["worker-1"], is_time_over=True)
+        assert decision.action is exits.Action.STOP
         assert "then: python submit.py run --resume RUN" in decision.words
 
 
@@ -66,36 +48,36 @@ def test_a_final_cause_stops_at_once() -> None:
     ("causes", "most", "is_over", "lost", "action", "words"),
     [
         # A checkpoint at Slurm's request is no failure, and never counted.
-        ([Cause.SAVED] * 20, 0, False, [], Action.REQUEUE, "requeued, to go on from there"),
-        ([Cause.SAVED, Cause.DEAD_RANK], 1, False, [], Action.RESTART, "restarted (1 of 1)"),
-        ([Cause.TOO_LATE], 1, True, [], Action.REQUEUE, "its time was almost over (1 of 1)"),
-        ([Cause.HANG], 1, True, [], Action.REQUEUE, "its time was almost over (1 of 1)"),
-        ([Cause.HANG] * 2, 1, True, [], Action.STOP, "restarted 1 times"),
-        ([Cause.DEAD_RANK], 1, False, ["w-1"], Action.REQUEUE, "without w-1, which Slurm"),
-        ([Cause.LOST_NODE], 1, False, [], Action.REQUEUE, "without a node, which Slurm"),
-        ([Cause.DISK_FULL] * 2, 1, False, [], Action.STOP, "free some space"),
+        ([Cause.SAVED] * 20, 0, False, [], exits.Action.REQUEUE, "requeued, to go on from there"),
+        ([Cause.SAVED, Cause.DEAD_RANK], 1, False, [], exits.Action.RESTART, "restarted (1 of 1)"),
+        ([Cause.TOO_LATE], 1, True, [], exits.Action.REQUEUE, "its time was almost over (1 of 1)"),
+        ([Cause.HANG], 1, True, [], exits.Action.REQUEUE, "its time was almost over (1 of 1)"),
+        ([Cause.HANG] * 2, 1, True, [], exits.Action.STOP, "restarted 1 times"),
+        ([Cause.DEAD_RANK], 1, False, ["w-1"], exits.Action.REQUEUE, "without w-1, which Slurm"),
+        ([Cause.LOST_NODE], 1, False, [], exits.Action.REQUEUE, "without a node, which Slurm"),
+        ([Cause.DISK_FULL] * 2, 1, False, [], exits.Action.STOP, "free some space"),
     ],
 )
 def test_what_follows_from_a_cause(
-    causes: list[Cause], most: int, is_over: bool, lost: list[str], action: Action, words: str
+    causes: list[Cause], most: int, is_over: bool, lost: list[str], action: exits.Action, words: str
 ) -> None:
-    decision = decide(ends(*causes), most, lost, is_over)
+    decision = exits.decide(ends(*causes), most, lost, is_over)
     assert decision.action is action and words in decision.words
 
 
 @pytest.mark.parametrize(("cause", "most"), [(Cause.DEAD_RANK, 2), (Cause.ERROR, 1)])
 def test_attempts_without_progress_are_bounded(cause: Cause, most: int) -> None:
-    def after(*causes: Cause) -> Action:
+    def after(*causes: Cause) -> exits.Action:
         history = [AttemptEnd(0, cause, last_step=5)]
         history += [AttemptEnd(n, one, last_step=5) for n, one in enumerate(causes, 1)]
-        return decide(history, most=9).action
+        return exits.decide(history, most=9).action
 
-    assert after(*[cause] * most) is Action.RESTART
-    assert after(Cause.SAVED, *[cause] * most) is Action.RESTART
-    assert after(*[cause] * (most + 1)) is Action.STOP
+    assert after(*[cause] * most) is exits.Action.RESTART
+    assert after(Cause.SAVED, *[cause] * most) is exits.Action.RESTART
+    assert after(*[cause] * (most + 1)) is exits.Action.STOP
     # The step of a checkpoint is no progress of the failure after it.
     furthest = [AttemptEnd(0, Cause.SAVED, last_step=9), AttemptEnd(1, cause, last_step=9)]
-    assert decide([*furthest, *furthest[1:] * most], most=9).action is Action.STOP
+    assert exits.decide([*furthest, *furthest[1:] * most], most=9).action is exits.Action.STOP
 
 
 @pytest.mark.parametrize(
@@ -120,7 +102,7 @@ def test_an_attempt_that_saved_as_asked(cell: CellFolder, monkeypatch: pytest.Mo
         assert end.reason == "asked to stop, it saved step 12 and ended"
     for state, cause in ((QUEUED, Cause.SAVED), (CANCELLED, Cause.STOPPED)):
         monkeypatch.setattr("cookbook.supervise.exits.stop_reason", lambda *_, s=state: (s, "x"))
-        stopped, found = stopped_end(end, "SIGTERM")
+        stopped, found = exits.stopped_end(end, "SIGTERM")
         assert (stopped.cause, found) == (cause, state)
 
 
@@ -148,10 +130,10 @@ def test_a_disk_without_room_for_a_log_is_the_cause(
 def test_a_refused_attempt_has_excluded_nodes(cell: CellFolder, reason: str, cause: Cause) -> None:
     found = {"nodes": [], "excluded": {"worker-4": "GPU 3: 2 uncorrectable ECC error(s)"}}
     cell.attempt(0).preflight.write_text(json.dumps(found))
-    end = refused_end(cell.attempt(0), reason)
+    end = exits.refused_end(cell.attempt(0), reason)
     assert (end.cause, end.left_out) == (cause, ("worker-4",))
     cell.attempt(0).preflight.write_text("{")
-    assert refused_end(cell.attempt(0), reason).left_out == ()
+    assert exits.refused_end(cell.attempt(0), reason).left_out == ()
 
 
 def test_requeues_after_saves_are_free(cell: CellFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +141,7 @@ def test_requeues_after_saves_are_free(cell: CellFolder, monkeypatch: pytest.Mon
     for number, job_id in enumerate(["77", "77", "76"]):
         cell.attempt(number).path.mkdir(exist_ok=True)
         cell.attempt(number).stopped.write_text(f"{job_id} 5\n")
-    assert restarts_after_failure(cell) == 1
+    assert exits.restarts_after_failure(cell) == 1
 
 
 def test_a_step_with_a_gradient_that_is_no_number_is_no_good_one(cell: CellFolder) -> None:
@@ -173,15 +155,15 @@ def test_a_step_with_a_gradient_that_is_no_number_is_no_good_one(cell: CellFolde
 
 def test_only_an_attempt_without_a_word_of_its_end_was_cut_short(cell: CellFolder) -> None:
     def causes() -> list[Cause]:
-        note_killed_attempt(cell, CellRecord())
-        return [end.cause for end in read_history(cell.attempts())]
+        exits.note_killed_attempt(cell, CellRecord())
+        return [end.cause for end in status.read_history(cell.attempts())]
 
-    write_attempt_end(cell.attempt(0), AttemptEnd(0, Cause.HANG, "no step for 90 s"))
+    status.write_attempt_end(cell.attempt(0), AttemptEnd(0, Cause.HANG, "no step for 90 s"))
     assert causes() == [Cause.HANG]
     # The status is of an attempt before this one, so nobody knows when this one started.
     cell.attempt(1).path.mkdir()
     assert causes() == [Cause.HANG]
-    write_status(cell, Status(RUNNING, 1, started=2.0))
+    status.write_status(cell, Status(RUNNING, 1, started=2.0))
     assert causes() == [Cause.HANG, Cause.CUT_SHORT]
 
 

@@ -26,17 +26,7 @@ from cookbook.supervise import network_test
 from cookbook.supervise import preflight as module
 from cookbook.supervise.network_test import NetworkVerdict, Outcome, RankGroups
 from cookbook.supervise.node_report import Fault, Reader, Report, format_report
-from cookbook.supervise.preflight import (
-    CannotStartError,
-    JobNodes,
-    RequeueNeededError,
-    ask_nodes,
-    check_network,
-    decide,
-    differing,
-    head_address,
-    preflight,
-)
+from cookbook.supervise.preflight import CannotStartError, JobNodes
 
 ECC = Fault("gpu memory", "GPU 3: 1 uncorrectable ECC error(s)", 24.0)
 BUSY = Fault("idle", "GPU 0: 9 GiB in use", 1.0)
@@ -74,14 +64,14 @@ def _report(node: str, facts: dict[str, str]) -> Report:
 def test_the_node_that_differs_from_most_is_named_with_what_differs() -> None:
     reports = [_report(name, {"torch": "2.10", "Python": "3.11"}) for name in names(4)]
     reports[2] = _report("worker-2", {"torch": "2.9", "Python": "3.11"})
-    ((node, fault),) = differing(reports).items()
+    ((node, fault),) = module.differing(reports).items()
     assert (node, fault.reason) == ("worker-2", "torch is 2.9, elsewhere 2.10")
     # Of two that differ the node of the script is right.
     first, second = _report("worker-9", {"torch": "2.10"}), _report("worker-1", {"torch": "2.9"})
-    assert differing([first, second]).keys() == {"worker-1"}
-    assert differing([second, first]).keys() == {"worker-9"}
+    assert module.differing([first, second]).keys() == {"worker-1"}
+    assert module.differing([second, first]).keys() == {"worker-9"}
     # A fact that a node does not know is no difference.
-    assert differing([_report("worker-0", {"driver": "580"}), _report("worker-1", {})]) == {}
+    assert module.differing([_report("worker-0", {"driver": "580"}), _report("worker-1", {})]) == {}
 
 
 def test_reports_of_many_nodes_come_through_mixed_lines() -> None:
@@ -127,7 +117,7 @@ def test_nodes_are_asked_for_what_their_job_needs(
     reports[0] = replace(reports[0], faults=[BUSY, ECC])
     del reports[2]
     monkeypatch.setattr(module, "run_step", _answers(reports, asked))
-    ask_nodes(job)
+    module.ask_nodes(job)
     nodes, question = asked[0]
     assert nodes == job.nodes
     assert question == {
@@ -154,13 +144,13 @@ def test_a_fault_of_most_nodes_is_nobodys(job: JobNodes, monkeypatch: pytest.Mon
     reports = [Report(name, 1000.0, wrong, {}) for name in job.nodes]
     monkeypatch.setattr(module, "run_step", _answers(reports, []))
     with pytest.raises(CannotStartError, match=r"disk: 4 of 4 nodes.* none is excluded"):
-        ask_nodes(job)
+        module.ask_nodes(job)
     assert job.faults == {} and read_excluded() == []
 
 
 def requeued(job: JobNodes) -> tuple[Sequence[str] | None, float | None]:
-    with pytest.raises(RequeueNeededError) as needed:
-        decide(job)
+    with pytest.raises(module.RequeueNeededError) as needed:
+        module.decide(job)
     return needed.value.decision.exclude, needed.value.decision.begin
 
 
@@ -168,7 +158,7 @@ def test_requeued_within_its_restarts(job: JobNodes, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     job.faults = {"worker-1": [ECC]}
     # The spare one takes its place.
-    decide(job)
+    module.decide(job)
     job.faults["worker-2"] = [ECC]
     assert requeued(job) == (["worker-1", "worker-2"], None)
     found = json.loads(job.attempt.preflight.read_text())
@@ -176,7 +166,7 @@ def test_requeued_within_its_restarts(job: JobNodes, monkeypatch: pytest.MonkeyP
     assert found["excluded"].keys() == {"worker-1", "worker-2"}
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     with pytest.raises(CannotStartError, match=r"started again 3 times already .*ECC error"):
-        decide(job)
+        module.decide(job)
 
 
 def test_what_the_user_excludes_stays_so(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +178,9 @@ def test_what_the_user_excludes_stays_so(job: JobNodes, monkeypatch: pytest.Monk
     assert requeued(job) == (["worker-4", "worker-1"], None)
 
 
-def test_where_too_few_are_left_it_waits_for_the_first_that_comes_back(job: JobNodes) -> None:
+def test_where_too_few_are_left_it_waits_for_the_first_that_comes_back(
+    job: JobNodes,
+) -> None:
     exclude_nodes({"worker-1": ECC.reason, "worker-2": ECC.reason}, hours=24)
     exclude_nodes({"worker-4": "moved"}, hours=5)
     exclude_nodes({"worker-5": "moved"}, hours=3)
@@ -198,7 +190,7 @@ def test_where_too_few_are_left_it_waits_for_the_first_that_comes_back(job: JobN
     assert requeued(job) == (["worker-1", "worker-2"], listed["worker-4"])
     job.record = replace(job.record, too_few_nodes="stop")
     with pytest.raises(CannotStartError, match=r"2 missing \(too_few_nodes: stop\)"):
-        decide(job)
+        module.decide(job)
 
 
 def test_a_network_fault_of_no_single_node(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,19 +198,19 @@ def test_a_network_fault_of_no_single_node(job: JobNodes, monkeypatch: pytest.Mo
     found = NetworkVerdict({}, error="the ranks cannot communicate")
     monkeypatch.setattr(module, "test_bandwidth", lambda *_: found)
     with pytest.raises(CannotStartError, match="communicate; no fault of single nodes"):
-        check_network(job)
+        module.check_network(job)
     found = NetworkVerdict({"all_reduce": 9.0}, warning="slow as a whole")
-    assert check_network(job) and job.faults == {}
+    assert module.check_network(job) and job.faults == {}
     assert "slow as a whole; training starts all the same" in job.attempt.log.read_text()
 
 
 def test_switched_off_it_asks_nobody(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ask_nodes", lambda job: pytest.fail("it was asked"))
     monkeypatch.setenv("COOKBOOK_PREFLIGHT", "off")
-    assert preflight(job.cell, job.attempt, job.record) == names(3)
+    assert module.preflight(job.cell, job.attempt, job.record) == names(3)
     monkeypatch.setenv("COOKBOOK_PREFLIGHT", "of")
     with pytest.raises(InputError, match="found 'of', allowed: full, nodes, off"):
-        preflight(job.cell, job.attempt, job.record)
+        module.preflight(job.cell, job.attempt, job.record)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +233,7 @@ def test_the_heads_address(monkeypatch: pytest.MonkeyPatch, resolved: str, addre
         return [(0, 0, 0, "", (resolved, 0)), (0, 0, 0, "", ("10.1.1.1", 0))]
 
     monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
-    assert head_address("worker-0") == address
+    assert module.head_address("worker-0") == address
     assert asked == ["worker-0-ib"] * 3
 
 

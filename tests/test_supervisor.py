@@ -13,21 +13,10 @@ from typing import Any
 import pytest
 
 from cookbook.base.yamlfile import Unchecked
+from cookbook.run import status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
-from cookbook.run.status import (
-    FINISHED,
-    QUEUED,
-    REFUSED,
-    RUNNING,
-    AttemptEnd,
-    Cause,
-    Status,
-    read_history,
-    read_status,
-    write_attempt_end,
-    write_status,
-)
+from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING, AttemptEnd, Cause, Status
 from cookbook.supervise.attempt import Timeouts, end_orphan_processes
 from cookbook.supervise.exits import Decision, decide
 from cookbook.supervise.resume_point import prepare
@@ -64,7 +53,7 @@ def make(
     options = Unchecked({"checkpoint.enable": True})
     CellRecord(max_restarts=most, options=options).write(cell.record)
     cell.script.write_text(f"{HEAD}{body}\n")
-    write_status(cell, Status(state))
+    status.write_status(cell, Status(state))
     return cell
 
 
@@ -95,7 +84,7 @@ def supervised(tmp_path: Path) -> Callable[..., Outcome]:
         cell = make(tmp_path, body=body, most=most)
         (tmp_path / "link").symlink_to(tmp_path / "run")
         linked = CellFolder(tmp_path / "link" / "cell")
-        return Outcome(run(linked), read_status(cell), read_history(cell.attempts()))
+        return Outcome(run(linked), status.read_status(cell), status.read_history(cell.attempts()))
 
     return supervise
 
@@ -226,11 +215,11 @@ def test_an_attempt_whose_supervisor_was_killed_is_noted_and_ended(tmp_path: Pat
     log = cell.attempt(0).log
     log.parent.mkdir(parents=True)
     log.write_text("[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: 4  loss: 7  x\n")
-    write_status(cell, Status(RUNNING, 0, started=time.time() - 60))
+    status.write_status(cell, Status(RUNNING, 0, started=time.time() - 60))
     left = start_marked(300, {**os.environ, **marks(cell)})
     assert run(cell) == 0
     assert left.wait(timeout=1) < 0
-    first, second = read_history(cell.attempts())
+    first, second = status.read_history(cell.attempts())
     assert (first.cause, first.last_step, second.cause) == (Cause.CUT_SHORT, 4, Cause.FINISHED)
 
 
@@ -262,7 +251,7 @@ def test_only_processes_of_this_very_job_are_ended(
 
 
 def states(*cells: CellFolder) -> list[str]:
-    return [read_status(cell).state for cell in cells]
+    return [status.read_status(cell).state for cell in cells]
 
 
 def test_cells_are_trained_in_turn_but_for_those_that_have_finished_or_cannot_run(
@@ -280,7 +269,7 @@ def test_told_to_stop_it_starts_no_further_cell(tmp_path: Path) -> None:
     second = make(tmp_path, "second")
     assert run(first, second) == 128 + signal.SIGTERM
     assert states(first, second) == ["cancelled", "cancelled"]
-    assert read_status(second).reason == "cancelled before it started"
+    assert status.read_status(second).reason == "cancelled before it started"
     assert second.attempts() == []
 
 
@@ -316,7 +305,7 @@ def test_a_folder_that_was_deleted_is_not_created_anew(tmp_path: Path, rest: str
     gone = make(tmp_path, "gone", f'rm -r "${{CELL_DIR}}"; {rest}')
     other = make(tmp_path, "other", "step 1 7")
     assert run(gone, other) == 1
-    assert not list(gone.path.glob("*.*")) and read_status(other).state == FINISHED
+    assert not list(gone.path.glob("*.*")) and status.read_status(other).state == FINISHED
 
 
 def test_failures_of_earlier_jobs_are_none_of_this_one(tmp_path: Path) -> None:
@@ -324,9 +313,9 @@ def test_failures_of_earlier_jobs_are_none_of_this_one(tmp_path: Path) -> None:
     for number, job_id in enumerate(("4711", None)):
         cell.attempt(number).path.mkdir(parents=True)
         end = AttemptEnd(number, Cause.DEAD_RANK, "rank 1: killed", job_id=job_id)
-        write_attempt_end(cell.attempt(number), end)
+        status.write_attempt_end(cell.attempt(number), end)
     assert run(cell) == 0
-    ends = read_history(cell.attempts())
+    ends = status.read_history(cell.attempts())
     assert [end.cause for end in ends[2:]] == [Cause.DEAD_RANK, Cause.FINISHED]
     assert ends[2].decision == "restarted (1 of 1)"
 
@@ -342,7 +331,7 @@ def test_a_job_reads_its_record_alone(tmp_path: Path) -> None:
     broken = make(tmp_path, "broken")
     broken.record.write_text("{")
     assert run(broken) == 2
-    assert (read_status(broken).state, broken.attempts()) == ("failed", [])
+    assert (status.read_status(broken).state, broken.attempts()) == ("failed", [])
 
 
 def test_all_attempts_are_one_run_of_weights_and_biases(
@@ -359,4 +348,4 @@ def test_a_run_that_may_skip_steps_is_not_ended_for_a_loss_that_is_nan(tmp_path:
     cell = make(tmp_path, body="step 1 7; step 2 nan; sleep 4; step 3 6; exit 0")
     CellRecord(options=Unchecked({"training.max_skipped_steps": 1})).write(cell.record)
     assert run(cell) in (0, None)
-    assert read_status(cell).state == FINISHED
+    assert status.read_status(cell).state == FINISHED
