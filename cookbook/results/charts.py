@@ -44,21 +44,16 @@ COLOURS = (
 
 @dataclass(frozen=True)
 class Line:
-    """A cell's values over the steps.
-
-    Attributes:
-        colour: index into COLOURS; `is_dashed`: another cell has the colour already.
-        marks: points marked by a triangle; `rules`: steps marked by a vertical line.
-    """
+    """A cell's values over the steps."""
 
     label: str
-    colour: int
+    colour: int  # index into COLOURS
     x: list[float]
     y: list[float]
-    is_dashed: bool = False
+    is_dashed: bool = False  # another cell has the colour already
     is_pale: bool = False
-    marks: tuple[tuple[float, float], ...] = ()
-    rules: tuple[float, ...] = ()
+    marks: tuple[tuple[float, float], ...] = ()  # points marked by a triangle
+    rules: tuple[float, ...] = ()  # steps marked by a vertical line
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     if status == FAILED and attempts:
         found = find_reason(attempts[-1].path)
         reasons.append(found if found and found not in (state.reason or "") else None)
-    if bad := [*takewhile(lambda one: _is_bad(one.loss), reversed(curve))]:
+    if bad := [*takewhile(lambda one: not math.isfinite(one.loss or 0.0), reversed(curve))]:
         reasons.append(f"loss is {bad[-1].loss} since step {bad[-1].step}")
     if status != REFUSED:
         reasons += [_EMULATED] * is_low_precision_emulated + [_BY_REFERENCE] * by_reference
@@ -113,10 +113,6 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         curve=curve,
         loads=loads,
     )
-
-
-def _is_bad(loss: float | None) -> bool:
-    return loss is not None and not math.isfinite(loss)
 
 
 def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:

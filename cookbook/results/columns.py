@@ -62,22 +62,14 @@ class Table:
 
 
 class Column(NamedTuple):
-    """A column.
-
-    Attributes:
-        tables: names of the tables that have it.
-        align: l, or r for numbers.
-        value: an attribute of Result such as `throughput.num_steps`, or a function of a Result.
-        template: a format of that value, or a function that returns its text.
-        baseline: an attribute; the baseline's row says `baseline` where it is known.
-    """
-
     heading: str
-    tables: str
-    align: str
-    value: str | Callable[[Result], object]
-    template: str | Callable[[Any], str] = "{}"
-    baseline: str = ""
+    tables: str  # names of those that have it
+    align: str  # l, or r for numbers
+    value: str | Callable[[Result], object]  # an attribute such as `throughput.num_steps`
+    template: str | Callable[[Any], str] = (
+        "{}"  # a format of it, or a function that returns its text
+    )
+    baseline: str = ""  # an attribute; the baseline's row says `baseline` where it is known
 
     def text(self, row: Result) -> str:
         """Return the row's text, a dash for an unknown value."""

@@ -63,6 +63,14 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
         return replace(first, name=first.repeat_of or first.name)
     throughput = measure(*(run.curve for run in runs))
     reasons = [f"repeat {number}: {run.reason}" for number, run in enumerate(runs, 1) if run.reason]
+    attempts = tuple(attempt for run in runs for attempt in run.history.attempts)
+    lost = sum(run.history.steps_lost for run in runs)
+    # Effective time is relative to the time that all attempts took.
+    effective = elapsed = 0.0
+    for history in (run.history for run in runs):
+        if history.effective:
+            seconds = sum(attempt.effective_seconds for attempt in history.attempts)
+            effective, elapsed = effective + seconds, elapsed + seconds / history.effective
     return replace(
         first,
         name=first.repeat_of or first.name,
@@ -78,24 +86,12 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
         emulated=any(run.emulated for run in runs),
         active=next((run.active for run in runs if run.active), None),
         resumptions=tuple(one for run in runs for one in run.resumptions),
-        history=_merge_histories([run.history for run in runs]),
+        history=History(attempts, lost, effective / elapsed if elapsed else None),
         throughput=throughput,
         gpu_hours=sum(run.gpu_hours or 0.0 for run in runs) or None,
         cost_per_billion_tokens=median_of(run.cost_per_billion_tokens for run in runs),
         repeats=tuple(runs),
     )
-
-
-def _merge_histories(runs: Sequence[History]) -> History:
-    """Return all attempts; their effective time is relative to the time that all took."""
-    attempts = tuple(attempt for run in runs for attempt in run.attempts)
-    effective = elapsed = 0.0
-    for run in runs:
-        if run.effective:
-            seconds = sum(attempt.effective_seconds for attempt in run.attempts)
-            effective, elapsed = effective + seconds, elapsed + seconds / run.effective
-    lost = sum(run.steps_lost for run in runs)
-    return History(attempts, lost, effective / elapsed if elapsed else None)
 
 
 def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
@@ -135,18 +131,12 @@ def _loss_verdicts(cells: dict[str, Result]) -> dict[str, tuple[LossVerdict, Los
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The common cells, in the reference's order, each below the reference's own.
+    """The common cells, in the reference's order, each below the reference's own."""
 
-    Attributes:
-        reference: a run's name, or `published`.
-        tolerance: how many percent slower a cell may be.
-        differences: the other differences between the runs.
-    """
-
-    reference: str
-    tolerance: float
+    reference: str  # a run's name, or `published`
+    tolerance: float  # how many percent slower a cell may be
     rows: tuple[Result, ...]
-    differences: tuple[str, ...]
+    differences: tuple[str, ...]  # the other ones between the runs
     unit: str
 
     @property

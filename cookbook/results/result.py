@@ -17,25 +17,15 @@ SAME_MASK = 1.25
 
 @dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """The router's load over the last tenth of the logged steps.
+    """The router's load over the last tenth of the logged steps."""
 
-    Attributes:
-        busiest_over_mean: tokens of the busiest expert over the mean of its layer's experts: median
-            over these steps, in the layer where that is most. 1 is even.
-        layer: that layer.
-        median_over_layers: the same of the median layer.
-        starved_experts: experts below a tenth of their layer's mean, over all layers.
-        is_forced: the balance was forced, so this says nothing about the router.
-        steps: first and last training step.
-    """
-
-    busiest_over_mean: float
-    layer: int
-    median_over_layers: float
-    starved_experts: int
+    busiest_over_mean: float  # tokens of a layer's busiest expert over the mean; 1 is even
+    layer: int  # the one where the median of that over these steps is highest
+    median_over_layers: float  # the same of the median layer
+    starved_experts: int  # those below a tenth of their layer's mean, over all layers
     layers: int
-    is_forced: bool
-    steps: tuple[int, int]
+    is_forced: bool  # the balance was, so this says nothing about the router
+    steps: tuple[int, int]  # first and last training step
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +33,6 @@ class Result:
     """The result of one cell; an unknown value is None, never 0.
 
     The fields up to `profiled` are the keys of the JSON; the last four are of a comparison.
-
-    Attributes:
-        steps: the last step reached, of `total_steps`.
-        mfu: percent of the BF16 peak, also for quantized cells; None on a CPU.
-        validation_loss: the last one.
-        final_loss: may be NaN or infinite, with a reason; null in JSON.
-        speedup: throughput over the baseline's; `speed` has its interval, None for the baseline.
-        attention: `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU.
-        mean_attended_length: tokens that a token attended to, mean over the first step.
-        emulated: software ran in place of a kernel, so only the loss counts.
-        active: the training process's own report of its features.
-        loss, loss_last_tenth: verdicts against the baseline's curve; None for the baseline.
-        gpu_hours, cost_per_billion_tokens: of all attempts and repeats (results/collect.py).
-        profiled: TorchTitan's profiler was on in an attempt, which slows it down.
-        device, stand_in_for, baseline, prediction, world: as in the record (run/record.py).
-        tokens_per_step_per_gpu: over `tokens_per_second` of a step: the seconds of a step.
-        routing: trained, round_robin or random.
-        repeat_of: the cell that this folder repeats; `repeats`: the folders of a repeated cell.
-        asked, seen: recipe, layout and options that were asked for; versions, GPUs and nodes that
-            the newest attempt reported. As text.
-        curve: every logged step of the loss rank, rising, with its attempt; `loads`: the router's.
-        reference_tokens: throughput of the cell that it is compared with.
-        incomparable: why the two cannot be compared.
-        is_slower: slower than the tolerance allows, or without a speed where the reference has one.
     """
 
     name: str
@@ -75,51 +41,51 @@ class Result:
     ep_backend: str | None = None
     status: str | None = None
     reason: str | None = None
-    steps: int | None = None
+    steps: int | None = None  # the last one reached, of `total_steps`
     tokens_per_second_per_gpu: float | None = None
     tflops_per_gpu: float | None = None
-    mfu: float | None = None
+    mfu: float | None = None  # percent of the BF16 peak, also for quantized cells; None on a CPU
     memory_gib: float | None = None
-    final_loss: float | None = None
-    validation_loss: float | None = None
-    speedup: float | None = None
+    final_loss: float | None = None  # may be NaN or infinite, with a reason; null in JSON
+    validation_loss: float | None = None  # the last one
+    speedup: float | None = None  # throughput over the baseline's
     published_tokens_per_second_per_gpu: float | None = None
-    attention: str | None = None
-    mean_attended_length: float | None = None
-    emulated: bool = False
-    active: dict[str, Any] | None = None
+    attention: str | None = None  # `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU
+    mean_attended_length: float | None = None  # tokens that a token of the first step attended to
+    emulated: bool = False  # software ran in place of a kernel, so only the loss counts
+    active: dict[str, Any] | None = None  # the training process's own report of its features
     resumptions: tuple[Resumption, ...] = ()
     history: History = field(default_factory=History)
     throughput: Throughput | None = None
-    speed: SpeedUp | None = None
-    loss: LossVerdict | None = None
+    speed: SpeedUp | None = None  # `speedup` with its interval; None for the baseline
+    loss: LossVerdict | None = None  # verdicts against the baseline's curve; None for the baseline
     loss_last_tenth: LossVerdict | None = None
-    gpu_hours: float | None = None
+    gpu_hours: float | None = None  # as the cost, of all attempts and repeats (collect.py)
     cost_per_billion_tokens: float | None = None
     predicted_tokens_per_second_per_gpu: float | None = None
     predicted_largest: str | None = None
     router_load: LoadSummary | None = None
-    profiled: bool = False
+    profiled: bool = False  # TorchTitan's profiler was on in an attempt, which slows it down
     total_steps: int | None = None
-    device: str | None = None
+    device: str | None = None  # this and the next three: as in the record (run/record.py)
     stand_in_for: str | None = None
     baseline: str | None = None
     prediction: str | None = None
     published_speedup: float | None = None
     published_source: str | None = None
-    tokens_per_step_per_gpu: float | None = None
+    tokens_per_step_per_gpu: float | None = None  # over `tokens_per_second`: the seconds of a step
     world: int = 1
-    routing: str | None = None
-    repeat_of: str | None = None
-    repeats: tuple[Self, ...] = ()
-    asked: Mapping[str, str] = field(default_factory=dict)
-    seen: Mapping[str, str] = field(default_factory=dict)
-    curve: Sequence[StepMetrics] = ()
-    loads: Sequence[LoadStep] = ()
+    routing: str | None = None  # trained, round_robin or random
+    repeat_of: str | None = None  # the cell that this folder repeats
+    repeats: tuple[Self, ...] = ()  # the folders of a repeated cell
+    asked: Mapping[str, str] = field(default_factory=dict)  # recipe, layout and options, as text
+    seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs
+    curve: Sequence[StepMetrics] = ()  # every logged step of the loss rank, rising
+    loads: Sequence[LoadStep] = ()  # the router's
     run: str = ""
-    reference_tokens: float | None = None
-    incomparable: str | None = None
-    is_slower: bool = False
+    reference_tokens: float | None = None  # throughput of the cell that it is compared with
+    incomparable: str | None = None  # why the two cannot be compared
+    is_slower: bool = False  # than the tolerance allows, or alone without a speed
 
     @property
     def is_baseline(self) -> bool:

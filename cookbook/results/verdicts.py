@@ -112,42 +112,28 @@ STEPS, REPEATS = "steps", "repeats"
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Tokens/s/GPU over the logged steps after each attempt's warm-up.
-
-    Attributes:
-        mean: all tokens over all seconds, so that stalls count.
-        num_steps: logged steps that are measured; `warm_up_steps`: those left out before them.
-        stalls: logged steps of 1.5 times the median time of their run or more, run by run.
-        stall_share: part of the measured time that stalls took beyond the median: 0 to 1.
-    """
+    """Tokens/s/GPU over the logged steps after each attempt's warm-up."""
 
     median: float
     lower_quartile: float
     upper_quartile: float
-    mean: float
-    num_steps: int
+    mean: float  # all tokens over all seconds, so that stalls count
+    num_steps: int  # measured ones; `warm_up_steps` were left out before them
     warm_up_steps: int
-    stalls: tuple[int, ...]
-    stall_share: float
+    stalls: tuple[int, ...]  # steps of 1.5 times the median time of their run or more, run by run
+    stall_share: float  # part of the measured time that they took beyond the median: 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """Throughput over that of a reference cell, with its 95% confidence interval.
-
-    Attributes:
-        low, high, verdict: None where the steps are too few for an interval. `inside the noise`:
-            the interval holds 1.
-        basis: `steps` of one run each, or `repeats` of both.
-        num: steps, or repeats, of the cell that has fewer.
-    """
+    """Throughput over that of a reference cell, with its 95% confidence interval."""
 
     ratio: float
-    low: float | None
+    low: float | None  # this and the next two: None where the steps are too few for an interval
     high: float | None
-    verdict: str | None
-    basis: str
-    num: int
+    verdict: str | None  # `inside the noise`: the interval holds 1
+    basis: str  # `steps` of one run each, or `repeats` of both
+    num: int  # steps, or repeats, of the cell that has fewer
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
@@ -281,26 +267,17 @@ Losses = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True)
 class LossVerdict:
-    """The difference of a cell's mean loss from its reference's, over a window of the steps.
+    """The difference of a cell's mean loss from its reference's, over a window of the steps."""
 
-    Attributes:
-        window: `whole`, or `last tenth`.
-        difference: mean loss minus the reference's; `low` to `high`: its 90% interval.
-        limit: the margin on both sides of 0: 0.25% of the reference's loss.
-        num_steps: steps in the window that every run logged.
-        runs: runs of the cell; with one, the verdict is on this curve alone.
-        reason: why there is no difference, interval and limit.
-    """
-
-    window: str
+    window: str  # `whole`, or `last tenth`
     verdict: str
-    difference: float | None
+    difference: float | None  # mean loss minus the reference's; `low` to `high`: its 90% interval
     low: float | None
     high: float | None
-    limit: float | None
-    num_steps: int
-    runs: int
-    reason: str | None = None
+    limit: float | None  # the margin on both sides of 0: 0.25% of the reference's loss
+    num_steps: int  # those in the window that every run logged
+    runs: int  # of the cell; with one, the verdict is on this curve alone
+    reason: str | None = None  # why there is no difference, interval and limit
 
 
 def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
