@@ -16,7 +16,7 @@ def check_line(
     checkout: Path, *words: str, cwd: Path | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
     packages = stack_packages(checkout.parent / "packages")
-    variables = environment(checkout / "runs", PYTHONPATH=packages, **more)
+    variables = environment(checkout / "lines", PYTHONPATH=packages, **more)
     return subprocess.run(
         [sys.executable, str(checkout / "submit.py"), "check-line", *words],
         cwd=cwd or checkout,
@@ -43,7 +43,7 @@ def test_a_line_that_may_run(checkout: Path, words: list[str], verdict: str) -> 
     done = check_line(checkout, *words)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert verdict in done.stderr
-    assert not (checkout / "runs").exists()
+    assert not (checkout / "lines").exists()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_line_that_may_not_run_says_why(checkout: Path, words: list[str], mess
     done = check_line(checkout, *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and done.stderr.count("\n") == 1
-    assert not (checkout / "runs").exists()
+    assert not (checkout / "lines").exists()
 
 
 def test_options_below_a_command_are_not_read_by_sbatch(checkout: Path, tmp_path: Path) -> None:
