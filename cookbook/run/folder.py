@@ -8,7 +8,6 @@ torch.
 
 import pickle
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,22 +132,20 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
         # A cut pickle may raise anything.
         damage = f"{_METADATA} cannot be read: {type(error).__name__}: {error}"
         return Checkpoint(path, step, damage)
+    damage = None
+    for name, size in sorted(needed.items()):
+        found = (path / name).stat().st_size if (path / name).exists() else None
+        if found is None or found < size:
+            has = "is missing" if found is None else f"has {found:,} of {size:,} bytes"
+            damage = f"{name} {has}"
+            break
     return Checkpoint(
         path,
         step,
-        next(_short_files(path, needed), None),
+        damage,
         frozenset(name.partition(".")[0] for name in names) & frozenset(PARTS),
         sum(name.startswith("dataloader.dp_rank_") for name in names),
     )
-
-
-def _short_files(path: Path, needed: dict[str, int]) -> Iterator[str]:
-    for name, size in sorted(needed.items()):
-        found = (path / name).stat().st_size if (path / name).exists() else None
-        if found is None:
-            yield f"{name} is missing"
-        elif found < size:
-            yield f"{name} has {found:,} of {size:,} bytes"
 
 
 class _Inert:

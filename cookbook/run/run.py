@@ -201,5 +201,4 @@ def is_submit_locked(folder: Path) -> bool:
     except OSError as error:
         # Else it was never locked, or its file system has no locks.
         return isinstance(error, BlockingIOError)
-    return False  # never locked, or a file system without locks
     return False

@@ -98,26 +98,8 @@ class CellState(Status):
 
 def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]:
     """Return the state of every cell; after `patience` seconds without Slurm, from files alone."""
-    if run.scheduler == "slurm":
-        return _slurm_states(run, patience)
-    return [_local_state(run, cell) for cell in run.cells]
-
-
-def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
-    """Read the cell's files; a damaged one loses only its own content."""
-    job = None
-    try:
-        written = status.read_status(cell)
-    except InputError as error:
-        written = Status(status.UNKNOWN, reason=str(error))
-    try:
-        job = read_job(cell)
-    except InputError as error:
-        written = replace(written, reason=written.reason or str(error))
-    return CellState(**vars(written), cell=cell.name, job_id=job.job_id if job else None), job
-
-
-def _slurm_states(run: Run, patience: float) -> list[CellState]:
+    if run.scheduler == "local":
+        return [_local_state(run, cell) for cell in run.cells]
     before = {cell: _read(cell)[0] for cell in run.cells}
     # Before the second look: without a submitter at work no further job is to come.
     is_open = is_submit_locked(run.folder)
@@ -155,6 +137,20 @@ def _slurm_states(run: Run, patience: float) -> list[CellState]:
                 state = replace(state, state=status.FAILED, reason=words)
         states.append(state)
     return states
+
+
+def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
+    """Read the cell's files; a damaged one loses only its own content."""
+    job = None
+    try:
+        written = status.read_status(cell)
+    except InputError as error:
+        written = Status(status.UNKNOWN, reason=str(error))
+    try:
+        job = read_job(cell)
+    except InputError as error:
+        written = replace(written, reason=written.reason or str(error))
+    return CellState(**vars(written), cell=cell.name, job_id=job.job_id if job else None), job
 
 
 def _settle_end(
