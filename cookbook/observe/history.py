@@ -46,16 +46,11 @@ class AttemptSummary:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The attempts of a cell in sum.
-
-    Attributes:
-        effective: share of the time since the first start that was spent on steps that were kept;
-            None without any.
-    """
+    """The attempts of a cell in sum."""
 
     attempts: tuple[AttemptSummary, ...] = ()
     steps_lost: int = 0
-    effective: float | None = None
+    effective: float | None = None  # share of the time since the first start in steps that count
 
     @property
     def lines(self) -> list[str]:

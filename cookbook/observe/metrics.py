@@ -41,39 +41,30 @@ class StepMetrics:
     A loss that is NaN or infinite is kept as such.
     """
 
-    rank: int | None
-    """Global rank; None for a console line without a `[rank0]:` prefix."""
+    rank: int | None  # the global one; None for a console line without a `[rank0]:` prefix
     step: int
     loss: float | None = None
     grad_norm: float | None = None
-    memory_gib: float | None = None
-    """Peak reserved memory since the logged step before this one."""
+    memory_gib: float | None = None  # peak reserved since the logged step before this one
     memory_percent: float | None = None
-    tokens_per_second: float | None = None
-    """TorchTitan's `tps`, per GPU."""
-    tflops: float | None = None
-    """Per GPU."""
-    mfu: float | None = None
-    """Percent of the GPU's BF16 peak."""
-    time: float | None = None
-    """Seconds since the epoch."""
+    tokens_per_second: float | None = None  # TorchTitan's `tps`, per GPU
+    tflops: float | None = None  # per GPU
+    mfu: float | None = None  # percent of the GPU's BF16 peak
+    time: float | None = None  # seconds since the epoch
     lr: float | None = None
-    tokens_seen: float | None = None
-    """Tokens of all ranks since the first step of the run."""
+    tokens_seen: float | None = None  # of all ranks, since the first step of the run
     validation_loss: float | None = None
-    skipped_steps: float | None = None
-    """Steps of this attempt so far whose gradients were not finite."""
+    skipped_steps: float | None = None  # of this attempt so far, whose gradients were not finite
     attempt: int = 0
 
 
 class Phase(enum.StrEnum):
     """A rank's activity; the value is the text to show."""
 
-    LOADING = "loading"
-    """Imports, process group, tokenizer and data."""
+    LOADING = "loading"  # imports, process group, tokenizer and data
     BUILDING = "building"
+    # torch.compile is set up, and the model sharded; most kernels are made in the first step.
     COMPILING = "compiling"
-    """torch.compile is set up, and the model sharded; most kernels are made in the first step."""
     LOADING_CHECKPOINT = "loading checkpoint"
     FIRST_STEP = "first step"
     TRAINING = "training"
@@ -122,15 +113,6 @@ def parse_step(line: bytes, rank: int | None = None) -> StepMetrics | None:
         values["memory_percent"] = float(percent[1].replace(",", ""))
     values["time"] = _time_of(line)
     return StepMetrics(int(ranks[-1]) if ranks else None, int(found[1]), **values)
-
-
-def parse_phase(line: bytes, rank: int | None = None) -> Phase | None:
-    """Return the phase that a line of `rank` (any rank: None) opens; None where it opens none."""
-    text = line.decode("utf-8", "replace") if b" - INFO - " in line else ""
-    found = _PHASE.search(text)
-    ranks = RANK.findall(text, 0, found.start()) if found else []
-    is_of_rank = rank is None or ranks[-1:] == [str(rank)]
-    return _PHASES[found[1]] if found and is_of_rank else None
 
 
 def read_peak_memory(logs: Iterable[Path]) -> float | None:
@@ -226,19 +208,14 @@ def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
 
 @dataclass(frozen=True, slots=True)
 class LoadStep:
-    """The router's load from `first_step` to `step`, layer by layer.
-
-    Attributes:
-        busiest_over_mean: 1 where all experts get the same; MaxVio is this minus 1.
-        starved_experts: those with less than a tenth of the mean.
-    """
+    """The router's load from `first_step` to `step`, layer by layer."""
 
     first_step: int
     step: int
     is_forced: bool
     layers: tuple[int, ...]
-    busiest_over_mean: tuple[float, ...]
-    starved_experts: tuple[int, ...]
+    busiest_over_mean: tuple[float, ...]  # 1 where all experts get the same; MaxVio is 1 less
+    starved_experts: tuple[int, ...]  # those with less than a tenth of the mean
 
 
 _BY_LAYER = ("layers", "busiest_over_mean", "starved_experts")
@@ -288,7 +265,12 @@ class Tail:
         has_metrics = self._metrics.offset > 0
         for line in self._console.lines():
             # The imports come before the first message.
-            self._phase = parse_phase(line, self._rank) or self._phase or Phase.LOADING
+            self._phase = self._phase or Phase.LOADING
+            text = line.decode("utf-8", "replace") if b" - INFO - " in line else ""
+            if found := _PHASE.search(text):
+                ranks = RANK.findall(text, 0, found.start())
+                if self._rank is None or ranks[-1:] == [str(self._rank)]:
+                    self._phase = _PHASES[found[1]]
             if (shown := parse_step(line, self._rank)) is not None:
                 self._phase = Phase.TRAINING
                 if not has_metrics:
