@@ -183,29 +183,25 @@ def render_text(profile: Profile, width: int | None = None) -> str:
     first = profile.ranks[0]
     numbers = ", ".join(map(str, first.steps))
     steps = f"mean of steps {numbers}" if len(first.steps) > 1 else f"step {numbers}"
-    parts = [
-        f"{profile.source}: {steps if first.steps else 'the whole trace'}, {profile.device}",
-        _steps(profile),
-        *_details(profile, width),
-        text_table([["-", note] for note in _notes(profile)], width=width),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _steps(profile: Profile) -> str:
     shown = profile.shown()
     rows = [["ms a step, share"]]
     for rank, role in shown:
         rows[0] += [profile.name(rank), role]
-    for parts in zip(*(step_parts(rank) for rank, _ in shown), strict=True):
-        if any(ms for *_, ms in parts) or parts[0][0] == HOST:
-            rows.append([parts[0][0]])
-            for (rank, _), (*_, ms) in zip(shown, parts, strict=True):
+    for part in zip(*(step_parts(rank) for rank, _ in shown), strict=True):
+        if any(ms for *_, ms in part) or part[0][0] == HOST:
+            rows.append([part[0][0]])
+            for (rank, _), (*_, ms) in zip(shown, part, strict=True):
                 rows[-1] += [f"{ms:,.1f}", f"{ms / rank.step_ms:.1%}"]
     rows.append(["step"])
     for rank, _ in shown:
         rows[-1] += [f"{rank.step_ms:,.1f}", "100.0%"]
-    return text_table(rows, align="l" + "rr" * len(shown))
+    blocks = [
+        f"{profile.source}: {steps if first.steps else 'the whole trace'}, {profile.device}",
+        text_table(rows, align="l" + "rr" * len(shown)),
+        *_details(profile, width),
+        text_table([["-", note] for note in _notes(profile)], width=width),
+    ]
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def _details(profile: Profile, width: int | None) -> Iterator[str]:
@@ -269,42 +265,42 @@ def render_json(profile: Profile) -> str:
         "source": profile.source,
         "device": profile.device,
         "on_gpu": profile.ranks[0].on_gpu,
-        "ranks": [*map(_rank_json, profile.ranks)],
-    }
-    return json.dumps(content, indent=1) + "\n"
-
-
-def _rank_json(rank: RankProfile) -> dict[str, Any]:
-    return {
-        "rank": rank.rank,
-        "stage": rank.stage,
-        "trace": shown_path(rank.path),
-        "steps": rank.steps,
-        "step_ms": rank.step_ms,
-        "each_step_ms": rank.each_step_ms,
-        "accounted": rank.accounted,
-        "compute_ms": rank.compute_ms,
-        "exposed_communication_ms": rank.exposed_ms,
-        "categories": {
-            name: {
-                "kind": BY_NAME[name].kind,
-                "ms": ms,
-                "share": ms / rank.step_ms if rank.step_ms else None,
-                "hidden_ms": rank.hidden[name],
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "stage": rank.stage,
+                "trace": shown_path(rank.path),
+                "steps": rank.steps,
+                "step_ms": rank.step_ms,
+                "each_step_ms": rank.each_step_ms,
+                "accounted": rank.accounted,
+                "compute_ms": rank.compute_ms,
+                "exposed_communication_ms": rank.exposed_ms,
+                "categories": {
+                    name: {
+                        "kind": BY_NAME[name].kind,
+                        "ms": ms,
+                        "share": ms / rank.step_ms if rank.step_ms else None,
+                        "hidden_ms": rank.hidden[name],
+                    }
+                    for name, ms in rank.counted.items()
+                },
+                "idle": {
+                    "host_ms": rank.idle_host_ms,
+                    "queued_ms": rank.idle_queued_ms,
+                    "causes_ms": rank.causes,
+                },
+                "waiting_for_other_ranks_ms": rank.waited,
+                "gemms": {name: asdict(rate) for name, rate in rank.gemms.items()},
+                "longest_kernels": [
+                    {"name": name, "category": category, "ms": ms}
+                    for name, category, ms in rank.longest
+                ],
             }
-            for name, ms in rank.counted.items()
-        },
-        "idle": {
-            "host_ms": rank.idle_host_ms,
-            "queued_ms": rank.idle_queued_ms,
-            "causes_ms": rank.causes,
-        },
-        "waiting_for_other_ranks_ms": rank.waited,
-        "gemms": {name: asdict(rate) for name, rate in rank.gemms.items()},
-        "longest_kernels": [
-            {"name": name, "category": category, "ms": ms} for name, category, ms in rank.longest
+            for rank in profile.ranks
         ],
     }
+    return json.dumps(content, indent=1) + "\n"
 
 
 def render_svg(profile: Profile) -> bytes:

@@ -33,12 +33,9 @@ class GemmRate:
     """The speed of GEMMs of one kind; None where no shape, or no peak of the card, is known."""
 
     ms: float
-    known_ms: float
-    """A step's time in those whose shapes are known."""
-    tflops: float | None
-    """Per second."""
-    peak_share: float | None
-    """Of the card's peak for their inputs' format."""
+    known_ms: float  # a step's time in those whose shapes are known
+    tflops: float | None  # per second
+    peak_share: float | None  # of the card's peak for their inputs' format
 
 
 class Call(NamedTuple):
@@ -52,36 +49,26 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankProfile:
-    """Where a step of one rank goes; times in milliseconds a step, mean of the traced steps.
-
-    Attributes:
-        on_gpu: kernels were counted; else a CPU's operations.
-        steps: numbers of the traced steps; empty where the trace names none and counts as one.
-        counted: by category; with `idle_host_ms` and `idle_queued_ms` they add up to the step.
-        busy: by category, also while something else ran.
-        causes: host activity while the device waited for the next launch.
-        waited: by category of exposed communication, the part of it that waited for other ranks;
-            None where unknown.
-        longest: names, categories and times of the longest kernels; `unknown`: of those in `other`.
-    """
+    """Where a step of one rank goes; times in milliseconds a step, mean of the traced steps."""
 
     path: Path
     rank: int | None
     stage: int | None
     gpu: str | None
-    on_gpu: bool
-    steps: tuple[int, ...]
+    on_gpu: bool  # kernels were counted; else a CPU's operations
+    steps: tuple[int, ...]  # empty where the trace names none and counts as one
     step_ms: float
     each_step_ms: tuple[float, ...]
-    counted: Mapping[str, float]
-    busy: Mapping[str, float]
+    counted: Mapping[str, float]  # by category; with the two idle times they make up the step
+    busy: Mapping[str, float]  # by category, also while something else ran
     idle_host_ms: float
     idle_queued_ms: float
-    causes: Mapping[str, float]
+    causes: Mapping[str, float]  # host activity while the device waited for the next launch
     gemms: Mapping[str, GemmRate]
-    longest: tuple[tuple[str, str, float], ...]
-    unknown: tuple[tuple[str, str, float], ...]
+    longest: tuple[tuple[str, str, float], ...]  # kernels: name, category and time
+    unknown: tuple[tuple[str, str, float], ...]  # of those in `other`
     calls: tuple[Call, ...] = field(repr=False, default=())
+    # By category of exposed communication, the part that waited for other ranks; None: unknown.
     waited: Mapping[str, float] | None = None
 
     @property

@@ -72,22 +72,17 @@ DEVICE = np.dtype(
 
 
 class Header:
-    """A trace's keys beside its events.
-
-    Attributes:
-        gpu: the GPU's name, None on a CPU.
-        rank: the global rank; from the file's name where the trace lacks it.
-        pipeline: the ranks of this rank's pipeline, its own alone without one; empty where unknown.
-        stage: the rank's place in its pipeline; None where unknown.
-    """
+    """A trace's keys beside its events."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         info: Mapping[str, Any] = content.get("distributedInfo") or {}
         named = re.search(r"rank[-_]?(\d+)", path.name)
+        # None on a CPU.
         self.gpu: str | None = (content.get("deviceProperties") or [{}])[0].get("name")
         self.rank: int | None = info.get("rank", int(named[1]) if named else None)
         self._groups: Sequence[Mapping[str, Any]] = info.get("pg_config", ())
         meshes = {group["pg_desc"] for group in self._groups}
+        # The ranks of this rank's pipeline, its own alone without one; empty where unknown.
         self.pipeline: list[int] = []
         if "mesh_pp" in meshes:
             own = [] if self.rank is None else [self.rank]
@@ -342,7 +337,19 @@ def kernels_of(trace: Trace, host: Host) -> Column:
         name, thread = trace.host.name[operation], trace.host.thread[operation]
         columns = [name, start, end, start, thread, np.full(len(start), NOTHING)]
     kernels = np.rec.fromarrays([*columns, operation, np.zeros(len(operation))], dtype=KERNEL)
-    kernels.category = _categories(trace, host, kernels)
+    operation = kernels.operation
+    chain = np.full(len(operation), NOTHING)
+    chain[operation != NOTHING] = host.chain[operation[operation != NOTHING]]
+    # Kernels that are alike in all that rules look at are classified once.
+    alike = np.stack([kernels.name, chain, kernels.collective])
+    _, first, inverse = np.unique(alike, axis=1, return_index=True, return_inverse=True)
+    found = []
+    for event in first:
+        number = kernels.collective[event]
+        call, group, _ = trace.collectives[number] if number != NOTHING else ("", "", "")
+        kernel, inside = trace.names[kernels.name[event]], host.enclosing(operation[event])
+        found.append(_NUMBERS[category_of(kernel, inside, call, group)])
+    kernels.category = np.array(found, dtype=int)[inverse.reshape(-1)]
     kernels = kernels[kernels.category >= 0]
     return kernels[np.lexsort((kernels.end, kernels.start))]
 
@@ -355,20 +362,3 @@ def _own_time(host: Host, thread: float) -> tuple[Column, Column, Column]:
     inside = host.innermost(thread, (edges[:-1] + edges[1:]) / 2)
     work = (inside != NOTHING) & events.is_work[inside]
     return edges[:-1][work], edges[1:][work], inside[work]
-
-
-def _categories(trace: Trace, host: Host, kernels: Column) -> Column:
-    operation = kernels.operation
-    chain = np.full(len(operation), NOTHING)
-    chain[operation != NOTHING] = host.chain[operation[operation != NOTHING]]
-    # Kernels that are alike in all that rules look at are classified once.
-    alike = np.stack([kernels.name, chain, kernels.collective])
-    _, first, inverse = np.unique(alike, axis=1, return_index=True, return_inverse=True)
-    found = []
-    for event in first:
-        number = kernels.collective[event]
-        name, group, _ = trace.collectives[number] if number != NOTHING else ("", "", "")
-        kernel = trace.names[kernels.name[event]]
-        category = category_of(kernel, host.enclosing(operation[event]), name, group)
-        found.append(_NUMBERS[category])
-    return np.array(found, dtype=int)[inverse.reshape(-1)]
