@@ -9,16 +9,12 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from cookbook.base.gpus import Gpu, InstalledGpu
 from cookbook.doctor.check import State, Surroundings, Verdict, check
 from cookbook.install import find_distribution
 from cookbook.install.deepep import torch_cuda
-
-if TYPE_CHECKING:
-    from cookbook.config.cluster import Cluster
 
 GIB = 1024**3
 NETWORK_FILE = "/etc/profile.d/90-nccl-network-vars.sh"
@@ -48,10 +44,17 @@ def gpus(here: Surroundings) -> Verdict:
         oldest = max(oldest, OLDEST_BLACKWELL_DRIVER)
     if driver_branch(driver) < oldest:
         return "problem", found, f"this stack needs driver {oldest} or later"
-    if here.cluster and here.sends_jobs and not _fits_profile(here.cluster, models):
-        found, place = f"{found}; {_promised(here)}", f"run this on a node of {here.cluster.name}"
-        remedy = f"{place}, or correct its `gpu` and `gpus_per_node`"
-        return "problem" if here.is_in_job else "warning", found, remedy
+    if here.cluster and here.sends_jobs and (wanted := here.cluster.gpu):
+        # Names differ in their spelling, and profiles give the memory that a job can use.
+        sizes = [model.memory_gib for model in models if model.memory_gib]
+        differ = [abs(size - wanted.memory_gib) >= 0.1 * wanted.memory_gib for size in sizes]
+        fits = len(models) == here.cluster.ranks_per_node
+        fits &= {model.compute_capability for model in models} == {wanted.compute_capability}
+        if not fits or any(differ):
+            place = f"run this on a node of {here.cluster.name}"
+            remedy = f"{place}, or correct its `gpu` and `gpus_per_node`"
+            state: State = "problem" if here.is_in_job else "warning"
+            return state, f"{found}; {_promised(here)}", remedy
     if len(kinds) > 1:
         return "warning", found, "ranks on unlike GPUs wait for the slowest"
     if least < 9:
@@ -90,16 +93,6 @@ def _promised(here: Surroundings) -> str:
         return f"{cluster.name} has {cluster.ranks_per_node} x {cluster.gpu.name}"
     gpus = f"{cluster.ranks_per_node} x {_described(cluster.gpu)}"
     return f"{cluster.name} has {gpus} a node: {_ability(cluster.gpu)}"
-
-
-def _fits_profile(cluster: Cluster, models: Sequence[Gpu]) -> bool:
-    wanted, sizes = cluster.gpu, [model.memory_gib for model in models if model.memory_gib]
-    # Names differ in their spelling, and profiles give the memory that a job can use.
-    return wanted is None or (
-        len(models) == cluster.ranks_per_node
-        and {model.compute_capability for model in models} == {wanted.compute_capability}
-        and all(abs(size - wanted.memory_gib) < 0.1 * wanted.memory_gib for size in sizes)
-    )
 
 
 def _described(gpu: Gpu) -> str:

@@ -237,7 +237,9 @@ def partition(here: Surroundings) -> Verdict:
         return "problem", f"{found}, not up", "ask who runs the cluster"
     if here.cluster and here.cluster.gpu:
         profile, gpus = here.cluster.name, here.cluster.ranks_per_node
-        count = sum(int(row[2]) for row in rows if _gpus(row[3]) >= gpus)
+        # As in `gpu:nvidia_b200:8(S:0-1)`.
+        counts = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:([0-9]+)").findall
+        count = sum(int(row[2]) for row in rows if sum(map(int, counts(row[3]))) >= gpus)
         if not count:
             found += f": no node has the {gpus} GPUs that {profile} asks for"
             remedy = "name another partition in the profile, or correct its `gpus_per_node`"
@@ -246,11 +248,6 @@ def partition(here: Surroundings) -> Verdict:
             found += f": {count} have {gpus} GPUs, and {profile} says {here.cluster.nodes} nodes"
             return "warning", found, "correct `nodes` in the profile, or pass --nodes"
     return "ok", f"{found}, time limit {rows[0][4]}"
-
-
-def _gpus(resources: str) -> int:
-    """Return the GPUs of a node whose generic resources are e.g. `gpu:nvidia_b200:8(S:0-1)`."""
-    return sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:([0-9]+)", resources)))
 
 
 @check("left out")
