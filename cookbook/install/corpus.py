@@ -13,7 +13,6 @@ import platform
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from cookbook.base.errors import InputError, run_command
@@ -56,7 +55,19 @@ def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
     which mixes topics as a shuffle would. The stamp is written last; without it nothing counts.
     """
     root = sources or Path(sysconfig.get_path("stdlib"))
-    documents = list(_read_documents(root))
+    paths = (path.relative_to(root) for path in root.rglob("*.py"))
+    # _sysconfigdata holds the paths of the machine that built this Python.
+    names = [
+        path.as_posix()
+        for path in paths
+        if LEFT_OUT.isdisjoint(path.parts) and not path.name.startswith("_sysconfigdata")
+    ]
+    documents = []
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            text = (root / name).read_text(encoding="utf-8")
+            if text.strip():
+                documents.append(text)
     if sum(map(len, documents)) < SMALLEST_CORPUS:
         remedy = "use a Python that has its standard library as files"
         raise InputError(str(root), "holds too few Python sources to train on", remedy)
@@ -73,21 +84,6 @@ def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
     stamp = {"made_from": f"Python {platform.python_version()}", "bytes": sizes}
     write_whole(folder / STAMP, json.dumps(stamp, indent=2) + "\n")
     return sizes
-
-
-def _read_documents(root: Path) -> Iterator[str]:
-    paths = (path.relative_to(root) for path in root.rglob("*.py"))
-    # _sysconfigdata holds the paths of the machine that built this Python.
-    names = [
-        path.as_posix()
-        for path in paths
-        if LEFT_OUT.isdisjoint(path.parts) and not path.name.startswith("_sysconfigdata")
-    ]
-    for document in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            text = (root / document).read_text(encoding="utf-8")
-            if text.strip():
-                yield text
 
 
 def _train_tokenizer(documents: list[str]) -> str:
