@@ -195,6 +195,10 @@ class Watcher:
                 break
         step, phase = (found[-1].step, found[0].phase) if found else (None, None)
         is_starting = phase and phase != Phase.TRAINING and state.state == RUNNING
+        left, times = None, [(one.step, one.time) for one in recent if one.time is not None]
+        if record.steps and len(found) == 1 and len(times) >= _LEAST_STEPS:
+            (first, began), (last, now) = times[0], times[-1]
+            left = (record.steps - last) * (now - began) / (last - first)
         return CellProgress(
             name=state.cell,
             state=state.state,
@@ -206,19 +210,10 @@ class Watcher:
             elapsed=(state.ended or time.time()) - state.started if state.started else None,
             phase=phase.value if phase and is_starting else None,
             is_known=state.is_known,
-            left=_seconds_left(recent, record.steps) if len(found) == 1 else None,
+            left=left,
             emulated=record.emulated,
             speeds=tuple(one.tokens_per_second for one in recent if one.tokens_per_second),
         )
-
-
-def _seconds_left(recent: list[StepMetrics], total: int | None) -> float | None:
-    """Return the seconds to the last step, at the pace of the newest ones."""
-    times = [(one.step, one.time) for one in recent if one.time is not None]
-    if total is None or len(times) < _LEAST_STEPS:
-        return None
-    (first, began), (last, now) = times[0], times[-1]
-    return (total - last) * (now - began) / (last - first)
 
 
 def watch_run(run: Run) -> bool:

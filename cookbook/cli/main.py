@@ -163,19 +163,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return diagnose(words)
 
 
-def _unknown_words(arguments: argparse.Namespace, unknown: Sequence[str]) -> InputError:
-    word, *rest = unknown
-    settings = getattr(arguments, "set", None)
-    if settings is not None and re.match(r"--\w+\.", word):
-        setting = "=".join([word[2:], *rest[: "=" not in word]])
-        return InputError(word, "is an option of TorchTitan", f"write --set {setting}")
-    for setting in settings or ():
-        if "=" not in setting:
-            return InputError(f"--set {setting}", "has no value", f"write --set {setting}={word}")
-    remedy = f"see: python submit.py {arguments.verb} --help"
-    return InputError(arguments.verb, f"takes no {' '.join(unknown)!r}", remedy)
-
-
 def main(words: Sequence[str]) -> int:
     return run_command("submit.py", lambda: _run(words))
 
@@ -183,7 +170,17 @@ def main(words: Sequence[str]) -> int:
 def _run(words: Sequence[str]) -> int:
     arguments, unknown = build_parser().parse_known_args(words or ["--help"])
     if unknown:
-        raise _unknown_words(arguments, unknown)
+        word, *rest = unknown
+        settings = getattr(arguments, "set", None)
+        if settings is not None and re.match(r"--\w+\.", word):
+            setting = "=".join([word[2:], *rest[: "=" not in word]])
+            raise InputError(word, "is an option of TorchTitan", f"write --set {setting}")
+        for setting in settings or ():
+            if "=" not in setting:
+                remedy = f"write --set {setting}={word}"
+                raise InputError(f"--set {setting}", "has no value", remedy)
+        remedy = f"see: python submit.py {arguments.verb} --help"
+        raise InputError(arguments.verb, f"takes no {' '.join(unknown)!r}", remedy)
     if arguments.verb in ("show", "render") and isinstance(sys.stdout, io.TextIOWrapper):
         # A file of the cookbook is UTF-8, whatever the terminal can show.
         sys.stdout.reconfigure(encoding="utf-8")
