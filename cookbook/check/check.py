@@ -201,26 +201,22 @@ def check_cells(
         checks.append(CellCheck(cell, judged, advice))
     wanted = [index for index, one in enumerate(checks) if build and not one.judged.rules]
     answers = build_cells([cells[index] for index in wanted]) if wanted else ()
-    for index, answer in zip(wanted, answers, strict=True):
-        checks[index] = _with_build(checks[index], answer)
+    for index, built in zip(wanted, answers, strict=True):
+        cell, check = cells[index], replace(checks[index], built=built)
+        if built.ranks:
+            try:
+                ranks = describe_ranks(cell)
+                stages = tuple(predict_memory(cell, rank) for rank in ranks)
+                check = replace(check, ranks=ranks, stages=stages, work=count_work(cell, ranks))
+                check = replace(check, step=predict_step(cell, ranks))
+            except InputError as error:
+                check = replace(check, no_step=str(error))
+        found = [*_build_findings(check, built)]
+        errors = tuple(finding for finding in found if finding.level == ERROR)
+        others = (finding for finding in found if finding.level != ERROR)
+        judged = replace(check.judged, built=None if built.unavailable else errors)
+        checks[index] = replace(check, judged=judged, advice=(*check.advice, *others))
     return checks
-
-
-def _with_build(check: CellCheck, built: Built) -> CellCheck:
-    cell, check = check.cell, replace(check, built=built)
-    if built.ranks:
-        try:
-            ranks = describe_ranks(cell)
-            stages = tuple(predict_memory(cell, rank) for rank in ranks)
-            check = replace(check, ranks=ranks, stages=stages, work=count_work(cell, ranks))
-            check = replace(check, step=predict_step(cell, ranks))
-        except InputError as error:
-            check = replace(check, no_step=str(error))
-    found = [*_build_findings(check, built)]
-    errors = tuple(finding for finding in found if finding.level == ERROR)
-    others = tuple(finding for finding in found if finding.level != ERROR)
-    judged = replace(check.judged, built=None if built.unavailable else errors)
-    return replace(check, judged=judged, advice=(*check.advice, *others))
 
 
 def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
