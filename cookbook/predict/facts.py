@@ -23,8 +23,6 @@ from cookbook.base.yamlfile import Number, Text, fill, read_yaml
 from cookbook.config.cell import Cell
 from cookbook.predict.rank import model_of
 
-_FOLDER = RECIPES / "hardware"
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -101,7 +99,7 @@ def hardware_of(cell: Cell) -> Hardware:
     if gpu is None:
         wrong = "has no GPU, and times are predicted for GPUs only"
         raise InputError(place, wrong, "name another: --cluster h200-node")
-    known = [load_hardware(path) for path in sorted(_FOLDER.glob("*.yaml"))]
+    known = [load_hardware(path) for path in sorted((RECIPES / "hardware").glob("*.yaml"))]
     found = next((one for one in known if one.name in gpu.name.split()), None)
     if found is None:
         remedy = f"describe it in recipes/hardware/, as {', '.join(one.path.name for one in known)}"
@@ -158,16 +156,26 @@ def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None
         return named
     name, path = cell.options["training.dataset"], cell.options["training.dataset_path"]
     if name == "text":
-        return _counted(cell)
+        files, key = cell.options["data.files"], cell.options["data.text_key"]
+        assets = cell.options["model.hf_assets_path"] or ""
+        tokenizer, lengths = ROOT / assets / "tokenizer.json", None
+        if tokenizer.is_file():
+            lengths = read_lengths(find_sources(files, ROOT), key, tokenizer)
+        if lengths is None:
+            words = ["data", *files, "--tokenizer", assets]
+            words += ["--text-key", key] if key != "text" else []
+            found = "the length of their documents was not counted, and attention depends on it"
+            remedy = f"run: python submit.py {shlex.join(words)}"
+            raise InputError(cell.options.origin("data.files"), found, remedy)
+        mean, median = lengths
+        return Documents(mean, min(mean, median), "counted by submit.py data")
     if name == "c4" or (name == "c4_test" and not path):
         return C4
     if path and path.rstrip("/").endswith("assets/local/corpus"):
         return LOCAL
     place = cell.options.origin("training.dataset_path" if path else "training.dataset")
-    found = (
-        f"the length of the documents in {path or name} is not known, and attention depends on it"
-    )
-    raise InputError(place, found, "pass it: --documents MEAN:MEDIAN, in tokens")
+    found = f"the length of the documents in {path or name} is not known, and attention depends on"
+    raise InputError(place, f"{found} it", "pass it: --documents MEAN:MEDIAN, in tokens")
 
 
 def attended_text(documents: Documents | None, seq_len: int) -> str:
@@ -175,22 +183,6 @@ def attended_text(documents: Documents | None, seq_len: int) -> str:
     if documents is None:
         return f"whole sequences of {seq_len:,} tokens, across documents"
     return f"documents of {documents.mean_tokens:,.0f} tokens on average ({documents.source})"
-
-
-def _counted(cell: Cell) -> Documents:
-    files, key = cell.options["data.files"], cell.options["data.text_key"]
-    assets = cell.options["model.hf_assets_path"] or ""
-    tokenizer, lengths = ROOT / assets / "tokenizer.json", None
-    if tokenizer.is_file():
-        lengths = read_lengths(find_sources(files, ROOT), key, tokenizer)
-    if lengths is None:
-        words = ["data", *files, "--tokenizer", assets]
-        words += ["--text-key", key] if key != "text" else []
-        found = "the length of their documents was not counted, and attention depends on it"
-        remedy = f"run: python submit.py {shlex.join(words)}"
-        raise InputError(cell.options.origin("data.files"), found, remedy)
-    mean, median = lengths
-    return Documents(mean, min(mean, median), "counted by submit.py data")
 
 
 def parse_documents(place: str, text: str) -> Documents:

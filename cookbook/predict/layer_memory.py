@@ -22,25 +22,16 @@ _NORMED = {"attention.wq", "attention.wk"}
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of one layer and one microbatch.
+    """Bytes of one layer and one microbatch."""
 
-    Attributes:
-        saved: all that backward needs beyond the layer's input.
-        selected: the part of it that selective recomputation of operators keeps, and does not
-            restore; `beside`: what it keeps besides.
-        temporary: needed besides at the fullest moment.
-        freed: large blocks that forward takes and gives back; `freed_again` where recomputed.
-        between: of `saved`, between compiled pieces, which a memory budget cannot spare.
-    """
-
-    saved: float
-    selected: float
-    temporary: float
-    beside: float = 0.0
+    saved: float  # all that backward needs beyond the layer's input
+    selected: float  # of that, kept and not restored by selective recomputation of operators
+    temporary: float  # needed besides at the fullest moment
+    beside: float = 0.0  # kept by selective recomputation besides
     input: float = 0.0
-    freed: tuple[float, ...] = ()
-    freed_again: tuple[float, ...] = ()
-    between: float = 0.0
+    freed: tuple[float, ...] = ()  # large blocks that forward takes and gives back
+    freed_again: tuple[float, ...] = ()  # those where the layer is recomputed
+    between: float = 0.0  # of `saved`, between compiled pieces: a memory budget cannot spare it
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> LayerBytes:

@@ -74,15 +74,6 @@ class Kernels:
         formats = ((one, linear_format(self.cell, one.module)) for one in some)
         return add(*(self._product(one, DENSE, kind, backward) for one, kind in formats))
 
-    def shared_halves_ms(self, backward: bool) -> tuple[float, float]:
-        """Return the shared experts' parts before and behind the routed ones in the forward."""
-        found = [
-            sum(self.dense([one], backward).values())
-            for one in feed_forward_operators(self.shapes, moe=True)
-            if one.module.startswith("moe.shared_experts")
-        ]
-        return sum(found[:2]), sum(found[2:])
-
     @cached_property
     def _expert_products(self) -> list[Product]:
         """The routed experts' products, all groups as one."""
@@ -241,19 +232,13 @@ class RoutedLayer:
 
     DeepEP's exchanges run one after another on a stream of their own, each when its rows are there
     (`titan/tt_0_2_2/deepep.py`).
-
-    Attributes:
-        exchange_ms: one exchange of one chunk.
-        experts_ms: the routed experts, all chunks.
-        first_ms, second_ms: the shared experts before and behind them, in the forward.
-        chunks: the number of parts into which the tokens are cut.
     """
 
-    exchange_ms: float
-    experts_ms: float
-    first_ms: float
-    second_ms: float
-    chunks: int
+    exchange_ms: float  # one exchange of one chunk
+    experts_ms: float  # the routed experts, all chunks
+    first_ms: float  # the shared experts before the routed ones, in the forward
+    second_ms: float  # and behind them
+    chunks: int  # the number of parts into which the tokens are cut
 
     def forward_wait_ms(self) -> float:
         computed_ms, sent_ms = self.first_ms, 0.0
@@ -316,7 +301,13 @@ class LayerTimes:
         k = self._kernels
         experts_ms = sum(add(k.experts(backward), k.move_rows(backward)).values())
         chunk_ms = self._links.deepep_ms(k.chunks)
-        layer = RoutedLayer(chunk_ms, experts_ms, *k.shared_halves_ms(backward), k.chunks)
+        shared_ms = [
+            sum(k.dense([one], backward).values())
+            for one in feed_forward_operators(k.shapes, moe=True)
+            if one.module.startswith("moe.shared_experts")
+        ]
+        halves_ms = sum(shared_ms[:2]), sum(shared_ms[2:])
+        layer = RoutedLayer(chunk_ms, experts_ms, *halves_ms, k.chunks)
         wait_ms = layer.backward_wait_ms(before_ms) if backward else layer.forward_wait_ms()
         hidden_ms = 2 * k.chunks * chunk_ms - wait_ms
         return wait_ms + hidden_ms * (1 / k.hardware.compute_beside_deepep_share - 1)

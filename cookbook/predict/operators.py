@@ -98,18 +98,13 @@ def head_operators(s: Sizes) -> list[Operator]:
 
 @dataclass(frozen=True)
 class Unit:
-    """An FSDP module, as the first rank of a pipeline stage has it.
-
-    Attributes:
-        local, gathered: elements that the rank stores, and that FSDP gathers over `shards` ranks.
-        bytes: of a stored element.
-    """
+    """An FSDP module, as the first rank of a pipeline stage has it."""
 
     name: str
     shards: int
-    local: int
-    gathered: int
-    bytes: int
+    local: int  # elements that the rank stores
+    gathered: int  # elements that FSDP gathers over the shards
+    bytes: int  # of a stored element
 
     @property
     def size(self) -> int:
@@ -124,30 +119,24 @@ def fsdp_units(
     units: dict[str, Unit] = {}
     for one in operators:
         name = one.module if layer is None else f"layers.{layer}"
+        shape, gathered = list(one.shape), one.numel
+        shards, axis, tp = layout.dp_shard * layout.cp, 0, layout.tp
         # Without EP the experts are gathered with their layer.
         if one.is_expert and layout.ep > 1:
             name += ".moe.experts"
-        local, gathered, shards = _cut(one, layout)
+            shards = max(shards * layout.tp // (layout.ep * layout.etp), 1)
+            # More shards than experts: TorchTitan shards along the next axis.
+            axis, tp = int(shards * layout.ep > shape[0]), layout.etp
+            shape[0], gathered = -(-shape[0] // layout.ep), -(-gathered // layout.ep)
+        if one.tp_axis is not None:
+            shape[one.tp_axis] = -(-shape[one.tp_axis] // tp)
+            gathered = -(-gathered // tp)
+        shape[axis] = -(-shape[axis] // shards)
+        local = math.prod(shape)
         if unit := units.get(name):
             local, gathered = unit.local + local, unit.gathered + gathered
         units[name] = Unit(name, shards, local, gathered, width)
     return list(units.values())
-
-
-def _cut(one: Operator, layout: Layout) -> tuple[int, int, int]:
-    """Return elements stored by the first rank, elements gathered over FSDP, FSDP's shards."""
-    shape, gathered = list(one.shape), one.numel
-    shards, axis, tp = layout.dp_shard * layout.cp, 0, layout.tp
-    if one.is_expert and layout.ep > 1:
-        shards = max(shards * layout.tp // (layout.ep * layout.etp), 1)
-        # More shards than experts: TorchTitan shards along the next axis.
-        axis, tp = int(shards * layout.ep > shape[0]), layout.etp
-        shape[0], gathered = -(-shape[0] // layout.ep), -(-gathered // layout.ep)
-    if one.tp_axis is not None:
-        shape[one.tp_axis] = -(-shape[one.tp_axis] // tp)
-        gathered = -(-gathered // tp)
-    shape[axis] = -(-shape[axis] // shards)
-    return math.prod(shape), gathered, shards
 
 
 @dataclass(frozen=True)

@@ -171,31 +171,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Rank:
-    """The first rank of a pipeline rank, and facts that all ranks share.
+    """The first rank of a pipeline rank, and facts that all ranks share."""
 
-    Attributes:
-        rank: its global number.
-        parts: of the model, one for each of its `stages`.
-        in_flight: largest counts of microbatches in flight, a count for each stage; more than one
-            where different stages have most at different times.
-        actions: its pipeline schedule; empty without a pipeline.
-        mixed_precision: whether FSDP casts parameters.
-        groups: sizes of its communicators, by TorchTitan's names.
-        parameters, active_parameters, flops_per_token: TorchTitan's counts of the whole model.
-    """
-
-    rank: int
-    parts: tuple[Part, ...]
+    rank: int  # its global number
+    parts: tuple[Part, ...]  # of the model, one for each of its `stages`
     stages: Sequence[int]
+    # Largest counts of microbatches in flight, a count for each stage; more than one where
+    # different stages have most at different times.
     in_flight: Sequence[Sequence[int]]
-    actions: Sequence[Action]
+    actions: Sequence[Action]  # its pipeline schedule; empty without a pipeline
     num_stages: int
     num_microbatches: int
     gradient_accumulation_steps: int
-    mixed_precision: bool
-    groups: Mapping[str, int]
+    mixed_precision: bool  # FSDP casts parameters
+    groups: Mapping[str, int]  # sizes of its communicators, by TorchTitan's names
     model: Model
-    parameters: int
+    parameters: int  # this and the next two: TorchTitan's counts of the whole model
     active_parameters: int
     flops_per_token: int
 

@@ -28,43 +28,29 @@ FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
 
 @dataclass(frozen=True)
 class Shapes(Sizes):
-    """Counts on one rank for one microbatch; the inherited widths are those of a TP rank.
+    """Counts on one rank for one microbatch; the inherited widths are those of a TP rank."""
 
-    Attributes:
-        tokens: of the data-parallel rank, which its TP ranks share.
-        sequence_tokens: those that a TP rank keeps between layers (sequence parallelism).
-        sent_tokens, sent_rows: tokens, and (token, expert) pairs, that this rank dispatches.
-        rows: (token, expert) pairs that this rank's experts get.
-        ranks_per_token, nodes_per_token: ranks, and nodes, of EP that a token is sent to.
-        act, grad: bytes of an activation and of a reduced gradient.
-        quantized: whether the routed experts' GEMMs are.
-        autocast: a rank alone casts its weights itself.
-        saves: operators whose outputs selective recomputation saves.
-        loss_tokens: tokens whose logits exist at a time; None for all.
-        padded_tokens: rows of the FP32 sum in FlashAttention-4's backward; None without it.
-    """
-
-    tokens: int
-    sequence_tokens: int
-    sent_tokens: int
-    sent_rows: int
-    rows: int
-    ranks_per_token: float
+    tokens: int  # of the data-parallel rank, which its TP ranks share
+    sequence_tokens: int  # those that a TP rank keeps between layers (sequence parallelism)
+    sent_tokens: int  # those that this rank dispatches
+    sent_rows: int  # (token, expert) pairs of them
+    rows: int  # (token, expert) pairs that this rank's experts get
+    ranks_per_token: float  # ranks of EP that a token is sent to, and their nodes
     nodes_per_token: float
-    act: int
-    grad: int
+    act: int  # bytes of an activation
+    grad: int  # bytes of a reduced gradient
     ep: int
     deepep: bool
     scored_activations: bool
     row_kernels: bool
-    quantized: bool
-    autocast: bool
+    quantized: bool  # the routed experts' GEMMs are
+    autocast: bool  # a rank alone casts its weights itself
     compiled: bool
-    saves: frozenset[str]
-    loss_tokens: int | None
+    saves: frozenset[str]  # operators whose outputs selective recomputation saves
+    loss_tokens: int | None  # tokens whose logits exist at a time; None for all
     loss_compiled: bool
     loss_parallel: bool
-    padded_tokens: int | None
+    padded_tokens: int | None  # rows of the FP32 sum in FlashAttention-4's backward; None without
 
     @property
     def casts_at_each_use(self) -> bool:

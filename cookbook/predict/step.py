@@ -31,19 +31,13 @@ BUBBLE, TEXT = "pipeline bubble", "texts"
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step of the busiest pipeline rank; milliseconds.
-
-    Attributes:
-        terms_ms: by cause; they add up to the step.
-        recompute_ms: the part of them that computes or sends again.
-        documents: that bound attention; None for whole sequences.
-    """
+    """A predicted step of the busiest pipeline rank; milliseconds."""
 
     rank: int
-    terms_ms: Mapping[str, float]
-    recompute_ms: float
+    terms_ms: Mapping[str, float]  # by cause; they add up to the step
+    recompute_ms: float  # the part of them that computes or sends again
     tokens_per_gpu: float
-    documents: Documents | None
+    documents: Documents | None  # that bound attention; None for whole sequences
 
     @property
     def step_ms(self) -> float:
