@@ -34,17 +34,13 @@ DATASET = "text"
 
 @dataclass
 class Place:
-    """How far one reader is in one source.
-
-    `file` counts in the order of this epoch. `before` are the documents of its files before that
-    one, `documents` those read of it, with other readers'; `tokens` are this one's, of all epochs.
-    """
+    """How far one reader is in one source."""
 
     epoch: int = 0
-    file: int = 0
-    before: int = 0
-    documents: int = 0
-    tokens: int = 0
+    file: int = 0  # in the order of this epoch
+    before: int = 0  # documents of this epoch's files before that one
+    documents: int = 0  # those read of it, by all readers
+    tokens: int = 0  # of this reader, in all epochs
 
 
 @dataclass
@@ -155,29 +151,29 @@ class TextDataset(IterableDataset, Stateful):
 def build_dataloader(**arguments: Any) -> ParallelAwareDataloader:
     """Return the data loader of a training job; arguments as TorchTitan's function takes them."""
     config, titans = arguments["job_config"], text_datasets.build_text_dataloader
-    return _build(titans, config.training, config.data.files, **arguments)
+    return _build(titans, config.training, "files", **arguments)
 
 
 def build_validation_dataloader(**arguments: Any) -> ParallelAwareDataloader:
     """Return a data loader at the start of the validation texts."""
     config = arguments["job_config"]
     titans = partial(text_datasets.build_text_validation_dataloader, infinite=True)
-    return _build(titans, config.validation, config.data.validation_files, **arguments)
+    return _build(titans, config.validation, "validation_files", **arguments)
 
 
 def _build(
-    titans: Callable[..., Any], section: Any, patterns: Sequence[str], **arguments: Any
+    titans: Callable[..., Any], section: Any, files: str, **arguments: Any
 ) -> ParallelAwareDataloader:
-    """Return TorchTitan's own loader, or one of the user's texts."""
+    """Return TorchTitan's own loader, or one of the user's texts, those of `data.<files>`."""
     if section.dataset != DATASET:
         loader: ParallelAwareDataloader = titans(**arguments)
     else:
+        data, tokenizer = arguments["job_config"].data, arguments["tokenizer"]
         try:
-            sources = find_sources(patterns)
+            sources = find_sources(getattr(data, files))
         except InputError as error:
             raise refuse(str(error)) from None
         ranks = arguments["dp_rank"], arguments["dp_world_size"]
-        data, tokenizer = arguments["job_config"].data, arguments["tokenizer"]
         dataset = TextDataset(sources, data, tokenizer, section.seq_len, *ranks)
         options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
         loader = ParallelAwareDataloader(dataset, *ranks, **options)
