@@ -36,6 +36,12 @@ _FEWEST_STEPS = 3
 _POLL_S = 1.0
 
 
+def attempt_folder() -> Path | None:
+    """Return the folder of this attempt's files; None in a job by hand."""
+    attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
+    return Path(attempt) if attempt else None
+
+
 def die_with_parent(_worker: int = 0) -> None:
     """Let the kernel kill this rank with its torchrun, or this data-loader worker with its rank.
 

@@ -17,7 +17,6 @@ from torchao.prototype.moe_training.tensor import ScaledGroupedMMTensor
 from torchao.prototype.mx_formats.mx_linear import MXLinear
 from torchao.quantization.quantize_.common import KernelPreference
 from torchtitan.models.moe.moe import GroupedExperts
-from torchtitan.tools.utils import has_cuda_capability
 
 from cookbook.titan.tt_0_2_2.versions import refuse
 
@@ -90,12 +89,6 @@ def observe_dispatch() -> frozenset[str]:
     """Return how this rank sent tokens: `standard`, `deepep`, `mxfp8`; empty where it sent none."""
     both = {MXFP8_DISPATCH, MXFP8_COMBINE}
     return frozenset(dispatches - both | {"mxfp8"} if both <= dispatches else dispatches)
-
-
-def casts_are_emulated() -> bool:
-    """Return whether the quantized all-to-all cast with PyTorch operations, as below SM100."""
-    quantized = bool(dispatches & {MXFP8_DISPATCH, MXFP8_COMBINE})
-    return quantized and not has_cuda_capability(10, 0)
 
 
 def merge(views: Sequence[RankActivity]) -> dict[str, Any]:

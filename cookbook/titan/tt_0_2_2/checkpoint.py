@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.tools.logging import logger
 
 from cookbook.base.files import write_whole
+from cookbook.titan.common.process import attempt_folder
 
 STOP, STOPPED = "stop", "stopped"
 
@@ -52,8 +52,7 @@ class CheckpointPolicy:
         # The Trainer is one of the states that are saved.
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
-        folder = os.environ.get("COOKBOOK_ATTEMPT_DIR")
-        self.attempt = Path(folder) if folder else None
+        self.attempt = attempt_folder()
         self.saved_at = time.monotonic()
         self.is_due = False
         self._save, manager.save = manager.save, self.save

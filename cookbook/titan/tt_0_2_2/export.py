@@ -40,19 +40,15 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 @dataclass(frozen=True)
 class Request:
-    """The order for one export of a `step-N` folder into the folder `to`.
+    """The order for one export."""
 
-    Training's `seq_len` decides whether positions are scaled. The routing bias stays float32,
-    whatever `dtype`. The tokenizer of the folder `tokenizer` is copied; empty for none.
-    """
-
-    checkpoint: str
+    checkpoint: str  # a folder `step-N`
     to: str
     model: str
     flavor: str
-    seq_len: int
-    dtype: str = "bfloat16"
-    tokenizer: str = ""
+    seq_len: int  # training's, which decides whether positions are scaled
+    dtype: str = "bfloat16"  # the routing bias stays float32
+    tokenizer: str = ""  # the folder to copy it from; empty for none
     file_bytes: int = FILE_BYTES
 
 
@@ -71,12 +67,6 @@ class Part(NamedTuple):
     @property
     def bytes(self) -> int:
         return len(self.names) * torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    @property
-    def stored_shape(self) -> torch.Size:
-        """Its shape in the checkpoint, which stacks experts, be it one alone."""
-        is_stacked = ".experts." in self.fqn
-        return torch.Size([len(self.names), *self.shape] if is_stacked else self.shape)
 
 
 def export(request: Request) -> int:
@@ -194,7 +184,9 @@ def read_parts(
     targets: dict[tuple[str, int], torch.Tensor] = {}
     items: list[ReadItem] = []
     for part in parts:
-        shape = part.stored_shape
+        # The checkpoint stacks experts, be it one alone.
+        is_stacked = ".experts." in part.fqn
+        shape = torch.Size([len(part.names), *part.shape] if is_stacked else part.shape)
         offsets = torch.Size([part.first, *[0] * (len(shape) - 1)] if shape else [])
         chunk = ChunkStorageMetadata(offsets=offsets, sizes=shape)
         saved: Any = metadata.state_dict_metadata[part.fqn]

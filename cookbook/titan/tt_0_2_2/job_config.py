@@ -24,7 +24,6 @@ from torchtitan.config import ConfigManager
 from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from cookbook.base.family import Family
 from cookbook.titan.tt_0_2_2.families import FAMILIES, REFUSED
 from cookbook.titan.tt_0_2_2.text_data import DATASET
 
@@ -233,23 +232,20 @@ def _fields(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[
             yield f"{prefix}{one.name}", one
 
 
-def family_table(family: Family) -> dict[str, Any]:
-    """Return a family's entry, in which sizes that all flavors share stand once."""
-    entry = dataclasses.asdict(family)
-    flavors = entry["flavors"].values()
-    first, *others = flavors
-    shared = {key: size for key, size in first.items() if all(one[key] == size for one in others)}
-    for sizes in flavors:
-        for key in shared:
-            del sizes[key]
-    return {**entry, "shared": shared}
-
-
 def main() -> None:
     """Print the table."""
+    families = [dataclasses.asdict(parts.family) for parts in FAMILIES.values()]
+    for family in families:
+        # Sizes that all flavors share stand once.
+        first, *others = flavors = list(family["flavors"].values())
+        shared = {key: one for key, one in first.items() if all(o[key] == one for o in others)}
+        for sizes in flavors:
+            for key in shared:
+                del sizes[key]
+        family["shared"] = shared
     table = {
         **option_table(),
-        "families": [family_table(parts.family) for parts in FAMILIES.values()],
+        "families": families,
         "refused_families": REFUSED,
         "datasets": [*DATASETS, DATASET],
     }

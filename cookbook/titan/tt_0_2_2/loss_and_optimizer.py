@@ -149,7 +149,9 @@ def build_chunked_loss(job_config: Any) -> LossFunction:
 _clip = dist_utils.clip_grad_norm_
 
 
-class _Watch:
+class GradientWatch:
+    """The norm of the last step's gradients, and the steps that this process has skipped."""
+
     limit = 0  # training.max_skipped_steps
     skipped = 0
     norm: Tensor | None = None
@@ -157,13 +159,8 @@ class _Watch:
 
 def watch_gradients(job_config: Any) -> None:
     """Look at the norm of each step's gradients where the job allows for skipped steps."""
-    _Watch.limit, _Watch.skipped = job_config.training.max_skipped_steps, 0
-    dist_utils.clip_grad_norm_ = _clip_and_note if _Watch.limit else _clip
-
-
-def skipped_steps() -> int:
-    """Return how many steps this process has skipped."""
-    return _Watch.skipped
+    GradientWatch.limit, GradientWatch.skipped = job_config.training.max_skipped_steps, 0
+    dist_utils.clip_grad_norm_ = _clip_and_note if GradientWatch.limit else _clip
 
 
 def build_optimizers(*args: Any, **kwargs: Any) -> Any:
@@ -173,20 +170,20 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
         RuntimeError: in `step`, when more steps than allowed were skipped.
     """
     optimizers = build_optimizers_with_moe_load_balancing(*args, **kwargs)
-    if not _Watch.limit:
+    if not GradientWatch.limit:
         return optimizers
     step = optimizers.step
 
     def step_if_finite(*args: Any, **kwargs: Any) -> None:
-        assert _Watch.norm is not None
+        assert GradientWatch.norm is not None
         # The host waits for the GPU here, as it does where TorchTitan logs the norm.
-        norm = _Watch.norm.item()
+        norm = GradientWatch.norm.item()
         if math.isfinite(norm):
             step(*args, **kwargs)
             return
-        _Watch.skipped += 1
-        words = f"{_Watch.skipped} of training.max_skipped_steps={_Watch.limit}"
-        if _Watch.skipped > _Watch.limit:
+        GradientWatch.skipped += 1
+        words = f"{GradientWatch.skipped} of training.max_skipped_steps={GradientWatch.limit}"
+        if GradientWatch.skipped > GradientWatch.limit:
             raise RuntimeError(f"cookbook: the gradients' norm is {norm} again: {words} skipped")
         logger.warning(f"cookbook: skipped a step whose gradients' norm is {norm} ({words})")
 
@@ -195,8 +192,8 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
 
 
 def _clip_and_note(*args: Any, **kwargs: Any) -> Tensor:
-    _Watch.norm = _clip(*args, **kwargs)
-    return _Watch.norm
+    GradientWatch.norm = _clip(*args, **kwargs)
+    return GradientWatch.norm
 
 
 def build_lr_schedulers(optimizers: Any, lr_scheduler_config: Any, training_steps: int) -> Any:

@@ -9,7 +9,6 @@ reads it, and so does any notebook: `pandas.read_json("metrics.jsonl", lines=Tru
 
 import json
 import math
-import os
 import socket
 import time
 from pathlib import Path
@@ -24,10 +23,11 @@ from torchtitan.tools.logging import logger
 from cookbook.base.family import loss_rank
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import driver_version
-from cookbook.titan.common.process import StallAlarm
+from cookbook.titan.common.process import StallAlarm, attempt_folder
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.families.parts import observe_attention
-from cookbook.titan.tt_0_2_2.loss_and_optimizer import skipped_steps
+from cookbook.titan.tt_0_2_2.loss_and_optimizer import GradientWatch
+from cookbook.titan.tt_0_2_2.mxfp8 import casts_are_emulated
 from cookbook.titan.tt_0_2_2.recomputation import observe_recomputation
 from cookbook.titan.tt_0_2_2.routing import RouterLoad, observe_routing
 from cookbook.titan.tt_0_2_2.self_check import check_kernels
@@ -52,11 +52,6 @@ _NAMES = {
 }
 # Seconds between log lines while no step is logged.
 _HEARTBEAT_S = 60.0
-
-
-def _attempt_folder() -> Path | None:
-    attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
-    return Path(attempt) if attempt else None
 
 
 class JsonLines(BaseLogger):
@@ -96,7 +91,15 @@ class CookbookMetrics(metrics.MetricsProcessor):
 
     def should_log(self, step: int) -> bool:
         """Return whether this step is logged; every rank asks after each optimizer step."""
-        self._set_alarm(is_last=step >= self.job_config.training.steps)
+        attempt, comm = attempt_folder(), self.job_config.comm
+        if self.alarm is None and attempt:
+            traces = Path(self.job_config.job.dump_folder, comm.save_traces_folder)
+            prefix = traces / comm.save_traces_file_prefix
+            self.alarm = StallAlarm(attempt, prefix, torch.distributed.get_rank())
+        if self.alarm and step >= self.job_config.training.steps:
+            self.alarm.end()
+        elif self.alarm:
+            self.alarm.step()
         if self._first_unlogged is None:
             self._first_unlogged = step
         if not self.reported:
@@ -120,23 +123,11 @@ class CookbookMetrics(metrics.MetricsProcessor):
         extra = (extra_metrics or {}) | self._load.log(self._first_unlogged or step, step)
         self._first_unlogged = None
         if self.job_config.training.max_skipped_steps:
-            extra["skipped_steps"] = skipped_steps()
+            extra["skipped_steps"] = GradientWatch.skipped
         super().log(step, *values, extra_metrics=extra)
 
     def _is_metrics_rank(self) -> bool:
-        rank = metrics_rank(self.parallel_dims, self.job_config)
-        return bool(torch.distributed.get_rank() == rank)
-
-    def _set_alarm(self, is_last: bool) -> None:
-        attempt, comm = _attempt_folder(), self.job_config.comm
-        if self.alarm is None and attempt:
-            traces = Path(self.job_config.job.dump_folder, comm.save_traces_folder)
-            prefix = traces / comm.save_traces_file_prefix
-            self.alarm = StallAlarm(attempt, prefix, torch.distributed.get_rank())
-        if self.alarm and is_last:
-            self.alarm.end()
-        elif self.alarm:
-            self.alarm.step()
+        return torch.distributed.get_rank() == metrics_rank(self.parallel_dims, self.job_config)
 
     def _report(self) -> None:
         """Gather the ranks' observations, check them, and log them once; a collective."""
@@ -158,7 +149,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
             "versions": versions(),
         }
         logger.info(f"cookbook active: {json.dumps(active)}")
-        if attempt := _attempt_folder():
+        if attempt := attempt_folder():
             environment = active | {"nodes": sorted({view.node for view in views})}
             write_whole(attempt / "environment.json", json.dumps(environment, indent=2) + "\n")
 
@@ -167,6 +158,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         model = activity.observe_model(self.model_parts)
         attention, mean_attended_length = observe_attention()
         pp_mesh = self.parallel_dims.get_optional_mesh("pp")
+        quantized = activity.dispatches & {activity.MXFP8_DISPATCH, activity.MXFP8_COMBINE}
         return activity.RankActivity(
             stage=0 if pp_mesh is None else pp_mesh.get_local_rank(),
             found={
@@ -180,7 +172,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
                 "moe_routing": observe_routing(self.model_parts),
                 "attention": attention,
             },
-            emulated=model.emulated or activity.casts_are_emulated(),
+            emulated=model.emulated or (bool(quantized) and casts_are_emulated()),
             mean_attended_length=mean_attended_length,
             patches_applied=frozenset(activity.patches_applied),
             node=socket.gethostname(),
@@ -203,13 +195,20 @@ def build_metrics_processor(
 
     It is called once, after the converters and before the model has memory.
     """
-    start_compile_workers(job_config)
+    compiler = job_config.compile
+    uses_inductor = compiler.enable and compiler.backend == "inductor"
+    if torch.cuda.is_available() and job_config.comm.mode == "default" and uses_inductor:
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        # The processes that compile Triton kernels import torch for seconds. Torch starts them only
+        # when it compiles the first function.
+        maybe_warm_pool()
     self_check = check_kernels(job_config, parallel_dims, model_args)
     # No door: TorchTitan chooses the rank by a function of this name.
     with patch.object(metrics, "_get_metrics_rank", metrics_rank):
         processor = CookbookMetrics(job_config, parallel_dims, tag)
     processor.self_check, processor.model_args = self_check, model_args
-    attempt = _attempt_folder()
+    attempt = attempt_folder()
     if attempt and processor._is_metrics_rank():
         # A new container, because TorchTitan returns an empty one in jobs without loggers.
         both = LoggerContainer()
@@ -217,16 +216,3 @@ def build_metrics_processor(
         both.add_logger(JsonLines(attempt / FILE, torch.distributed.get_rank()))
         processor.logger = both
     return processor
-
-
-def start_compile_workers(job_config: Any) -> None:
-    """Start the processes that compile Triton kernels, which import torch for seconds.
-
-    Torch starts them only when it compiles the first function.
-    """
-    compiler = job_config.compile
-    uses_inductor = compiler.enable and compiler.backend == "inductor"
-    if torch.cuda.is_available() and job_config.comm.mode == "default" and uses_inductor:
-        from torch._inductor.async_compile import maybe_warm_pool
-
-        maybe_warm_pool()

@@ -171,12 +171,12 @@ def _exchange_bytes(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _dequantized(values: Any) -> Tensor:
-    if isinstance(values, MXTensor) and not emulated():
+    if isinstance(values, MXTensor) and not casts_are_emulated():
         return scaled_grouped_mm._dequantize_if_mxtensor(values, 32)
     return values.dequantize() if isinstance(values, MXTensor) else values
 
 
-def emulated() -> bool:
+def casts_are_emulated() -> bool:
     """Return whether the casts are PyTorch operations here; the exchange sends MXFP8 either way."""
     return not has_cuda_capability(10, 0)
 
@@ -278,7 +278,7 @@ class QuantizedExpertParallel(ExpertParallel):
 def prepare_quantized_a2a() -> None:
     """Replace TorchAO's cast and exchange where this machine lacks them; there is no door."""
     for module in (a2a_dispatch, a2a_combine):
-        if emulated():
+        if casts_are_emulated():
             module.triton_to_mxfp8_dim0 = _cast_with_operations
         if not torch.cuda.is_available():
             module.all_to_all_single = _exchange_bytes

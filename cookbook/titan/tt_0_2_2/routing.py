@@ -13,9 +13,7 @@ once: recomputation deals alike, and the router compiles as one graph.
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -25,6 +23,7 @@ import torch.nn as nn
 from torch import Tensor
 from torchtitan.tools.logging import logger
 
+from cookbook.titan.common.process import attempt_folder
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute
 from cookbook.titan.tt_0_2_2.versions import refuse
@@ -72,11 +71,7 @@ def moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
 
 
 class RouterLoad:
-    """The load of every expert of the whole model since the metrics were last logged.
-
-    Args:
-        writes: whether this rank writes; one does.
-    """
+    """The load of every expert of the whole model since the metrics were last logged."""
 
     def __init__(
         self,
@@ -84,7 +79,7 @@ class RouterLoad:
         model_args: Any,
         parallel_dims: Any,
         job_config: Any,
-        writes: bool,
+        writes: bool,  # one rank does
     ) -> None:
         self._own = moe_layers(model_parts)
         self._device = next(model_parts[0].parameters()).device
@@ -94,8 +89,8 @@ class RouterLoad:
         self._groups = [mesh.get_group() for mesh in meshes if mesh is not None]
         self._forced = chosen_routing(job_config) != TRAINED
         self._writes = writes
-        attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
-        self._file = Path(attempt) / "router_load.jsonl" if attempt else None
+        attempt = attempt_folder()
+        self._file = attempt / "router_load.jsonl" if attempt else None
         num_logs = job_config.training.steps / job_config.metrics.log_freq
         self._logs_per_counts = math.ceil(num_logs / _MOST_COUNTS)
         self._kept = torch.zeros(self._shape, dtype=torch.float64)

@@ -6,7 +6,6 @@ the job.
 
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from torchtitan.tools.logging import logger
 
 from cookbook.base.files import write_whole
 from cookbook.titan.common import varlen_attention
+from cookbook.titan.common.process import attempt_folder
 from cookbook.titan.self_check import CaseResult, run_case
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.self_check_cases import Cell, kernel_cases
@@ -47,9 +47,8 @@ def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = run_cases(Cell(job_config, parallel_dims, model_args, device))
     seconds = round(time.perf_counter() - began, 1)
-    attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
-    if attempt and dist.get_rank() == 0:
-        write_whole(Path(attempt) / FILE, as_json(found, device, seconds))
+    if (attempt := attempt_folder()) and dist.get_rank() == 0:
+        write_whole(attempt / FILE, as_json(found, device, seconds))
     if faults := [result for result in found if result.fault]:
         others = f" ({len(faults) - 1} more in {FILE})" if len(faults) > 1 else ""
         raise refuse(f"self-check: {faults[0].fault}{others}; {faults[0].avoid}")
@@ -96,7 +95,15 @@ def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResu
         for collective in (False, True):
             if not any(result.fault for result in found):
                 chosen = [case for case in cases.values() if case.collective == collective]
-                found += _worst_of_ranks([run_case(case, cell.device) for case in chosen])
+                own = [run_case(case, cell.device) for case in chosen]
+                everywhere: list[Any] = [own]
+                if dist.is_initialized():
+                    everywhere = [None] * dist.get_world_size()
+                    dist.all_gather_object(everywhere, own)
+                found += [
+                    max(ranks, key=lambda result: (result.fault is not None, result.share))
+                    for ranks in zip(*everywhere, strict=True)
+                ]
     return found
 
 
@@ -111,18 +118,6 @@ def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
         "proofs": [result.as_json() for result in found],
     }
     return json.dumps(content, indent=1) + "\n"
-
-
-def _worst_of_ranks(own: list[CaseResult]) -> list[CaseResult]:
-    """Return of each case the result of the rank with the largest error."""
-    everywhere: list[Any] = [own]
-    if dist.is_initialized():
-        everywhere = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, own)
-    return [
-        max(ranks, key=lambda result: (result.fault is not None, result.share))
-        for ranks in zip(*everywhere, strict=True)
-    ]
 
 
 @contextmanager

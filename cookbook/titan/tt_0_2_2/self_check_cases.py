@@ -177,7 +177,17 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
         shapes.append(products.GroupedShape(9, 700, 384, 256, alignment))
     kernel = f"grouped GEMM {kind}"
     avoid = _AVOID.get(kernel, "precision bf16 does without it")
-    multiply = partial(_multiply, cell)
+
+    def multiply(
+        x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor
+    ) -> products.Products:
+        leaf: Any = _experts(cell, weight.clone()).w1
+        x = x.clone().requires_grad_()
+        out = torch._grouped_mm(x, leaf.transpose(-2, -1), offs=offsets)
+        out.backward(grad)
+        assert x.grad is not None and leaf.grad is not None
+        return out.detach(), x.grad, getattr(leaf.grad, "_data", leaf.grad)
+
     for shape in shapes:
         run = partial(products.grouped_errors, shape, kind, multiply, cell.device)
         yield KernelCase(kernel, str(shape), run, avoid)
@@ -193,18 +203,6 @@ def _experts(cell: Cell, weight: torch.Tensor) -> nn.Module:
     layer = nn.ModuleDict({"moe": nn.ModuleDict({"experts": module})})
     cell.convert(nn.ModuleDict({"layers": nn.ModuleDict({"1": layer})}))
     return module
-
-
-def _multiply(
-    cell: Cell, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor
-) -> products.Products:
-    """Return the three products by the path that the cell's experts take."""
-    leaf: Any = _experts(cell, weight.clone()).w1
-    x = x.clone().requires_grad_()
-    out = torch._grouped_mm(x, leaf.transpose(-2, -1), offs=offsets)
-    out.backward(grad)
-    assert x.grad is not None and leaf.grad is not None
-    return out.detach(), x.grad, getattr(leaf.grad, "_data", leaf.grad)
 
 
 def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
