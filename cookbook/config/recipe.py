@@ -151,7 +151,6 @@ def implied(options: Options) -> dict[str, str]:
     quantized = {options[f"parallelism.expert_parallel_{name}_precision"] for name in exchanges}
     if dispatch == STANDARD.name and quantized != {"default"}:
         dispatch = "mxfp8" if quantized == {"mxfp8"} else "mxfp8 in one exchange of two"
-
     kinds = {"grouped_gemms": grouped, "linear_layers": linear}
     found = {key: [of[name] for name in converters if name in of] for key, of in kinds.items()}
     joined = {key: " and ".join(formats) or "bf16" for key, formats in found.items()}

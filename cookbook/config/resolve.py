@@ -140,7 +140,6 @@ def cell_from_record(
     Its options are the recorded ones, whatever became of the recipe; the overlays' `expect` blocks
     and the environment come from the files as they are now. `place` is the record's, for errors.
     """
-
     stack, anew = load_stack(), "start a new run"
     parts = {key: str(record.files.get(key) or getattr(record, key) or "") for key in PARTS}
     if missing := [key for key, part in parts.items() if not part]:

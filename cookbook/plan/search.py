@@ -71,9 +71,8 @@ class Found:
 
     def counts(self) -> dict[str, int]:
         of = Counter(one.verdict for one in self.candidates)
-        too_large = of[TOO_LARGE] + self.larger
         counts = {"looked_at": of.total() + self.larger, "fit": of[FITS], "tight": of[TIGHT]}
-        return counts | {"too_large": too_large}
+        return counts | {"too_large": of[TOO_LARGE] + self.larger}
 
 
 def recomputation(cell: Cell) -> str:

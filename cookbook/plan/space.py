@@ -64,7 +64,6 @@ OVERLAYS = ("precision", "ep_backend")
 # Local batches without a pipeline; and microbatches of a pipeline, beside the recipe's own.
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
-_FLASH_CAPABILITY = 9.0
 # Layouts whose refusals are counted for a rejected value.
 _MOST_ASKED = 500
 
@@ -123,6 +122,13 @@ class Space:
                 continue
             degrees = {DEGREES["tp"]: tp, DEGREES["pp"]: pp, DEGREES["ep"]: ep}
             batches = _BATCHES if pp == 1 else sorted({*_MICROBATCHES, self.base.options[BATCH]})
+            of_deepep: dict[str, Any] = {}
+            if start.exchange.has_own_layer:
+                # Between nodes let experts compute beside the exchanges.
+                between_nodes = ep > start.cluster.ranks_per_node
+                chunks = max(start.options[EP_CHUNKS], 2) if between_nodes else 1
+                of_deepep = {EP_CHUNKS: chunks, SCORE_ACTIVATIONS: True}
+            of_deepep = {n: value for n, value in of_deepep.items() if n not in self.varied}
             for schedule, batch, recomputed, values in itertools.product(
                 self._schedules(pp),
                 self.varied.get(BATCH, batches),
@@ -131,7 +137,7 @@ class Space:
             ):
                 chosen = {**degrees, BATCH: batch, **schedule, **recomputed}
                 chosen |= dict(zip(others, values, strict=True))
-                yield self._settled(chosen) | self._of_deepep(start, ep)
+                yield self._settled(chosen) | of_deepep
 
     def _settled(self, chosen: dict[str, Any]) -> dict[str, Any]:
         """Drop options that the rest leaves unread, so that no layout comes twice."""
@@ -144,19 +150,10 @@ class Space:
             settled[SAVE_LIST] = []
         return settled
 
-    def _of_deepep(self, start: Cell, ep: int) -> dict[str, Any]:
-        """Score activations; between nodes let experts compute beside DeepEP's exchanges."""
-        if not start.exchange.has_own_layer:
-            return {}
-        between_nodes = ep > start.cluster.ranks_per_node
-        chunks = max(start.options[EP_CHUNKS], 2) if between_nodes else 1
-        means = {EP_CHUNKS: chunks, SCORE_ACTIVATIONS: True}
-        return {name: value for name, value in means.items() if name not in self.varied}
-
     def _means(self) -> dict[str, list[Any]]:
         """Return options that always pay (docs/evidence/performance.md), one value each."""
         gpu, options, means = self.base.cluster.gpu, self.base.options, dict[str, Any]()
-        if gpu is not None and gpu.compute_capability >= _FLASH_CAPABILITY:
+        if gpu is not None and gpu.compute_capability >= 9.0:
             means[ATTENTION] = "flash_attention_4"
         means[NUM_CHUNKS] = options[NUM_CHUNKS] or 8
         if not _WORKER.keys() & self.varied.keys() and not options[_WORKERS]:
@@ -189,15 +186,10 @@ def _changed(cell: Cell, settings: Settings) -> Cell:
 def space_of(
     base: Cell, words: Sequence[str], asked: Settings, overlays: Mapping[str, Any]
 ) -> Space:
-    """Make the space around `base`.
+    """Make the space around `base`; InputError for a key that is no axis, or a wrong value.
 
-    Args:
-        words: `--vary` words, KEY=V1,V2: an option, `precision` or `ep_backend`.
-        asked: options that `--set` holds at one value.
-        overlays: the precision and the EP backend that the command line names, None for none.
-
-    Raises:
-        InputError: a key that is no axis, or a value that the option does not take.
+    Each of `words` is from `--vary`, KEY=V1,V2: an option, `precision` or `ep_backend`. `--set`
+    holds the options `asked` at one value; of the command line's `overlays` None is not named.
     """
     varied: dict[str, Sequence[Any]] = {name: [s.value] for name, s in asked.items()}
     named = {kind: [name] for kind, name in overlays.items() if name is not None}

@@ -147,8 +147,7 @@ LOCAL = Documents(6453, 3520, "counted: docs/evidence/performance/h200x2-8layers
 def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None:
     """Return the documents that bound attention, `named` ones first; None for whole sequences.
 
-    Raises:
-        InputError: a dataset whose documents are not known here.
+    InputError for a dataset whose documents are not known here.
     """
     if not model_of(cell).by_document:
         return None

@@ -206,8 +206,7 @@ class Kernels:
     def copies(self, rank: Rank, gathers: int, reduces: int, sums: int) -> float:
         """Time FSDP's casts and packing, for so many gathers and reductions of every unit.
 
-        Args:
-            sums: how often BF16 gradients are added to those of a pipeline, which are not sharded.
+        BF16 gradients are added `sums` times to those of a pipeline, which are not sharded.
         """
         if not rank.mixed_precision:
             return 0.0

@@ -181,7 +181,20 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     hidden = 3.0 * s.sequence_tokens
     if s.loss_tokens is None:
         elements = float(s.tokens * s.vocab)
-        logits = elements * _loss_bytes(rank, s)
+        if s.loss_compiled and s.loss_parallel:
+            # Logits, and in FP32 what a scatter writes -1 into, at each label, and its sum with the
+            # softmax: `loss_parallel`'s formula scatters, and Inductor does not fuse over that.
+            size = s.act + 8
+        elif s.loss_compiled:
+            # Fused: the logits and their gradient, both in the model's precision.
+            size = 2 * s.act
+        else:
+            # Eager, in FP32: log-softmax, its gradient and the loss's gradient; in parallel
+            # log-softmax, the scattered labels, softmax and their sum.
+            size = 16 if s.loss_parallel else 12
+            # A pipeline's stage keeps its output, else the logits are gone by then.
+            size += s.act if rank.num_stages > 1 else 0
+        logits = elements * size
         # The gathered weight and its gradient, before it is reduced.
         weight = 2.0 * sum(unit.gathered for unit in rank.units if unit.name == "output")
     else:
@@ -206,22 +219,6 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
 def _loss_gradients(shapes: Shapes) -> float:
     """Return the gradients of hidden states and output layer that the loss in chunks keeps."""
     return 4.0 * (shapes.tokens + shapes.vocab) * shapes.dim
-
-
-def _loss_bytes(rank: Rank, shapes: Shapes) -> int:
-    """Return the bytes for each logit that this rank has, at the fullest moment."""
-    if shapes.loss_compiled and shapes.loss_parallel:
-        # Logits, and in FP32 what a scatter writes -1 into, at each label, and its sum with the
-        # softmax: the formula of `loss_parallel` scatters, and Inductor does not fuse over that.
-        return shapes.act + 8
-    if shapes.loss_compiled:
-        # Fused: the logits and their gradient, both in the model's precision.
-        return 2 * shapes.act
-    # Eager, in FP32. A pipeline's stage keeps its output, else the logits are gone by then.
-    kept = shapes.act if rank.num_stages > 1 else 0
-    # Log-softmax, its gradient and the loss's gradient; with `loss_parallel` log-softmax, the
-    # scattered labels, softmax and their sum.
-    return (16 if shapes.loss_parallel else 12) + kept
 
 
 def _outside_gib(rank: Rank, shapes: Shapes) -> float:

@@ -105,9 +105,7 @@ def play(
 ) -> Played:
     """Let every rank do its actions in order, each as soon as its input has arrived.
 
-    Args:
-        times_ms: of an action, by stage and kind.
-        transfer_ms: between two stages; the sender goes on meanwhile.
+    `times_ms` are by stage and kind; during a transfer between two stages the sender goes on.
     """
     owner = {stage: rank for rank, own in enumerate(actions) for stage, _, _ in own}
     done: dict[tuple[int, str, int], float] = {}
@@ -226,11 +224,7 @@ def model_of(cell: Cell) -> Model:
 
 
 def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
-    """Return the first rank of every pipeline rank.
-
-    Raises:
-        InputError: a model, or a way to cut it into stages, that is not counted.
-    """
+    """Return the first rank of every pipeline rank; InputError where these are not counted."""
     model, options, layout = model_of(cell), cell.options, cell.layout
     splits, batch = _split(cell, model), options["training.local_batch_size"]
     actions, microbatches = Actions(([0],), ([[1]],), ([],)), 1

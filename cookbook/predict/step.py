@@ -75,14 +75,10 @@ def predict_step(
     hardware: Hardware | None = None,
     overlapped: bool = True,
 ) -> StepTime:
-    """Predict a cell's step.
+    """Predict a cell's step; InputError for something that the model does not know.
 
-    Args:
-        ranks, documents, hardware: replace those of the cell.
-        overlapped: whether a DeepEP layer computes beside its exchanges, as it does today.
-
-    Raises:
-        InputError: something that the model does not know; nothing is guessed.
+    `ranks`, `documents` and `hardware` replace those of the cell; `overlapped`: whether a DeepEP
+    layer computes beside its exchanges, as it does today.
     """
     refuse_unmodelled(cell)
     hardware = hardware or hardware_of(cell)

@@ -290,13 +290,9 @@ MARKDOWN, PAGE, FIGURES = "report.md", "report.html", "figures"
 
 
 def save_report(run: Run, results: RunResults) -> str | None:
-    """Write report.md, report.html and figures/ into the run's folder.
+    """Write report.md, report.html and figures/ into the run's folder; OSError where it cannot.
 
-    Returns:
-        why there are no figure files, with the remedy; None where there are.
-
-    Raises:
-        OSError: the folder cannot be written to.
+    Return why there are no figure files, with the remedy; None where there are.
     """
     missing, charts, folder = None, charts_of(results), run.folder / FIGURES
     # The printed report, and below it all that only a file has room for.

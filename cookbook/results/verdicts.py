@@ -56,8 +56,7 @@ def batches(values: Sequence[float]) -> list[Sequence[float]]:
 def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) -> Spread:
     """Return the spread of a statistic of `num` values from those of their `batches`.
 
-    Args:
-        alike: the values' lag-1 autocorrelation, as `correlation` estimates it.
+    `alike` is the values' lag-1 autocorrelation, as `correlation` estimates it.
     """
 
     def variance_of_mean(num: float) -> float:
