@@ -146,8 +146,7 @@ def _step(check: CellCheck) -> Iterator[str]:
         if check.no_step:
             yield f"  time: not predicted: {check.no_step}"
         return
-    seq_len = check.cell.options["training.seq_len"]
-    yield f"  attention: {attended_text(step.documents, seq_len)}"
+    yield f"  attention: {attended_text(step.documents, check.cell.options['training.seq_len'])}"
     speed = f"{step.step_ms:,.0f} ms a step, {step.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
     source = "predicted (docs/evidence/prediction.md)"
     yield f"  time, {source}: {speed}; milliseconds of rank {step.rank}:"

@@ -54,8 +54,7 @@ def read_pins(path: Path = REQUIREMENTS) -> list[Pin]:
 
 def stack_name(path: Path = REQUIREMENTS) -> str:
     """Return the stack that `path` pins, from its first line (`# stack 2026.02`)."""
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("# stack").strip()
+    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# stack").strip()
 
 
 @dataclass(frozen=True)

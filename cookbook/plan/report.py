@@ -268,5 +268,4 @@ def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
 
 
 def _scalar(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000)
-    return text.removesuffix("...\n").strip()
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()

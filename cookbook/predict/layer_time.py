@@ -278,8 +278,7 @@ class LayerTimes:
         self._backward = {moe: self._compute(moe, True) for moe in (False, True)}
         # The GPU waits while the host reads the number of received rows.
         host_ms = kernels.hardware.host_ms_per_routed_layer if cell.layout.ep > 1 else 0.0
-        sent = {EP: self._sent_ms(False), HOST: host_ms}
-        self._forward[True] = add(self._forward[True], sent)
+        self._forward[True] = add(self._forward[True], {EP: self._sent_ms(False), HOST: host_ms})
 
     def _compute(self, moe: bool, backward: bool) -> Terms:
         """Time a layer's kernels and its exchanges over TP."""

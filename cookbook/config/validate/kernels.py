@@ -119,8 +119,7 @@ def mxfp8_hardware(cell: Cell) -> Problems:
     for name in sorted(MX & set(cell.options["model.converters"])):
         if capability < 10.0 and not cell.options[f"{name}.emulate"]:
             reason = f"{name} needs compute capability 10.0 (SM100), {have}"
-            remedy = f"set {name}.emulate=true for numerics without speed"
-            yield "model.converters", reason, remedy
+            yield "model.converters", reason, f"set {name}.emulate=true for numerics without speed"
 
 
 @rule(RULES, reference=_MX)

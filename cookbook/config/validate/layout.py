@@ -143,8 +143,7 @@ def _degrees(layout: Layout) -> Iterator[_Problem]:
 def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Problem]:
     """The refusals of `pipeline_llm`; embedding and output count as layers of their stages."""
     by_hand = options["parallelism.module_fqns_per_model_part"]
-    from_file = options["parallelism.pipeline_parallel_schedule_csv"]
-    if layout.pp == 1 or by_hand or from_file:
+    if layout.pp == 1 or by_hand or options["parallelism.pipeline_parallel_schedule_csv"]:
         return
     schedule = options[_SCHEDULE]
     known = {name.lower(): count for name, count in STAGES_PER_RANK.items()}

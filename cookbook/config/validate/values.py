@@ -69,8 +69,7 @@ def bounds(cell: Cell) -> Problems:
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def names(cell: Cell) -> Problems:
     """TorchTitan ignores a wrong component, and ends at other names once all ranks have started."""
-    dataset = {"training.dataset": cell.options.stack.datasets}
-    for option, known in (_NAMES | dataset).items():
+    for option, known in {**_NAMES, "training.dataset": cell.options.stack.datasets}.items():
         value = cell.options[option]
         for name in [value] if isinstance(value, str) else value:
             if name not in known:
@@ -136,8 +135,7 @@ def validation(cell: Cell) -> Problems:
     options = cell.options
     if not options["validation.enable"]:
         return
-    least = (("steps", " batches a validation", 10), ("freq", "", 100))
-    for name, things, best in least:
+    for name, things, best in (("steps", " batches a validation", 10), ("freq", "", 100)):
         if (found := options[f"validation.{name}"]) < 1:
             yield f"validation.{name}", f"found {found}, allowed: 1 and up{things}", f"try {best}"
     for name in ("seq_len", "local_batch_size"):
