@@ -129,11 +129,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
     """Make the first pass over the logits of a chunk (tokens, words).
 
-    Args:
-        columns: (tokens,), the column of each label; out of range if another rank has it.
-
-    Returns:
-        (2, tokens): logsumexp, and the label's logit or 0.
+    `columns` are those of the labels, out of range if another rank has them. Return (2, tokens):
+    logsumexp, and the label's logit or 0.
     """
     words = logits.shape[-1]
     values = logits.to(precise(logits.dtype))

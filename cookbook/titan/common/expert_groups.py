@@ -43,9 +43,8 @@ def padded_sizes(counts: list[int], alignment: int) -> list[int]:
 def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan:
     """Sort the copies of tokens by expert, each group followed by its padding.
 
-    Args:
-        experts: (tokens, top k) int, local expert of each copy, -1 for an expert on another rank.
-        counts: tokens per local expert, on the host.
+    `experts` (tokens, top k) are local ones, -1 for an expert on another rank; `counts` are the
+    tokens per local expert, on the host.
     """
     sizes = padded_sizes(counts, alignment)
     ends = list(itertools.accumulate(sizes))
@@ -78,9 +77,7 @@ def _place(
 def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPlan:
     """Plan groups of copies that were not counted on the host; rows behind the last belong to none.
 
-    Args:
-        experts: (tokens, top k) int.
-        alignment: that of `plan_groups`; 1 for groups that are not padded, and may be empty.
+    `experts` are (tokens, top k). With alignment 1 groups are not padded, and may be empty.
     """
     sums = _triton().count(experts, num_experts) if experts.is_cuda else None
     if sums is None:
@@ -210,19 +207,13 @@ def spread(tokens: Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) ->
 
 def collect(
     grouped: Tensor,
-    scores: Tensor | None,
+    scores: Tensor | None,  # (received, top k) float32 to multiply with
     plan: GroupPlan,
-    is_needed: bool = True,
-    base: Tensor | None = None,
+    is_needed: bool = True,  # otherwise the sums are uninitialized memory
+    base: Tensor | None = None,  # (received, features), added before the sums are rounded
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sum padded groups (rows, features) into tokens (received, features) of `dtype`.
-
-    Args:
-        scores: (received, top k) float32 to multiply with.
-        is_needed: whether the sums are needed; otherwise they are uninitialized memory.
-        base: (received, features), added to the sums before they are rounded.
-    """
+    """Sum padded groups (rows, features) into tokens (received, features) of `dtype`."""
     dtype = dtype or grouped.dtype
     return _Collect.apply(grouped, scores, plan.copies, plan.slots, is_needed, base, dtype)
 

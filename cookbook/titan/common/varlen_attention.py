@@ -285,8 +285,7 @@ class AttendedLength:
 def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
     """Mark the last token of each document, (batch, length); that of a sequence is always one.
 
-    Args:
-        eos_id: the token that ends a document; None where a sequence is one document.
+    The token `eos_id` ends a document; None where a sequence is one document.
     """
     ends = torch.zeros_like(tokens, dtype=torch.bool) if eos_id is None else tokens == eos_id
     ends[:, -1] = True
@@ -306,12 +305,8 @@ def bounds_capacity(documents: int, length: int) -> int:
 def document_bounds(ends: Tensor, capacity: int) -> Tensor:
     """Return the ends of each sequence's documents; one row a sequence, so that a batch can split.
 
-    Args:
-        ends: (batch, length), bool.
-        capacity: no sequence has more documents.
-
-    Returns:
-        (batch, capacity), int32: the position after each document, ascending; the rest `length`.
+    Given their last tokens, (batch, length) bool, in sequences of at most `capacity` documents:
+    (batch, capacity) int32, the position after each document, ascending; the rest `length`.
     """
     length = ends.shape[1]
     after = torch.arange(1, length + 1, dtype=torch.int32, device=ends.device)
@@ -322,9 +317,8 @@ def document_bounds(ends: Tensor, capacity: int) -> Tensor:
 def cumulative_lengths(bounds: Tensor) -> Tensor:
     """Return the bounds of all sequences of a batch in their folded row of tokens.
 
-    Returns:
-        (batch * capacity + 1,), int32, ascending from 0 to batch * length; unused capacity becomes
-        empty documents.
+    They are (batch * capacity + 1,) int32, ascending from 0 to batch * length; unused capacity
+    becomes empty documents.
     """
     # The last column is the length of a sequence, which is not read on the host.
     starts = torch.arange(len(bounds), dtype=torch.int32, device=bounds.device) * bounds[:, -1]

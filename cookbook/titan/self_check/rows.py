@@ -221,19 +221,12 @@ def inputs_of(shape: ExchangeShape, dp_rank: int, device: str) -> Exchanged:
 def exchange_errors(
     shape: ExchangeShape,
     given: Exchanged,
-    layer: nn.Module,
-    share: TokenShard | None,
-    group: dist.ProcessGroup,
-    quantized: tuple[bool, bool],
+    layer: nn.Module,  # with `FixedRouter(given.scores, ...)` and `FactorExperts`, parallelized
+    share: TokenShard | None,  # this TP rank's part of every sequence; None without TP
+    group: dist.ProcessGroup,  # of the ranks that the experts are divided among, in their order
+    quantized: tuple[bool, bool],  # the dispatch of tokens, and that of the output's gradients
 ) -> Iterator[Error]:
-    """Compare the layer's output and gradients for `given`.
-
-    Args:
-        layer: with `FixedRouter(given.scores, ...)` and `FactorExperts`, parallelized.
-        share: this TP rank's part of every sequence; None without TP.
-        group: of the ranks that the experts are divided among, in their order.
-        quantized: whether the dispatch of tokens and that of the output's gradients are in FP8.
-    """
+    """Compare the layer's output and gradients for `given`."""
 
     def local(tensor: Any) -> Any:
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -94,8 +94,7 @@ def observe_dispatch() -> frozenset[str]:
 def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     """Merge the ranks' observations; values on which ranks differ are joined, `a and b`.
 
-    Returns:
-        Each aspect, null where no rank has any; `mean_attended_length` in tokens; `emulated`.
+    An aspect that no rank has is null; `mean_attended_length` is in tokens.
     """
 
     def joined(name: str) -> frozenset[str]:

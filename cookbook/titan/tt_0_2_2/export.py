@@ -32,7 +32,6 @@ from cookbook.base.errors import InputError, JobError, run_command
 from cookbook.base.files import write_whole
 from cookbook.titan.tt_0_2_2.families import FAMILIES
 
-FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 REQUEST = "export.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -49,7 +48,7 @@ class Request:
     seq_len: int  # training's, which decides whether positions are scaled
     dtype: str = "bfloat16"  # the routing bias stays float32
     tokenizer: str = ""  # the folder to copy it from; empty for none
-    file_bytes: int = FILE_BYTES
+    file_bytes: int = 5 * 10**9
 
 
 class Part(NamedTuple):

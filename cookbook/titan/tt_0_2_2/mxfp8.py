@@ -113,26 +113,18 @@ class MXLinearConverter(_Converter):
 
 
 def emulated_weight_gradient(
-    a_data: Tensor,
-    a_scale: Tensor,
-    b_data: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
+    a_data: Tensor,  # (N, M) float8
+    a_scale: Tensor,  # (N, M / block), along the rows of all groups
+    b_data: Tensor,  # (M, K) float8
+    b_scale: Tensor,  # (M / block, K)
+    offs: Tensor,  # (groups,) int32, where each group ends in M
     out_dtype: torch.dtype | None = torch.bfloat16,
     block_size: int = 32,
 ) -> Tensor:
-    """Dequantize both operands and multiply in BF16, group by group along the contraction.
+    """Dequantize and multiply in BF16, group by group along the contraction, (groups, N, K).
 
     TorchAO's function of the same signature loops over the groups on the host, which does not
     compile. Here groups are whole blocks: no scale belongs to two.
-
-    Args:
-        a_data: (N, M) float8, its scales (N, M / block) along the rows of all groups.
-        b_data: (M, K) float8, its scales (M / block, K).
-        offs: (groups,) int32, where each group ends in M.
-
-    Returns:
-        (groups, N, K).
     """
     rows, length = a_data.shape
     a = a_data.reshape(rows, length // block_size, block_size).to(torch.bfloat16)

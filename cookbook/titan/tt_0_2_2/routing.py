@@ -100,8 +100,7 @@ class RouterLoad:
     def log(self, first_step: int, step: int) -> dict[str, float]:
         """Write the load of the steps from `first_step` to `step`; a collective of all ranks.
 
-        Returns:
-            The metrics for TensorBoard and W&B; none on a rank that does not write.
+        Return the metrics for TensorBoard and W&B; none on a rank that does not write.
         """
         counts = self.take_counts()
         if not self._writes:
