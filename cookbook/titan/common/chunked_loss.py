@@ -26,25 +26,17 @@ class VocabularyShard:
 
 
 def chunked_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    hidden: Tensor,  # (batch, length, dim)
+    weight: Tensor,  # (vocabulary, dim), of the same type; under TP this rank's rows
+    labels: Tensor,  # (batch, length); tokens with the label -100 are ignored
     num_chunks: int,
-    shard: VocabularyShard | None = None,
-    backend: str | None = None,
+    shard: VocabularyShard | None = None,  # where the vocabulary is cut over TP ranks
+    backend: str | None = None,  # of torch.compile, for the passes over the logits
 ) -> Tensor:
     """Compute the cross-entropy of the logits `hidden @ weight.T`, summed over tokens.
 
-    Args:
-        hidden: (batch, length, dim). Under TP all ranks have the same; its gradient is this rank's
-            term of a sum over them.
-        weight: (vocabulary, dim), of the same type as `hidden`; under TP this rank's rows.
-        labels: (batch, length); tokens with the label -100 are ignored.
-        shard: where the vocabulary is cut over TP ranks.
-        backend: of torch.compile, for the passes over the logits; None runs them eagerly.
-
-    Returns:
-        A scalar, the same on all TP ranks; in float32, or float64 where `hidden` is.
+    Under TP all ranks have the same hidden states, whose gradient is this rank's term of a sum over
+    them, and the same result. It is in float32, or float64 where `hidden` is.
     """
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden states are {hidden.dtype}, the output layer is {weight.dtype}")

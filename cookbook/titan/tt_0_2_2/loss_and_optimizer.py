@@ -164,11 +164,7 @@ def watch_gradients(job_config: Any) -> None:
 
 
 def build_optimizers(*args: Any, **kwargs: Any) -> Any:
-    """Return TorchTitan's optimizers; arguments as its function takes them.
-
-    Raises:
-        RuntimeError: in `step`, when more steps than allowed were skipped.
-    """
+    """Return TorchTitan's optimizers, whose `step` fails once more are skipped than allowed."""
     optimizers = build_optimizers_with_moe_load_balancing(*args, **kwargs)
     if not GradientWatch.limit:
         return optimizers
