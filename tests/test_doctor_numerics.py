@@ -27,8 +27,8 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def proved(ranks: int, gpu: Gpu | None) -> dict[str, Any]:
     found = numerics.candidates(this_machine(ranks, gpu))
-    assert len({one.cell.name for one in found}) == len(found)
-    return {one.cell.name: one.cell for one in found if not one.left_out}
+    assert len({cell.name for cell, _ in found}) == len(found)
+    return {cell.name: cell for cell, left_out in found if not left_out}
 
 
 PRECISIONS = {"bf16", "mxfp8", "mxfp8_wgrad_hp", "mxfp8_linear"}

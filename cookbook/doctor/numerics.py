@@ -16,7 +16,7 @@ import sys
 import tempfile
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import visible_gpus
@@ -35,13 +35,6 @@ _VERDICT = re.compile("ok     |WRONG  ")
 _RECIPES = {"gpu": ("deepseek_v3_16b", "qwen3_30b_a3b"), "cpu": ("debug", "qwen3_debug")}
 
 
-class Candidate(NamedTuple):
-    """A cell to prove, and why it is left out; None where it is not."""
-
-    cell: Cell
-    left_out: str | None
-
-
 def prove(cluster: Cluster | None, output: Path | None) -> int:
     """Prove the kernels of this machine, or as a job those of a cluster's node; 0 where right."""
     if cluster is not None and cluster.scheduler != "local":
@@ -50,14 +43,14 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
     # Two on a CPU, so that tokens are sent.
     ranks = len(gpus) or 2
     chosen = candidates(this_machine(ranks, gpus[0] if gpus else None))
-    for one in chosen:
-        if one.left_out:
-            print(f"not here  {one.cell.name}: {one.left_out}")
+    for cell, reason in chosen:
+        if reason:
+            print(f"not here  {cell.name}: {reason}")
     print(flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         cells = folder / "cells.json"
-        proved = [(one.cell.name, train_argv(one.cell)) for one in chosen if not one.left_out]
+        proved = [(cell.name, train_argv(cell)) for cell, reason in chosen if not reason]
         cells.write_text(json.dumps(proved), encoding="utf-8")
         written = output or folder / "proofs.json"
         # Rank 0 prints the verdicts; all else is read where the ranks end early.
@@ -109,8 +102,11 @@ def _prove_on(cluster: Cluster, output: Path | None) -> int:
     return subprocess.run(words, cwd=ROOT, check=False).returncode
 
 
-def candidates(machine: Cluster) -> list[Candidate]:
-    """Return cells of every precision and EP backend on `machine`, TP and FlashAttention-4."""
+def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
+    """Return cells of every precision and EP backend on `machine`, TP and FlashAttention-4.
+
+    Beside each, the reason why it is left out; None where it is not.
+    """
     chunks = {"loss.num_chunks": 8}
     flash = {ATTENTION: "flash_attention_4"} | chunks
     backends = names_in("ep_backend")
@@ -143,5 +139,5 @@ def candidates(machine: Cluster) -> list[Candidate]:
             for finding in [*validation_errors(cell), *missing_here(cell, is_submitted=True)]
             if finding.rule != "files" and finding.option != DEGREES["dp_shard"]
         ]
-        found.append(Candidate(cell, problems[0].reason if problems else None))
+        found.append((cell, problems[0].reason if problems else None))
     return found

@@ -115,9 +115,10 @@ def deepep(here: Surroundings) -> Verdict:
         return "warning", found, f"{rebuild}; torch must bring its NVSHMEM wheel"
     # Its own search path names the wheel; LD_LIBRARY_PATH comes before that.
     linked = here.answer(("ldd", str(built.library))).output
-    loaded, wheel = re.search(r"libnvshmem_host\S* => (/\S+)", linked), find_nvshmem(here.site)
-    if loaded and wheel and Path(loaded[1]).parent.resolve() != (wheel.folder / "lib").resolve():
-        found = f"{built.version}, linked with NVSHMEM {wheel.version} in {wheel.folder}/lib, would"
+    loaded = re.search(r"libnvshmem_host\S* => (/\S+)", linked)
+    folder, version = find_nvshmem(here.site) or (None, "")
+    if loaded and folder and Path(loaded[1]).parent.resolve() != (folder / "lib").resolve():
+        found = f"{built.version}, linked with NVSHMEM {version} in {folder}/lib, would"
         remedy = f"take {Path(loaded[1]).parent} out of LD_LIBRARY_PATH"
         return "problem", f"{found} load {loaded[1]}", remedy
     nvshmem = f", NVSHMEM in {loaded[1]}" if loaded else ""

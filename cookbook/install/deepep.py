@@ -45,20 +45,14 @@ def torch_cuda(path: Sequence[str] | None = None) -> str:
     return match[1] if match else ""
 
 
-class Nvshmem(NamedTuple):
-    """The NVSHMEM wheel that torch brings: its folder and version."""
-
-    folder: Path
-    version: str
-
-
-def find_nvshmem(path: Sequence[str] | None = None) -> Nvshmem | None:
+def find_nvshmem(path: Sequence[str] | None = None) -> tuple[Path, str] | None:
+    """Return folder and version of the NVSHMEM wheel that torch brings."""
     folder = package_folder("nvidia.nvshmem", path)
     # DeepEP links the host library by the file name it finds and the device library statically.
     if folder is None or not (folder / "lib/libnvshmem_device.a").is_file():
         return None
     found = find_distribution(f"nvidia-nvshmem-cu{torch_cuda(path).split('.')[0]}", path)
-    return Nvshmem(folder, found.version) if found else None
+    return (folder, found.version) if found else None
 
 
 class DeepEp(NamedTuple):
@@ -165,8 +159,7 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
         )
     if arch != "9.0" and toolkit.release < BLACKWELL_CUDA:
         raise CannotBuildError(f"{toolkit} cannot compile for GPUs {arch}; 12.8 or later can")
-    nvshmem = find_nvshmem()
-    version = nvshmem.version if nvshmem else ""
+    _, version = find_nvshmem() or (None, "")
     return Plan(deepep_pin().value, torch.version, cuda, arch, version), toolkit
 
 

@@ -144,13 +144,10 @@ def _python_path() -> str:
 
 
 def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) -> list[str]:
-    """Submit every cell of `run` that is not refused: one sbatch call each, or one local job.
+    """Submit every cell of `run` that is not refused; return the job ids, in that order.
 
-    In one allocation the cells run in turn, on the same nodes. Where Slurm refuses a cell
-    (JobError), those before it stay queued; it and later ones have failed.
-
-    Returns:
-        The job ids, in the order of submission.
+    One sbatch call each, or one local job; in one allocation they run in turn, on the same nodes.
+    Where Slurm refuses a cell (JobError), those before it stay queued; it and later ones failed.
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")

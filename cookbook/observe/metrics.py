@@ -245,11 +245,7 @@ class Newest:
 
 
 class Tail:
-    """Follow an attempt that grows; each `read` takes only the new lines.
-
-    Args:
-        rank: the global rank that has the loss; None for every line of the console.
-    """
+    """Follow an attempt that grows, by its new lines: those of `rank`, or of all (None)."""
 
     def __init__(self, attempt: Attempt, rank: int | None) -> None:
         self._rank = rank

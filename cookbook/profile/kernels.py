@@ -52,11 +52,11 @@ class Rule:
     """Takes a kernel to a category where every pattern that is given is found."""
 
     category: str
-    kernel: str = ""
-    operation: str = ""
-    inside: str = ""
-    collective: str = ""
-    group: str = ""
+    kernel: str = ""  # its name; on a CPU the operation's
+    operation: str = ""  # of the host that launched it
+    inside: str = ""  # that, or an event that encloses it in its thread
+    collective: str = ""  # NCCL's word (`allgather`, `all_to_allv`), as PyTorch records it
+    group: str = ""  # the description of its process group (`mesh_ep`)
 
 
 _NCCL = r"^nccl"
@@ -180,12 +180,7 @@ def category_of(
 ) -> str:
     """Return the name of a kernel's category, or `NO_WORK`; text that is not known is empty.
 
-    Args:
-        kernel: the kernel's name; on a CPU the operation's.
-        inside: the operation of the host that launched it, and the events that enclose that
-            operation in its thread, from the inside out.
-        collective: NCCL's word for it (`allgather`, `all_to_allv`), as PyTorch records it.
-        group: the description of its process group (`mesh_ep`).
+    `inside` begins with the operation that launched the kernel, and goes on from the inside out.
     """
     texts = {"kernel": [kernel], "collective": [collective], "group": [group]}
     texts |= {"operation": list(inside[:1]), "inside": list(inside)}

@@ -17,7 +17,6 @@ from cookbook.base.gpus import peak_tflops
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS
 from cookbook.profile.trace import NOTHING, Column, Host, Trace, kernels_of, read_trace
 
-PYTHON = "Python, in no operation"
 # A first kernel that waited longer in its queue found the device busy with the step before.
 _QUEUED_US = 1000.0
 _MOST_KERNELS = 25
@@ -235,7 +234,7 @@ def explain_idle(
 def _activity(host: Host, event: int) -> str:
     """Return the operation that `event` lies in, else a call of CUDA."""
     if event == NOTHING:
-        return PYTHON
+        return "Python, in no operation"
     operation = int(host.operation(np.array([event]))[0])
     name = host.enclosing(event if operation == NOTHING else operation)[0]
     return name if operation == NOTHING else _PARTICULAR.sub("", name).strip() or name

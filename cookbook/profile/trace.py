@@ -239,9 +239,7 @@ class _Reader:
 def _gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int]:
     """Return the FLOPs of a GEMM operation and the bits of its inputs; 0 FLOPs without shapes.
 
-    Args:
-        arguments: the event's, with `Input Dims` and `Input type` as PyTorch writes them. A grouped
-            GEMM's rows include the padding of its groups: the kernel multiplies that too.
+    A grouped GEMM's rows include the padding of its groups: the kernel multiplies that too.
     """
     first = _MATRICES[operation]
     dims, types = arguments.get("Input Dims", ()), arguments.get("Input type", ())
