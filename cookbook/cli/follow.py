@@ -160,8 +160,7 @@ def cancel(arguments: argparse.Namespace) -> int:
             print(f"{run.name}, the newest run: cancels {jobs}", flush=True)
 
     cells = cancel_run(run, report)
-    states = cell_states(run)
-    ending = [one.cell for one in states if one.is_ending and one.cell not in cells]
+    ending = [one.cell for one in cell_states(run) if one.is_ending and one.cell not in cells]
     if cells:
         print(f"cancelled: {', '.join(cells)}")
     if ending:

@@ -162,8 +162,7 @@ def render_cell(arguments: argparse.Namespace) -> int:
         print(render_script(cell), end="")
         return status
     path = Path(arguments.output)
-    text = render_script(cell, file_name=path.name)
-    write_output("--output", arguments.output, text, mode=0o755)
+    write_output("--output", arguments.output, render_script(cell, file_name=path.name), mode=0o755)
     print(f"wrote {path}: {cell.name} for {cell.cluster.name}", file=sys.stderr)
     return status
 

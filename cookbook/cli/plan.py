@@ -42,8 +42,7 @@ def plan(arguments: argparse.Namespace) -> int:
         reason = f"{base.options.model_title} attends to whole sequences, across documents"
         raise InputError("--documents", reason, "leave it out")
     overlays = {"precision": arguments.precision, "ep_backend": arguments.ep_backend}
-    asked = command_line_settings(arguments.set)
-    space = space_of(base, arguments.vary, asked, overlays)
+    space = space_of(base, arguments.vary, command_line_settings(arguments.set), overlays)
     cells = list(space.cells())
     refused = rejected_values(space, cells)
     if not cells:

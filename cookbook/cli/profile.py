@@ -117,8 +117,7 @@ def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
     if path.is_dir() and not is_run(path):
         return shown_path(path), cell_traces(CellFolder(path)) or folder_traces(path)
     if not path.is_dir() and not {name, name.rpartition("/")[0]} & {*run_names()}:
-        known = [*names_in(""), *run_names()]
-        raise unknown_name("profile", "recipe, run or trace", name, known)
+        raise unknown_name("profile", "recipe, run or trace", name, [*names_in(""), *run_names()])
     run, named = find_cell(name)
     cells = run.cells if named is None else [named]
     traced = {cell.name: traces for cell in cells if (traces := cell_traces(cell))}

@@ -46,8 +46,7 @@ def check(arguments: argparse.Namespace) -> int:
         sweep, cells = requested_sweep(recipe, arguments)
         name = sweep.name
     elif "." not in recipe and recipe not in names_in(""):
-        known = [*names_in(""), *names_in("sweep")]
-        raise unknown_name("check", "recipe or sweep", recipe, known)
+        raise unknown_name("check", "recipe or sweep", recipe, [*names_in(""), *names_in("sweep")])
     else:
         cells = [requested_cell(arguments)]
         name = cells[0].recipe.short_name
@@ -250,8 +249,7 @@ def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
         raise InputError("checkpoint.enable", reason, new_run)
     if found.checkpoint.step >= cell.steps:
         remedy = f"ask for more: --set training.steps={2 * cell.steps}"
-        made = f"has made all of its {cell.steps} steps"
-        raise InputError(shown_path(folder.path), made, remedy)
+        raise InputError(shown_path(folder.path), f"has made all of its {cell.steps} steps", remedy)
     return found
 
 

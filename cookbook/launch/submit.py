@@ -104,8 +104,7 @@ class CellSlurmExecutor(SlurmExecutor):
     # inherits variables. `cancel` of a deleted run finds the job by the script's path.
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
         # exec, so that Slurm's signals reach the supervisor and not a shell above it.
-        text = "\n".join([*self.lines, f"exec {command}", ""])
-        self.script.write_text(text, encoding="utf-8")
+        self.script.write_text("\n".join([*self.lines, f"exec {command}", ""]), encoding="utf-8")
         job_id = sbatch(self.script.resolve(), ROOT)
         return submitit.SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
 
@@ -161,8 +160,7 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
                 job_id: str = _executor(run, together).submit(Supervisor(folders)).job_id
             except JobError as error:
                 for cell in itertools.chain(*jobs[number:]):
-                    failed = Status(FAILED, reason=f"not queued: {error}")
-                    write_status(run.cell(cell.name), failed)
+                    write_status(run.cell(cell.name), Status(FAILED, reason=f"not queued: {error}"))
                 place = f"{together[0].name}: " if len(together) == 1 else ""
                 raise JobError(f"{place}{error}") from None
             for folder in folders:

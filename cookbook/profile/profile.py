@@ -328,8 +328,7 @@ def render_svg(profile: Profile) -> bytes:
                     axes.text(left + ms / 2, row, f"{ms:,.0f}", color=INK, **place)
                 left += ms
 
-    height = 2.2 + 0.6 * len(shown)
     try:
-        return draw_figure("profile", height, paint, grid="x", legend=INK)["svg"]
+        return draw_figure("profile", 2.2 + 0.6 * len(shown), paint, grid="x", legend=INK)["svg"]
     except ModuleNotFoundError as error:
         raise InputError("--figure", f"{error.name} is not installed", "run: ./setup.sh") from None

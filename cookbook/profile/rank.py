@@ -189,8 +189,7 @@ def divide(
             counted[category.name] = float(lengths[runs & ~covered].sum())
             covered |= runs
     change = np.diff(np.concatenate([[True], covered, [True]]).astype(int))
-    gaps = np.stack([edges[change == -1], edges[change == 1]], axis=1)
-    return counted, busy, gaps
+    return counted, busy, np.stack([edges[change == -1], edges[change == 1]], axis=1)
 
 
 def explain_idle(

@@ -216,8 +216,7 @@ class _Reader:
         # Gloo's own annotation is all that is known of its work.
         is_work = is_work or name.startswith("gloo:")
         number = self._names.setdefault(name, len(self._names))
-        thread = self._thread(event["tid"])
-        self._host.extend((number, start, end, thread, is_work, flops, bits))
+        self._host.extend((number, start, end, self._thread(event["tid"]), is_work, flops, bits))
 
     def _thread(self, thread: int | str) -> int:
         if isinstance(thread, int):

@@ -145,8 +145,7 @@ def own_jobs() -> list[JobInfo]:
 
 
 def _squeue(of: str, patience: float) -> list[JobInfo]:
-    options = (of, f"--Format={_FIELDS}")
-    answer = _run(["squeue", "--states=all", "--noheader", *options], patience)
+    answer = _run(["squeue", "--states=all", "--noheader", of, f"--Format={_FIELDS}"], patience)
     # One forgotten id is an error of squeue's; one among several is not.
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise JobError(f"squeue: {answer.stderr.strip() or 'no answer'}")
@@ -218,8 +217,7 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def left_out_by(job_id: str) -> list[str]:
-    shown = _run(["scontrol", "show", "job", job_id]).stdout
-    found = re.search(r"\bExcNodeList=(\S+)", shown)
+    found = re.search(r"\bExcNodeList=(\S+)", _run(["scontrol", "show", "job", job_id]).stdout)
     return nodes_in(found[1]) if found and found[1] != "(null)" else []
 
 
