@@ -94,26 +94,19 @@ class _Finding(NamedTuple):
     text: str
 
 
-class Failure(NamedTuple):
-    """Why an attempt failed; the reason is printable text of one line, at most 240 characters."""
-
-    cause: Cause
-    reason: str
-
-
-def find_cause(attempt: Path, exit_code: int) -> Failure:
-    """Return why an attempt failed, by its files, else by its exit code."""
+def find_cause(attempt: Path, exit_code: int) -> tuple[Cause, str]:
+    """Return why an attempt failed, by its files, else by its exit code: cause and reason."""
     reason, is_refusal = _find_reason(attempt)
     if reason is None:
         ended = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else None
         reason = ended or f"exit status {exit_code}"
     # 2: the script's own refusal; torchrun ends with 1.
     is_wrong = is_refusal or exit_code == 2
-    return Failure(Cause.WRONG_OPTION if is_wrong else cause_of(reason), reason)
+    return Cause.WRONG_OPTION if is_wrong else cause_of(reason), reason
 
 
 def find_reason(attempt: Path) -> str | None:
-    """Return the line that says most about why an attempt failed."""
+    """Return the line that says most about why an attempt failed, at most 240 characters."""
     return _find_reason(attempt)[0]
 
 
