@@ -58,7 +58,6 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        """The memory that the GPU needs."""
         return self.reserved + self.outside
 
     @property

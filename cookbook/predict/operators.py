@@ -108,7 +108,6 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Stored bytes."""
         return self.local * self.bytes
 
 

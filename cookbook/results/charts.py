@@ -96,7 +96,6 @@ class _Cell:
     base: Result | None
 
     def line(self, values: Mapping[Any, float], label: str = "", is_pale: bool = False) -> Line:
-        """Return the line of `values` by step."""
         turn, colour = divmod(self.number, len(COLOURS))
         x, y = [*values], [*values.values()]
         return Line(label or self.label, colour, x, y, turn % 2 > 0, is_pale)
@@ -140,7 +139,13 @@ def _bar(cell: _Cell) -> Bar:
     base = cell.base.tokens_per_second_per_gpu if cell.base else None
     gain = gain_text(result.speedup) if result.speedup else ""
     words = (tokens_text(tokens), "baseline" if result.is_baseline else gain) if tokens else ()
-    text = ", ".join(word for word in (*words, _note(result)) if word)
+    note = "" if result.status == FINISHED else result.status or "status unknown"
+    if result.emulated and result.status != REFUSED:
+        note = "emulated, speed means nothing"
+    elif result.status in (QUEUED, RUNNING) and result.steps is not None:
+        total = f" of {result.total_steps:,}" if result.total_steps else ""
+        note = f"so far, {result.steps:,}{total} steps"
+    text = ", ".join(word for word in (*words, note) if word)
     return Bar(
         label=cell.label,
         colour=cell.number % len(COLOURS),
@@ -152,17 +157,6 @@ def _bar(cell: _Cell) -> Bar:
         published=published,
         published_text=f"published {tokens_text(published)}" if published else "",
     )
-
-
-def _note(result: Result) -> str:
-    if result.status == REFUSED:
-        return "refused"
-    if result.emulated:
-        return "emulated, speed means nothing"
-    if result.status in (QUEUED, RUNNING) and result.steps is not None:
-        total = f" of {result.total_steps:,}" if result.total_steps else ""
-        return f"so far, {result.steps:,}{total} steps"
-    return "" if result.status == FINISHED else result.status or "status unknown"
 
 
 def _losses(result: Result, kind: str = "loss") -> dict[int, float]:

@@ -89,7 +89,6 @@ class Result:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether this is the cell that others are compared with."""
         return self.name == self.baseline
 
     @property

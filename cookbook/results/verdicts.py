@@ -206,7 +206,13 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             math.log(statistics.median(one) / statistics.median(other))
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
-        spread = batch_spread(ratio, parts, _alike(own, reference), num)
+        # The autocorrelation of the steps' ratio, or of each run's own where they do not pair; of
+        # the signs alone, as for a median: a stall counts as one slow step.
+        usual = [[one / statistics.median(some) for one in some] for some in (own, reference)]
+        if len(own) == len(reference):
+            usual = [[one / other for one, other in zip(*usual, strict=True)]]
+        alike = max(correlation([math.copysign(1, one - 1) for one in run]) for run in usual)
+        spread = batch_spread(ratio, parts, alike, num)
     return _speed_up(ratio, spread, STEPS, num)
 
 
@@ -229,18 +235,6 @@ def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> Speed
     deviation = pooled_deviation(logs)
     spread = deviation.of_difference(len(own), len(reference)) if deviation else None
     return _speed_up(ratio, spread, REPEATS, min(len(own), len(reference)))
-
-
-def _alike(own: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the autocorrelation of the steps' ratio, or of each run's own where they do not pair.
-
-    It is of the signs alone, as for a median: a stall counts as one slow step.
-    """
-    median = statistics.median
-    found = [[speed / median(speeds) for speed in speeds] for speeds in (own, reference)]
-    if len(own) == len(reference):
-        found = [[one / other for one, other in zip(*found, strict=True)]]
-    return max(correlation([math.copysign(1, one - 1) for one in values]) for values in found)
 
 
 def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> SpeedUp:
