@@ -15,14 +15,7 @@ from cookbook.base.yamlfile import Unchecked, shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
 from cookbook.config.options import Settings, command_line_settings
-from cookbook.config.recipe import (
-    KINDS,
-    check_name,
-    find_file,
-    load_overlay,
-    load_recipe,
-    names_in,
-)
+from cookbook.config.recipe import KINDS, check_name, find_file, load_overlay, load_recipe, names_in
 from cookbook.config.resolve import Layers, merge_config
 from cookbook.config.sweep import (
     CellRequest,

@@ -8,7 +8,6 @@ cluster's login node the same runs as a job of one node.
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -30,7 +29,6 @@ from cookbook.config.stack import load_stack
 from cookbook.config.validate import missing_here, validation_errors
 from cookbook.observe.failure import find_reason
 
-_VERDICT = re.compile("ok     |WRONG  ")
 # Of the second one attention alone: its other kernels are the first one's.
 _RECIPES = {"gpu": ("deepseek_v3_16b", "qwen3_30b_a3b"), "cpu": ("debug", "qwen3_debug")}
 
@@ -69,7 +67,8 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
             subprocess.Popen(command, stderr=log, **pipes) as torchrun,
         ):
             for line in torchrun.stdout or ():
-                print(line, end="", flush=True, file=None if _VERDICT.match(line) else log)
+                is_verdict = line.startswith(("ok     ", "WRONG  "))
+                print(line, end="", flush=True, file=None if is_verdict else log)
         status = torchrun.returncode
         if not written.exists():
             print(f"\nnot proved: {find_reason(folder) or f'torchrun ended with status {status}'}")

@@ -31,8 +31,6 @@ from cookbook.titan.common import kernel_cache
 
 FAILED, NOT_NEEDED, TO_DO = 1, 3, 4
 PACKAGE = "flash-attn-4"
-# Compute capabilities that it has kernels for, before the point: Hopper's and Blackwell's.
-_GENERATIONS = (9, 10)
 # Its compiler comes once for each CUDA major version and loads the newest that the driver takes.
 _COMPILER = "nvidia_cutlass_dsl.dsl_packages.cutlass._mlir._mlir_libs"
 _COMPILE = "cookbook.titan.common.compile_attention"
@@ -67,7 +65,7 @@ def compiler_versions(path: Sequence[str] | None = None) -> list[int]:
 
 def runs_on(capability: float) -> bool:
     """Return whether it has kernels for GPUs of this compute capability."""
-    return int(capability) in _GENERATIONS
+    return int(capability) in (9, 10)  # Hopper's and Blackwell's
 
 
 def _capabilities_here() -> list[float]:

@@ -166,12 +166,10 @@ def step_windows(trace: Trace, kernels: Column) -> list[float]:
 def divide(
     kernels: Column, start: float, end: float
 ) -> tuple[dict[str, float], dict[str, float], Column]:
-    """Divide the time from `start` to `end` among the kernels.
+    """Divide the microseconds from `start` to `end` among the kernels.
 
-    Returns:
-        By category the time counted for it, where of several at once the first category in
-        CATEGORIES gets the moment; by category the time in which it ran at all; and the gaps in
-        which nothing ran, shape (gaps, 2). Microseconds.
+    Return by category the time counted for it, where the first of several in CATEGORIES gets the
+    moment; by category the time in which it ran at all; and the gaps of shape (gaps, 2).
     """
     first, last = np.clip(kernels.start, start, end), np.clip(kernels.end, start, end)
     edges = np.unique(np.concatenate([[start, end], first, last]))
@@ -197,12 +195,8 @@ def explain_idle(
 ) -> tuple[float, float, dict[str, float]]:
     """Explain the idle time in `gaps` by the next kernel's launch and the host's activity.
 
-    Args:
-        kernels: of the whole trace, also those after the last gap.
-
-    Returns:
-        Microseconds in which the device waited for the host to launch the next kernel, in which a
-        launched kernel had not started yet, and by cause those of the first kind.
+    Return the microseconds in which the device waited for the host to launch the next kernel (one
+    after the last gap too), in which a launched one had not started, and the first by cause.
     """
     start, end = gaps.T
     events = host.trace.host
