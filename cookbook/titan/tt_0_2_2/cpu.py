@@ -79,8 +79,7 @@ class CpuDevice(ModuleType):
 
 def prepare_cpu() -> None:
     """Bind TorchTitan to the CPU; called once, before a Trainer exists."""
-    device = CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")
-    own = {"device_type": "cpu", "device_module": device}
+    own = {"device_type": "cpu", "device_module": CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")}
     for holder in _DEVICE_HOLDERS:
         vars(holder).update({name: one for name, one in own.items() if hasattr(holder, name)})
 
@@ -143,8 +142,7 @@ def cpu_has_bf16() -> bool:
 def multiply_bf16_in_float32() -> torch.library.Library | None:
     """Replace the dispatcher's kernels of BF16 products, for autograd and compiled code too.
 
-    Returns:
-        The library that keeps the kernels alive; None where the CPU has BF16.
+    Return the library that keeps the kernels alive; None where the CPU has BF16.
     """
     if cpu_has_bf16():
         return None

@@ -81,9 +81,8 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Send the rows that `leave` returned to the ranks of their experts.
 
-    Returns:
-        The rows received (received, features), their local experts (received, top k), -1 for
-        experts elsewhere, their scores, and the number of copies for each local expert.
+    Return the rows received (received, features), their local experts (received, top k), -1 for
+    experts elsewhere, their scores, and the number of copies for each local expert.
     """
     deepep.get_buffer(group, deepep.get_hidden_bytes(rows))
     received, experts, scores, counts = _Dispatch.apply(rows, routing.scores, routing)
@@ -340,9 +339,7 @@ class SplitMoE(DeepEPMoE):
 def use_split_moe(moe: Any, group: ProcessGroup, chunks: int, score_activations: bool) -> None:
     """Change the classes of a layer, its experts and shared experts; the instances alone, as FSDP.
 
-    Args:
-        group: the EP ranks.
-        chunks, score_activations: the options of the section `deepep`.
+    `group` is the EP ranks'.
     """
     moe.__class__ = SplitMoE
     # TorchTitan's Qwen3 builds its standard layer whatever the backend.

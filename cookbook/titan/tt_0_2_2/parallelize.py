@@ -153,10 +153,6 @@ def without_hooks(name: str) -> type[ParallelStyle]:
     return type(f"{name}WithoutHooks", (plan,), {"_apply": _apply})
 
 
-def _note_dispatch(experts: nn.Module, inputs: Any) -> None:
-    activity.dispatches.add("standard")
-
-
 def _remember_length(moe: Any, inputs: tuple[torch.Tensor, ...]) -> None:
     """The reorderer sees folded tokens only; the MoE layer around it sees (batch, length, dim)."""
     moe.reorderer.cookbook_length = inputs[0].shape[1]
@@ -167,24 +163,16 @@ def _router_hook(tp_mesh: DeviceMesh, router: nn.Module, inputs: Any, outputs: A
 
 
 def apply_moe_ep_tp(
-    precisions: Precisions,
+    precisions: Precisions,  # of the standard backend's two exchanges
     model: nn.Module,
     *,
-    chunks: int = 1,
-    score_activations: bool = False,
-    row_kernels: bool = False,
+    chunks: int = 1,  # the parts into which a DeepEP layer cuts its tokens
+    score_activations: bool = False,  # whether a DeepEP layer scores its experts' activations
+    row_kernels: bool = False,  # whether the standard backend moves rows by our kernels
     use_deepep: bool = False,
-    **options: Any,
+    **options: Any,  # TorchTitan's own, `tp_mesh`, `ep_mesh`, `etp_mesh` and so on
 ) -> None:
-    """Parallelize the MoE layers of `model` as TorchTitan does, with corrected gradients.
-
-    Args:
-        precisions: of the standard backend's two exchanges.
-        chunks: the number of parts into which a DeepEP layer cuts its tokens.
-        score_activations: whether a DeepEP layer scores its experts' activations.
-        row_kernels: whether the standard backend moves rows by the cookbook's kernels.
-        options: TorchTitan's own, `tp_mesh`, `ep_mesh`, `etp_mesh` and so on.
-    """
+    """Parallelize the MoE layers of `model` as TorchTitan does, with corrected gradients."""
     layers = [block.moe for block in model.layers.values() if block.moe_enabled]
     tp_mesh, ep_mesh, etp_mesh = (options.get(f"{name}_mesh") for name in ("tp", "ep", "etp"))
     names: dict[str, Any] = {
@@ -210,7 +198,7 @@ def apply_moe_ep_tp(
             use_row_kernels(moe, precisions, ep_mesh, tp_mesh if ep_mesh is None else etp_mesh)
     elif ep_mesh is not None and not (precisions.any and etp_mesh is None):
         for moe in layers:
-            moe.experts.register_forward_pre_hook(_note_dispatch)
+            moe.experts.register_forward_pre_hook(lambda *_: activity.dispatches.add("standard"))
     # Other model families use TorchTitan's function too: they get its own names back.
     with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():
         # The DeepEP layer has no reorderer, which TorchTitan's plan names all the same.
