@@ -258,8 +258,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 class AttendedLength:
     """The mean number of keys to which the tokens of the first batches attended."""
 
-    # On the device of the batches.
-    keys: Tensor | int = 0
+    keys: Tensor | int = 0  # on the device of the batches
     tokens: int = 0
     is_open: bool = True
 

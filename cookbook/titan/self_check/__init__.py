@@ -15,14 +15,11 @@ import torch
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest error that passes, of a whole tensor and of one part of it.
-
-    With less than `least`, nothing quantized the operands.
-    """
+    """The largest error that passes, of a whole tensor and of one part of it."""
 
     whole: float
     part: float
-    least: float = 0.0
+    least: float = 0.0  # with less, nothing quantized the operands
 
 
 # One rounding to BF16 is 0.0017 on average; the others leave room for a few of them.
@@ -62,17 +59,13 @@ class Error:
 
 
 class KernelCase(NamedTuple):
-    """A kernel that a cell uses, such as `grouped GEMM mxfp8`, at one shape.
+    """A kernel that a cell uses, at one shape."""
 
-    `run` makes inputs and yields the errors of output and gradients; `avoid` says how to train
-    without the kernel. All ranks must run a `collective` one together.
-    """
-
-    kernel: str
+    kernel: str  # such as `grouped GEMM mxfp8`
     shape: str
-    run: Callable[[], Iterable[Error]]
-    avoid: str
-    collective: bool = False
+    run: Callable[[], Iterable[Error]]  # makes inputs, yields errors of output and gradients
+    avoid: str  # how to train without the kernel
+    collective: bool = False  # all ranks must run it together
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ class ModelActivity(NamedTuple):
 
     grouped_gemms: frozenset[str]
     linear_layers: frozenset[str]
-    # Whether one of them multiplies in high precision.
-    emulated: bool
+    emulated: bool  # whether one of them multiplies in high precision
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,9 @@ class RankActivity:
     """One rank's observations in its first step."""
 
     stage: int  # its place in the pipeline
-    # The words for each aspect of the report, such as `dispatch` or `attention`.
-    found: dict[str, frozenset[str]]
+    found: dict[str, frozenset[str]]  # the words for each aspect, such as `dispatch`
     emulated: bool
-    # Tokens to which a token attended; None where the rank saw no mask.
-    mean_attended_length: float | None
+    mean_attended_length: float | None  # in tokens; None where the rank saw no mask
     patches_applied: frozenset[str]
     node: str
 

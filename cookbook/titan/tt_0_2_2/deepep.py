@@ -49,8 +49,7 @@ class Exchange:
     ready: Any = None  # the event after which the rows may be sent
     handle: Any = None  # DeepEP's, of the dispatch
     sent: Any = None  # the event after which the latest transfer has arrived
-    # From `arrive` to `combine`, (received, features).
-    received_gradients: Tensor | None = None
+    received_gradients: Tensor | None = None  # from `arrive` to `combine`
 
 
 class Routing(SimpleNamespace):

@@ -52,14 +52,11 @@ class Request:
 
 
 class Part(NamedTuple):
-    """Neighbouring tensors of the result, of one shape, that are a range of the checkpoint's `fqn`.
-
-    Several are experts, along the first dimension from `first` on.
-    """
+    """Neighbouring tensors of the result, of one shape: a range of the checkpoint's `fqn`."""
 
     fqn: str
     names: tuple[str, ...]
-    first: int
+    first: int  # where several, which are experts, begin along the first dimension
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -86,8 +86,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
     alarm: StallAlarm | None = None
     _load: RouterLoad | None = None
     _first_unlogged: int | None = None
-    # Seconds of the monotonic clock.
-    _logged_at: float | None = None
+    _logged_at: float | None = None  # by the monotonic clock
 
     def should_log(self, step: int) -> bool:
         """Return whether this step is logged; every rank asks after each optimizer step."""

@@ -199,7 +199,7 @@ class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
 
 @dataclass(frozen=True)
 class Precisions:
-    """Which of the two exchanges quantize."""
+    """The two exchanges, and which of them quantize."""
 
     dispatch_forward: bool
     combine_backward: bool
@@ -216,6 +216,16 @@ class Precisions:
     def any(self) -> bool:
         return self.dispatch_forward or self.combine_backward
 
+    def send(self, rows: Tensor, here: list[int], there: list[int], group: Any) -> Tensor:
+        """Send rows to their experts' ranks: `there` to each rank, `here` from each."""
+        exchange = _Dispatch.apply if self.dispatch_forward else all_to_all_single_autograd
+        return exchange(rows.contiguous(), here, there, group)
+
+    def receive(self, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
+        """Send rows that `send` brought back to their ranks."""
+        exchange = _Combine.apply if self.combine_backward else all_to_all_single_autograd
+        return exchange(rows.contiguous(), there, here, group)
+
 
 @torch.no_grad()
 def exchange_counts(counts: Tensor, group: Any, ranks: int) -> tuple[Tensor, list[list[int]]]:
@@ -225,22 +235,6 @@ def exchange_counts(counts: Tensor, group: Any, ranks: int) -> tuple[Tensor, lis
     # The one wait for the device: the host must know the splits.
     splits = [sizes.view(ranks, -1).sum(1) for sizes in (counts, received)]
     return received, torch.stack(splits).tolist()
-
-
-def send(
-    precisions: Precisions, rows: Tensor, here: list[int], there: list[int], group: Any
-) -> Tensor:
-    """Send rows to their experts' ranks: `there` to each rank, `here` from each."""
-    exchange = _Dispatch.apply if precisions.dispatch_forward else all_to_all_single_autograd
-    return exchange(rows.contiguous(), here, there, group)
-
-
-def receive(
-    precisions: Precisions, rows: Tensor, there: list[int], here: list[int], group: Any
-) -> Tensor:
-    """Send rows that `send` brought back to their ranks."""
-    exchange = _Combine.apply if precisions.combine_backward else all_to_all_single_autograd
-    return exchange(rows.contiguous(), there, here, group)
 
 
 class QuantizedExpertParallel(ExpertParallel):
@@ -255,7 +249,7 @@ class QuantizedExpertParallel(ExpertParallel):
         group, ranks = device_mesh.get_group(), device_mesh.size()
         received_counts, splits = exchange_counts(counts, group, ranks)
         self.input_splits, self.output_splits = splits
-        received = send(self.precisions, tokens, self.output_splits, self.input_splits, group)
+        received = self.precisions.send(tokens, self.output_splits, self.input_splits, group)
         self.input_shape, grouped, self.permuted_indices, sizes = _permute(
             received, received_counts, ranks, counts.shape[0] // ranks
         )
@@ -264,7 +258,7 @@ class QuantizedExpertParallel(ExpertParallel):
     def _token_combine(self, mod: nn.Module, routed_output: Any, device_mesh: DeviceMesh) -> Any:
         tokens = _unpermute(routed_output, self.input_shape, self.permuted_indices)
         group = device_mesh.get_group()
-        return receive(self.precisions, tokens, self.input_splits, self.output_splits, group)
+        return self.precisions.receive(tokens, self.input_splits, self.output_splits, group)
 
 
 def prepare_quantized_a2a() -> None:

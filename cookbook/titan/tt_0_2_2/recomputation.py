@@ -177,9 +177,7 @@ def multiply(rows: Tensor, weights: Tensor) -> Tensor:
     return torch.mm(rows, weights)
 
 
-@multiply.register_fake
-def _like_output(rows: Tensor, weights: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weights.shape[1])
+multiply.register_fake(lambda rows, weights: rows.new_empty(rows.shape[0], weights.shape[1]))
 
 
 def show_gemms(least_inner: int) -> None:

@@ -32,7 +32,7 @@ from cookbook.titan.common.expert_groups import (
 )
 from cookbook.titan.common.token_shard import TokenShard, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity
-from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, exchange_counts, receive, send
+from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, exchange_counts
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 
 
@@ -52,8 +52,7 @@ class RowExperts(nn.Module):
     """
 
     cookbook_ep: DeviceMesh | None
-    # The ranks over which each expert is cut.
-    cookbook_tp: DeviceMesh | None
+    cookbook_tp: DeviceMesh | None  # the ranks over which each expert is cut
     cookbook_precisions: Precisions
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
@@ -70,7 +69,7 @@ class RowExperts(nn.Module):
             experts = torch.arange(num_local, device=rows.device).repeat(ranks)
             experts = experts.repeat_interleave(received, output_size=sum(here))
             plan = plan_on_device(experts[:, None], num_local, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
-        arrived = send(self.cookbook_precisions, rows, here, there, group)
+        arrived = self.cookbook_precisions.send(rows, here, there, group)
         scores = all_to_all_single_autograd(groups.scores, here, there, group)
         own = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
         out = self._compute(spread(arrived, plan), own)
@@ -79,7 +78,7 @@ class RowExperts(nn.Module):
             if in_recompute():
                 # No gradient needs the outputs, and no rank sends any.
                 return torch.empty_like(rows).requires_grad_()
-            return receive(self.cookbook_precisions, out, there, here, group)
+            return self.cookbook_precisions.receive(out, there, here, group)
 
     def _compute(self, rows: Tensor, groups: Groups) -> Tensor:
         experts: Any = self
