@@ -20,8 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from scipy.special import stdtrit
-
 from cookbook.observe.metrics import StepMetrics
 
 NUM_BATCHES = 5
@@ -40,6 +38,9 @@ class Spread:
 
     def half_width(self, level: float) -> float:
         """Return half the two-sided confidence interval at `level`, such as 0.95."""
+        # `status` imports this module and must not wait for SciPy.
+        from scipy.special import stdtrit
+
         return float(stdtrit(self.freedom, (1 + level) / 2)) * self.error
 
     def of_difference(self, num: int, num_other: int) -> "Spread":
