@@ -226,11 +226,20 @@ def model_of(cell: Cell) -> Model:
 def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
     """Return the first rank of every pipeline rank; InputError where these are not counted."""
     model, options, layout = model_of(cell), cell.options, cell.layout
-    splits, batch = _split(cell, model), options["training.local_batch_size"]
+    splits, batch = stage_layers(1, model.n_layers), options["training.local_batch_size"]
     actions, microbatches = Actions(([0],), ([[1]],), ([],)), 1
     if layout.pp > 1:
+        by_module = "parallelism.module_fqns_per_model_part"
+        if options[by_module]:
+            found = "stages that are named module by module are not counted"
+            raise InputError(options.origin(by_module), found, f"use {_PP}_layers_per_stage")
+        schedule, ends = _schedule(cell), less_layers(options)
+        num_stages = layout.pp * STAGES_PER_RANK[schedule]
+        if per_stage := options[f"{_PP}_layers_per_stage"]:
+            num_stages = math.ceil((model.n_layers + sum(ends)) / per_stage)
+        splits = stage_layers(num_stages, model.n_layers, *ends)
         microbatches = batch // options[f"{_PP}_microbatch_size"]
-        actions = actions_of(_schedule(cell), layout.pp, len(splits) // layout.pp, microbatches)
+        actions = actions_of(schedule, layout.pp, num_stages // layout.pp, microbatches)
     step = batch * layout.dp_replicate * layout.dp_shard
     total, active, flops = _counts(model, options["training.seq_len"])
     ranks = []
@@ -269,20 +278,6 @@ def stage_layers(
     sizes[-1] -= output_weight
     layers = iter(range(num_layers))
     return [list(itertools.islice(layers, max(size, 0))) for size in sizes]
-
-
-def _split(cell: Cell, model: Model) -> list[list[int]]:
-    if cell.layout.pp == 1:
-        return stage_layers(1, model.n_layers)
-    by_module = "parallelism.module_fqns_per_model_part"
-    if cell.options[by_module]:
-        found = "stages that are named module by module are not counted"
-        raise InputError(cell.options.origin(by_module), found, f"use {_PP}_layers_per_stage")
-    ends = less_layers(cell.options)
-    stages = cell.layout.pp * STAGES_PER_RANK[_schedule(cell)]
-    if per_stage := cell.options[f"{_PP}_layers_per_stage"]:
-        stages = math.ceil((model.n_layers + sum(ends)) / per_stage)
-    return stage_layers(stages, model.n_layers, *ends)
 
 
 def _schedule(cell: Cell) -> str:
