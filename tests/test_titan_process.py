@@ -102,7 +102,7 @@ _LONG_DOCUMENT = """
 import os, sys
 from types import SimpleNamespace
 from torchtitan.config.job_config import Training
-from cookbook.titan.tt_0_2_2.text_data import build_dataloader, build_validation_dataloader
+from cookbook.titan.tt_0_2_2.text_data import build_dataloader
 
 os.environ["TORCHELASTIC_RUN_ID"] = "1"
 tokens = SimpleNamespace(encode=lambda text, add_bos, add_eos: list(text.encode()))
@@ -113,9 +113,9 @@ for dataset in ("text", "c4_test"):
     texts = Training(dataset=dataset, dataset_path=sys.argv[1], seq_len=32, local_batch_size=2)
     texts.dataloader.num_workers = 1
     config = SimpleNamespace(training=texts, validation=texts, data=data)
-    for build in (build_dataloader, build_validation_dataloader):
-        place = {"dp_world_size": 1, "dp_rank": 0}
-        loaders.append(iter(build(**place, tokenizer=tokens, job_config=config)))
+    for validates in (False, True):
+        given = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokens, "job_config": config}
+        loaders.append(iter(build_dataloader(validates, **given)))
         next(loaders[-1])
         print(loaders[-1]._workers[0].pid, file=pids, flush=True)
 os._exit(0)

@@ -26,13 +26,12 @@ check_versions()
 from dataclasses import replace
 
 import torch
-from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
 from cookbook.titan.common.process import die_with_parent, exit_without_teardown
 from cookbook.titan.tt_0_2_2.checkpoint import without_missing_bias
 from cookbook.titan.tt_0_2_2.cpu import prepare_cpu
 from cookbook.titan.tt_0_2_2.families import FAMILIES
-from cookbook.titan.tt_0_2_2.families.parts import FamilyParts
 from cookbook.titan.tt_0_2_2.loss_and_optimizer import (
     build_loss,
     build_lr_schedulers,
@@ -43,41 +42,36 @@ from cookbook.titan.tt_0_2_2.parallelize import parallelize
 from cookbook.titan.tt_0_2_2.text_data import build_dataloader, build_validator
 
 
-def changed_spec(parts: FamilyParts) -> TrainSpec:
-    """Return TorchTitan's own spec but for the doors named here."""
-    released = parts.released()
-    return replace(
-        released,
-        # A choice of attention, and its mask.
-        model_cls=parts.model,
-        # The cookbook's flavors; and a job's options are checked before its model is built.
-        model_args=parts.flavors(),
-        # TP and EP with the right sums, DeepEP, the quantized all-to-all; checkpoints hold plain
-        # tensors.
-        parallelize_fn=parallelize,
-        # A pipeline's gradients are per token.
-        build_loss_fn=build_loss,
-        # The first step reports the options in force, and ends a job that differs from its
-        # overlays' declaration; each logged step writes metrics and the router's load.
-        build_metrics_processor_fn=build_metrics_processor,
-        # Steps whose gradients are not finite can be skipped.
-        build_optimizers_fn=build_optimizers,
-        # A resumed run with more steps keeps its schedule.
-        build_lr_schedulers_fn=build_lr_schedulers,
-        # Published weights may lack the routing bias.
-        state_dict_adapter=without_missing_bias(released.state_dict_adapter),
-        # The user's own texts.
-        build_dataloader_fn=build_dataloader,
-        # The same batches each time; some of TorchTitan's models have none.
-        build_validator_fn=build_validator,
-    )
-
-
 def register() -> None:
-    """Register the specs with TorchTitan, once in a process."""
+    """Register TorchTitan's own specs, but for the doors named here, once in a process."""
     for name, parts in FAMILIES.items():
+        released = parts.released()
+        spec = replace(
+            released,
+            # A choice of attention, and its mask.
+            model_cls=parts.model,
+            # The cookbook's flavors; and a job's options are checked before its model is built.
+            model_args=parts.flavors(),
+            # TP and EP with the right sums, DeepEP, the quantized all-to-all; plain checkpoints.
+            parallelize_fn=parallelize,
+            # A pipeline's gradients are per token.
+            build_loss_fn=build_loss,
+            # The first step reports the options in force, and ends a job that differs from its
+            # overlays' declaration; each logged step writes metrics and the router's load.
+            build_metrics_processor_fn=build_metrics_processor,
+            # Steps whose gradients are not finite can be skipped.
+            build_optimizers_fn=build_optimizers,
+            # A resumed run with more steps keeps its schedule.
+            build_lr_schedulers_fn=build_lr_schedulers,
+            # Published weights may lack the routing bias.
+            state_dict_adapter=without_missing_bias(released.state_dict_adapter),
+            # The user's own texts.
+            build_dataloader_fn=build_dataloader,
+            # The same batches each time; some of TorchTitan's models have none.
+            build_validator_fn=build_validator,
+        )
         try:
-            register_train_spec(name, changed_spec(parts))
+            register_train_spec(name, spec)
         except ValueError:
             # TorchTitan takes a name once. A second import of this package changes nothing.
             if get_train_spec(name).parallelize_fn.__module__ != parallelize.__module__:

@@ -10,9 +10,8 @@ its tokens as training's and moves the router's counts; this one restores all of
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -148,35 +147,28 @@ class TextDataset(IterableDataset, Stateful):
         self._buffer = list(state["buffer"])
 
 
-def build_dataloader(**arguments: Any) -> ParallelAwareDataloader:
-    """Return the data loader of a training job; arguments as TorchTitan's function takes them."""
-    config, titans = arguments["job_config"], text_datasets.build_text_dataloader
-    return _build(titans, config.training, "files", **arguments)
+def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAwareDataloader:
+    """Return the data loader of a job's training, or one at the start of its validation texts.
 
-
-def build_validation_dataloader(**arguments: Any) -> ParallelAwareDataloader:
-    """Return a data loader at the start of the validation texts."""
+    TorchTitan's own, or one of the user's texts; arguments as TorchTitan's function takes them.
+    """
     config = arguments["job_config"]
-    titans = partial(text_datasets.build_text_validation_dataloader, infinite=True)
-    return _build(titans, config.validation, "validation_files", **arguments)
-
-
-def _build(
-    titans: Callable[..., Any], section: Any, files: str, **arguments: Any
-) -> ParallelAwareDataloader:
-    """Return TorchTitan's own loader, or one of the user's texts, those of `data.<files>`."""
-    if section.dataset != DATASET:
-        loader: ParallelAwareDataloader = titans(**arguments)
-    else:
-        data, tokenizer = arguments["job_config"].data, arguments["tokenizer"]
+    section = config.validation if validates else config.training
+    loader: ParallelAwareDataloader
+    if section.dataset == DATASET:
+        data, tokenizer = config.data, arguments["tokenizer"]
         try:
-            sources = find_sources(getattr(data, files))
+            sources = find_sources(data.validation_files if validates else data.files)
         except InputError as error:
             raise refuse(str(error)) from None
         ranks = arguments["dp_rank"], arguments["dp_world_size"]
         dataset = TextDataset(sources, data, tokenizer, section.seq_len, *ranks)
         options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
         loader = ParallelAwareDataloader(dataset, *ranks, **options)
+    elif validates:
+        loader = text_datasets.build_text_validation_dataloader(**arguments, infinite=True)
+    else:
+        loader = text_datasets.build_text_dataloader(**arguments)
     # A worker whose rank is gone would wait for ever to write its state, which holds a whole
     # document, into a pipe that nobody reads.
     loader.worker_init_fn = die_with_parent
@@ -195,8 +187,8 @@ class RepeatableValidator(Validator):
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Log the validation loss: the mean over tokens, by the rank that has the loss."""
-        self.validation_dataloader = build_validation_dataloader(
-            job_config=self.job_config, tokenizer=self.tokenizer, **self._place
+        self.validation_dataloader = build_dataloader(
+            validates=True, job_config=self.job_config, tokenizer=self.tokenizer, **self._place
         )
         processor = self.metrics_processor
         if (alarm := getattr(processor, "alarm", None)) is not None:
