@@ -148,8 +148,10 @@ def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
         if case.precision == "mxfp8_linear":
             precision = case.precision
             options |= {"model.converters": ["quantize.linear.mx"], "cookbook.grouped_gemms": ""}
-    elif precision == "float8":
-        # The experts alone: TorchAO scales a linear layer's gradients over all tokens of a rank.
+    if case.precision == "float8":
+        # TorchAO's own experts, on one rank too: a GPU sums FP8 products with fewer bits than
+        # float32. Not linear layers, whose gradients TorchAO scales over all tokens of a rank.
+        precision = case.precision
         options |= {
             "model.converters": ["quantize.grouped_mm.float8"],
             "cookbook.linear_layers": "",

@@ -1,8 +1,7 @@
 """A reference for routed experts on one rank: plain PyTorch with a precision's rounding.
 
 It replaces TorchTitan's loop over experts. MXFP8 is written out from its definition: a power of two
-for each block of 32 values, E4M3 for the values. FP8 rowwise, as TorchAO scales it, has one block
-along the whole sum of a product. Products are summed in float32.
+for each block of 32 values, E4M3 for the values. Products are summed in float32.
 """
 
 from collections.abc import Iterator
@@ -17,11 +16,11 @@ BLOCK = 32
 _LARGEST = 448  # of E4M3
 
 
-def round_to_fp8(values: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
-    """The nearest FP8 values, scaled in blocks along the last dimension; float32."""
+def round_to_mxfp8(values: torch.Tensor) -> torch.Tensor:
+    """The nearest MXFP8 values, in blocks along the last dimension; float32."""
     length = values.shape[-1]
-    padded = torch.nn.functional.pad(values.float(), (0, -length % block))
-    blocks = padded.unflatten(-1, (-1, block))
+    padded = torch.nn.functional.pad(values.float(), (0, -length % BLOCK))
+    blocks = padded.unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     exponent = torch.where(largest > 0, torch.ceil(torch.log2(largest / _LARGEST)), 0)
     scale = torch.exp2(exponent)
@@ -29,24 +28,21 @@ def round_to_fp8(values: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
     return rounded.flatten(-2)[..., :length]
 
 
-def _round_whole(values: torch.Tensor) -> torch.Tensor:
-    return round_to_fp8(values, max(values.shape[-1], 1))
-
-
 class _Product(torch.autograd.Function):
-    """Rows (m, k) times a weight (n, k): BF16 in and out, each operand in the precision's FP8."""
+    """Rows (m, k) times a weight (n, k): BF16 in and out, each operand in MXFP8."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, precision: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, rounds_weight_gradient: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.round = _round_whole if precision == "float8" else round_to_fp8
-        ctx.of_weight = torch.Tensor.float if precision == "mxfp8_wgrad_hp" else ctx.round
-        return (ctx.round(rows) @ ctx.round(weight).t()).bfloat16()
+        ctx.of_weight = round_to_mxfp8 if rounds_weight_gradient else torch.Tensor.float
+        return (round_to_mxfp8(rows) @ round_to_mxfp8(weight).t()).bfloat16()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         rows, weight = ctx.saved_tensors
-        of_rows = ctx.round(grad) @ ctx.round(weight.t()).t()
+        of_rows = round_to_mxfp8(grad) @ round_to_mxfp8(weight.t()).t()
         of_weight = ctx.of_weight(grad.t()) @ ctx.of_weight(rows.t()).t()
         return of_rows.bfloat16(), of_weight.bfloat16(), None
 
@@ -57,11 +53,11 @@ class _Travels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, rounds_forward: bool) -> torch.Tensor:
         ctx.rounds_backward = not rounds_forward
-        return round_to_fp8(rows).to(rows.dtype) if rounds_forward else rows.view_as(rows)
+        return round_to_mxfp8(rows).to(rows.dtype) if rounds_forward else rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return round_to_fp8(grad).to(grad.dtype) if ctx.rounds_backward else grad, None
+        return round_to_mxfp8(grad).to(grad.dtype) if ctx.rounds_backward else grad, None
 
 
 @contextmanager
@@ -69,7 +65,7 @@ def plain_experts(precision: str, backend: str) -> Iterator[None]:
     """Replace TorchTitan's experts inside the block.
 
     Args:
-        precision: all round but `bf16`.
+        precision: `mxfp8`, `mxfp8_linear` or `mxfp8_wgrad_hp` round, `bf16` does not.
         backend: `mxfp8_a2a` rounds what travels, the others do not.
     """
     travels, quantizes = backend == "mxfp8_a2a", precision != "bf16"
@@ -77,7 +73,7 @@ def plain_experts(precision: str, backend: str) -> Iterator[None]:
     def multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if not quantizes:
             return rows @ weight.t()
-        return _Product.apply(rows, weight, precision)
+        return _Product.apply(rows, weight, precision != "mxfp8_wgrad_hp")
 
     def run(w1: Any, w2: Any, w3: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         rows = _Travels.apply(x, True) if travels else x

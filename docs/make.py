@@ -164,6 +164,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults": lambda: _gradients("gradients", 1),
     "gradients": lambda: _gradients("gradients", 0),
     "gradients-qwen3": lambda: _gradients("gradients-qwen3", 0),
+    "gradients-qwen3-h200": lambda: _gradients("gradients-qwen3-h200", 0),
     "gradients-h200": lambda: _gradients("gradients-h200", 0),
     "keys-cluster": option_tables.cluster_keys,
     "keys-recipe": option_tables.recipe_keys,

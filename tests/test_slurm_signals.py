@@ -134,6 +134,6 @@ def test_two_jobs_do_not_train_in_one_folder(by_hand: ByHand) -> None:
 
 
 def test_the_time_limit_is_no_end(by_hand: ByHand) -> None:
-    job = by_hand.submit("stop end", "--time=00:02:00", "--signal=B:USR1@110")
+    job = by_hand.submit("stop end", "--time=00:02:00", "--signal=B:USR1@95")
     assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED", "TIMEOUT"}, 250) == "COMPLETED"
     assert by_hand.attempts() == ["stop", "end"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from bench.plain_experts import round_to_fp8
+from bench.plain_experts import round_to_mxfp8
 from tests.titan_ranks import run_ranks
 from tests.titan_run import refusal
 
@@ -23,7 +23,7 @@ K, N = 64, 96
 
 def rounded(values: torch.Tensor, dim: int) -> torch.Tensor:
     """`values` through MXFP8 along `dim`, with plain operations."""
-    return round_to_fp8(values.movedim(dim, -1)).movedim(-1, dim).double()
+    return round_to_mxfp8(values.movedim(dim, -1)).movedim(-1, dim).double()
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
