@@ -59,7 +59,8 @@ def register() -> None:
             # The first step reports the options in force, and ends a job that differs from its
             # overlays' declaration; each logged step writes metrics and the router's load.
             build_metrics_processor_fn=build_metrics_processor,
-            # Steps whose gradients are not finite can be skipped.
+            # Move the routing bias, which released Qwen3 does not; steps with infinite gradients
+            # can be skipped.
             build_optimizers_fn=build_optimizers,
             # A resumed run with more steps keeps its schedule.
             build_lr_schedulers_fn=build_lr_schedulers,

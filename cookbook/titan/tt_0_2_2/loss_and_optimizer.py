@@ -164,7 +164,10 @@ def watch_gradients(job_config: Any) -> None:
 
 
 def build_optimizers(*args: Any, **kwargs: Any) -> Any:
-    """Return TorchTitan's optimizers, whose `step` fails once more are skipped than allowed."""
+    """Return TorchTitan's optimizers that move the routing bias, in every family.
+
+    With `training.max_skipped_steps`, `step` fails once more steps are skipped than allowed.
+    """
     optimizers = build_optimizers_with_moe_load_balancing(*args, **kwargs)
     if not GradientWatch.limit:
         return optimizers
