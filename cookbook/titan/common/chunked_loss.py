@@ -1,8 +1,8 @@
-"""The cross-entropy of an output layer, computed for a chunk of tokens at a time.
+"""Cross-entropy of the output layer, computed one chunk of tokens at a time.
 
-The logits of a batch, tokens x vocabulary, are the largest tensor of a training step. Here they
-exist for one chunk only. A chunk's gradients are taken while its logits are there; the backward of
-the loss merely scales them, as in Liger-Kernel's fused linear cross-entropy.
+A batch's logits, (tokens, vocabulary), are the largest tensor of a training step. Here only one
+chunk's logits exist at a time. The forward computes a chunk's gradients while its logits exist; the
+backward only scales these gradients, as in Liger-Kernel's fused linear cross-entropy.
 """
 
 import functools
@@ -19,7 +19,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """A TP rank's part of the vocabulary: its rows of the weight begin with word `first`."""
+    """A TP rank's shard of the vocabulary: its first weight row belongs to token id `first`."""
 
     first: int
     group: dist.ProcessGroup
@@ -27,16 +27,16 @@ class VocabularyShard:
 
 def chunked_cross_entropy(
     hidden: Tensor,  # (batch, length, dim)
-    weight: Tensor,  # (vocabulary, dim), of the same type; under TP this rank's rows
+    weight: Tensor,  # (vocabulary, dim), same dtype as `hidden`; under TP this rank's rows
     labels: Tensor,  # (batch, length); tokens with the label -100 are ignored
     num_chunks: int,
-    shard: VocabularyShard | None = None,  # where the vocabulary is cut over TP ranks
-    backend: str | None = None,  # of torch.compile, for the passes over the logits
+    shard: VocabularyShard | None = None,  # this rank's, if TP shards the vocabulary
+    backend: str | None = None,  # torch.compile backend for the passes over the logits
 ) -> Tensor:
     """Compute the cross-entropy of the logits `hidden @ weight.T`, summed over tokens.
 
-    Under TP all ranks have the same hidden states, whose gradient is this rank's term of a sum over
-    them, and the same result. It is in float32, or float64 where `hidden` is.
+    Return it in float32, or in float64 if `hidden` is float64. Under TP all ranks have the same
+    hidden states and loss, but a rank's gradient of `hidden` is one term of a sum over TP ranks.
     """
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden states are {hidden.dtype}, the output layer is {weight.dtype}")
@@ -50,20 +50,20 @@ def chunked_cross_entropy(
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of sums over numbers of `dtype`."""
+    """Return the dtype in which to sum values of `dtype`: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The cut of the tokens into chunks of `size`, and the rest."""
+    """How to compute the loss: `size` is the number of tokens per chunk."""
 
     size: int
     shard: VocabularyShard | None
     backend: str | None
 
     def run(self, hidden: Tensor, weight: Tensor, labels: Tensor, *grads: Tensor) -> Tensor:
-        """Return the loss; overwrite the gradients of `hidden` and `weight`, if given."""
+        """Return the loss; if `grads` are given, write the gradients of `hidden` and `weight`."""
         statistics, turn_into_gradient = _passes(self.backend)
         columns = labels if self.shard is None else labels - self.shard.first
         loss = torch.zeros((), dtype=precise(hidden.dtype), device=hidden.device)
@@ -77,14 +77,14 @@ class _Chunks:
             ignored = labels[rows] == IGNORE_INDEX
             loss += (lse - target).masked_fill(ignored, 0).sum()
             if grads:
-                # Under an infinite sum all probabilities, and so the gradient, are zero.
+                # With an infinite logsumexp, an ignored token's probabilities and gradient are 0.
                 turn_into_gradient(logits, columns[rows], lse.masked_fill(ignored, torch.inf))
                 _multiply(grads[0][rows], logits, weight, add=False)
                 _multiply(grads[1], logits.t(), chunk, add=start > 0)
         return loss
 
     def _over_ranks(self, statistics: Tensor) -> Tensor:
-        """Merge the statistics of each rank's part of the vocabulary."""
+        """Combine the statistics of all vocabulary shards."""
         if self.shard is None:
             return statistics
         tokens = statistics.shape[-1]
@@ -99,7 +99,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: _Chunks
     ) -> Tensor:
-        # In float32 until they are scaled, so that they are rounded once.
+        # Gradients stay in float32 until the backward scales them, so they are rounded only once.
         grads = [
             torch.empty_like(x, dtype=precise(x.dtype), memory_format=torch.contiguous_format)
             for x in (hidden, weight)
@@ -110,7 +110,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        # Into new tensors: a second backward of a retained graph finds the gradients unchanged.
+        # Write to new tensors: a second backward through a retained graph needs the saved ones.
         hidden_grad, weight_grad = (
             torch.mul(grad, grad_loss, out=torch.empty_like(grad, dtype=ctx.dtype))
             for grad in ctx.saved_tensors
@@ -119,10 +119,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
-    """Make the first pass over the logits of a chunk (tokens, words).
+    """Return (2, tokens): each token's logsumexp, and its label's logit or 0.
 
-    `columns` are those of the labels, out of range if another rank has them. Return (2, tokens):
-    logsumexp, and the label's logit or 0.
+    `logits` are (tokens, vocabulary rows) of a chunk. `columns` are the labels' columns; a column
+    is out of range if another rank's shard holds it, and its logit is then 0.
     """
     words = logits.shape[-1]
     values = logits.to(precise(logits.dtype))
@@ -133,16 +133,16 @@ def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
 
 
 def _turn_into_gradient(logits: Tensor, columns: Tensor, lse: Tensor) -> None:
-    """Make the second pass: replace each logit by the derivative of the loss by it."""
+    """Replace each logit with the gradient of the loss with respect to it."""
     probabilities = (logits.to(precise(logits.dtype)) - lse.unsqueeze(-1)).exp()
-    # A comparison and no scatter, which would not be fused.
+    # Compare instead of scattering: torch.compile would not fuse a scatter.
     words = torch.arange(logits.shape[-1], device=logits.device)
     logits.copy_(probabilities - (words == columns.unsqueeze(-1)).to(probabilities.dtype))
 
 
 @functools.cache
 def _passes(backend: str | None) -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    """Return both passes, compiled for each shape; chunks have one or two shapes."""
+    """Return both passes, compiled per shape: only the last chunk may have another shape."""
     if backend is None:
         return _statistics, _turn_into_gradient
     compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
@@ -150,9 +150,9 @@ def _passes(backend: str | None) -> tuple[Callable[..., Tensor], Callable[..., N
 
 
 def _multiply(out: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
-    """Write `left @ right` to `out`, or add it; summed in the type of `out`."""
+    """Write `left @ right` to `out`, or add it to `out`; accumulate in the dtype of `out`."""
     if left.is_cuda and left.dtype != out.dtype:
-        # cuBLAS multiplies in BF16 and sums in float32; autograd and the CPU do not have this.
+        # cuBLAS can multiply BF16 into a float32 output; neither autograd nor the CPU supports it.
         torch.addmm(out, left, right, beta=int(add), out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=int(add), out=out)

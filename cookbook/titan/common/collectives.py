@@ -1,9 +1,9 @@
-"""One rank of a network test: an all-reduce over all ranks, an all-to-all over groups of them.
+"""One rank of a network test: an all-reduce over all ranks, then all-to-alls within groups.
 
     python -m cookbook.titan.common.collectives PLAN          (PLAN: a `Plan` as JSON)
 
-Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torch.distributed does. The
-first rank of each group prints a line of JSON with the group's bandwidth.
+Reads torch.distributed's variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The
+first rank of each group prints the group's bandwidth as a line of JSON.
 """
 
 import json
@@ -24,12 +24,12 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of the ranks."""
+    """The collectives to time, the same plan for all ranks."""
 
     device: str  # `cuda` (NCCL) or `cpu` (gloo)
-    num_bytes: int  # contributed by each rank to a collective
-    groups: list[list[int]]  # of ranks, for the all-to-all; each rank is in one of them at most
-    timeout_s: float  # for each collective
+    num_bytes: int  # each rank's input to a collective
+    groups: list[list[int]]  # disjoint groups of ranks, each of which runs an all-to-all
+    timeout_s: float  # of each collective
 
 
 def main(plan: Plan) -> None:
@@ -43,7 +43,7 @@ def main(plan: Plan) -> None:
     dist.init_process_group("nccl" if plan.device == "cuda" else "gloo", timeout=timeout)
     values = torch.ones(plan.num_bytes // 4, device=device)
     seconds = _time(lambda: dist.all_reduce(values), None, device)
-    # As nccl-tests count: the bytes that each rank must at least send and receive.
+    # Bus bandwidth as in nccl-tests: the bytes that each rank must at least send and receive.
     if rank == 0:
         _print("all_reduce", [0, world - 1], 2 * plan.num_bytes * (world - 1) / world, seconds)
     groups = [dist.new_group(ranks, timeout=timeout) for ranks in plan.groups]
@@ -57,7 +57,7 @@ def main(plan: Plan) -> None:
         if rank == ranks[0]:
             _print("all_to_all", ranks, sent.nbytes * (len(ranks) - 1) / len(ranks), seconds)
     dist.barrier()
-    # Destroying the process group can hang where a peer has exited already.
+    # Exit without destroying the process group, which can hang if a peer has already exited.
     sys.stdout.flush()
     os._exit(0)
 
@@ -65,7 +65,7 @@ def main(plan: Plan) -> None:
 def _time(
     work: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device
 ) -> float:
-    """Return the seconds of `work` once its connections exist."""
+    """Return the mean seconds of a `work` call, after one call that sets up the connections."""
     work()
     dist.barrier(group=group)
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None

@@ -1,7 +1,7 @@
-"""Compiles FlashAttention-4's kernels of the recipes, on a machine that may have no GPU.
+"""Compiles the FlashAttention-4 kernels that the recipes use, without needing a GPU.
 
-The environment says for which GPU and into which cache (`cookbook.install.attention`). Prints the
-kernels and the compiler's CUDA major version as JSON.
+`cookbook.install.attention` sets the target GPU and the cache folder in the environment. Prints the
+kernels' paths and the compiler's CUDA major version as JSON.
 """
 
 import itertools
@@ -15,19 +15,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cookbook.titan.common import kernel_cache, varlen_attention
 
-# Beyond 256 documents it looks them up by another way, in kernels of their own.
+# FlashAttention-4 has separate kernels for more than 256 documents, so compile for both cases.
 DOCUMENTS = (256, 257)
-# Sequences of two tiles and less have kernels of their own, which no recipe needs.
+# Long enough: FlashAttention-4 has other kernels for at most two tiles, which no recipe needs.
 _LENGTH = 4096
-# Head dimensions of queries and keys, and of values; query heads to a key head.
+# (head dim of queries and keys, head dim of values, query heads per key head)
 _HEADS = ((192, 128, 1), (128, 128, 8), (128, 128, 16))
 
 
 def main() -> None:
-    """Compile all for one kind of GPU."""
+    """Compile all kernels for one kind of GPU."""
     interface = import_module(varlen_attention.INTERFACE)
     empty = partial(torch.empty, device="cuda")
-    # On tensors without values: the kernels are compiled, none called.
+    # Fake tensors: FlashAttention-4 compiles its kernels but does not launch them.
     with FakeTensorMode():
         for documents, (head_dim, v_head_dim, groups) in itertools.product(DOCUMENTS, _HEADS):
             shapes = (groups, head_dim), (1, head_dim), (1, v_head_dim)
@@ -38,7 +38,7 @@ def main() -> None:
     caches = filter(None, (getattr(one, "compile_cache", None) for one in vars(interface).values()))
     keys = ((cache, key) for cache in caches for key in cache.cache)
     files = [cache.cache_path / f"{cache._key_to_hash(key)}.o" for cache, key in keys]
-    # FlashAttention-4 passes over a kernel that it cannot write.
+    # FlashAttention-4 silently skips a kernel file that it cannot write.
     lost = [str(file) for file in files if not file.is_file()]
     if lost or not files:
         raise RuntimeError(f"FlashAttention-4 kept {len(files) - len(lost)} kernels, not {lost}")

@@ -1,11 +1,11 @@
-"""The routed experts' rows: grouped by expert, padded, activated, and summed back into tokens.
+"""Group the routed experts' rows by expert, pad and activate them, and sum them back into tokens.
 
-A grouped GEMM reads one group of rows per expert. MXFP8 scales run over 32 elements, and the weight
-gradient contracts over a group's rows. So every group, also an empty one, is filled with zero rows
-up to a multiple of 32 (of 8 for BF16, as in TorchTitan's standard path).
+A grouped GEMM reads one group of rows per expert. An MXFP8 scale covers 32 elements, and the weight
+gradient contracts over a group's rows. So every group, even an empty one, is padded with zero rows
+to a multiple of 32 (8 for BF16, as in TorchTitan's standard path).
 
-Nothing here waits for the device. Rows move to their groups and back in one pass each. On a GPU
-these are the kernels of `triton_kernels.py`, on a CPU PyTorch operations.
+Nothing here waits for the device. Moving rows to their groups takes one pass, and moving them back
+another. A GPU runs the kernels of `triton_kernels.py`, a CPU runs PyTorch operations.
 """
 
 import itertools
@@ -19,32 +19,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The copy of a token in each row of the padded groups, and the row of each copy.
+    """Which copy of a token each row of the padded groups holds, and the row of each copy.
 
-    Copy `i * top_k + k` is that of token `i` for the `k`-th of its experts. All are int32.
+    Copy `i * top_k + k` is the copy of token `i` for its `k`-th expert. All tensors are int32.
     """
 
     copies: Tensor  # (padded rows,), the copy in each row, -1 for padding
-    slots: Tensor  # (tokens, top k), the row of each copy, -1 for experts elsewhere
-    sizes: Tensor  # (local experts,) on the device, padded
-    ends: Tensor  # (local experts,) on the device, where each padded group ends
+    slots: Tensor  # (tokens, top k), the row of each copy, -1 for other ranks' experts
+    sizes: Tensor  # (local experts,) on the device, rows of each padded group
+    ends: Tensor  # (local experts,) on the device, end row of each padded group
 
 
 def _triton() -> Any:
-    """Import the kernels where a GPU needs them; on a CPU there may be no Triton."""
+    """Import the Triton kernels lazily: a machine without a GPU may lack Triton."""
     return import_module("cookbook.titan.common.triton_kernels")
 
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
-    """Round up to `alignment`; a group without rows would leave its weight gradient unwritten."""
+    """Round up to `alignment`, at least once: an empty group's weight gradient is never written."""
     return [max(1, -(-count // alignment)) * alignment for count in counts]
 
 
 def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan:
-    """Sort the copies of tokens by expert, each group followed by its padding.
+    """Sort the copies of tokens by expert, with padding after each group.
 
-    `experts` (tokens, top k) are local ones, -1 for an expert on another rank; `counts` are the
-    tokens per local expert, on the host.
+    `experts` (tokens, top k) are local expert indices, -1 for an expert of another rank; `counts`
+    are the tokens per local expert, on the host.
     """
     sizes = padded_sizes(counts, alignment)
     ends = list(itertools.accumulate(sizes))
@@ -58,14 +58,14 @@ def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan
 def _place(
     experts: Tensor, sizes: Tensor, ends: Tensor, num_rows: int, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the copies and slots of a plan; `sums` are counts that a GPU has made already."""
+    """Return a plan's copies and slots; `sums` is the result of `count`, if already computed."""
     if experts.is_cuda:
         sums = _triton().count(experts, len(sizes)) if sums is None else sums
         return _triton().place(experts, sums, sizes, ends, num_rows)
     chosen, order = experts.reshape(-1).sort(stable=True)
     order, chosen = order[chosen >= 0], chosen[chosen >= 0]
     here = torch.bincount(chosen, minlength=len(sizes))
-    # A copy's row: where its group starts, and how many of that group come before it.
+    # A copy's row is the start of its group plus the number of earlier copies in the group.
     before = torch.arange(len(chosen)) - (here.cumsum(0) - here)[chosen]
     rows = (ends - sizes)[chosen] + before
     copies = torch.full((num_rows,), -1, dtype=torch.int32)
@@ -75,9 +75,9 @@ def _place(
 
 
 def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPlan:
-    """Plan groups of copies that were not counted on the host; rows behind the last belong to none.
+    """Plan groups without counts on the host; rows after the last group's end are unused.
 
-    `experts` are (tokens, top k). With alignment 1 groups are not padded, and may be empty.
+    `experts` are (tokens, top k). With alignment 1, groups are not padded and may be empty.
     """
     sums = _triton().count(experts, num_experts) if experts.is_cuda else None
     if sums is None:
@@ -96,7 +96,7 @@ def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPl
 def _spread(
     tokens: Tensor, scores: Tensor | None, copies: Tensor, slots: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Copy tokens to the rows of the groups, times their copies' scores; zero for padding."""
+    """Copy tokens to the groups' rows, times their copies' scores; padding rows are zero."""
     if tokens.is_cuda:
         return _triton().spread(tokens, scores, copies, slots, dtype)
     real = copies >= 0
@@ -116,7 +116,7 @@ def _collect(
     dtype: torch.dtype,
     base: Tensor | None = None,
 ) -> Tensor:
-    """Sum `base` and the rows of each token's copies, times their scores."""
+    """Sum the rows of each token's copies, times their scores, and add `base`."""
     if grouped.is_cuda:
         return _triton().collect(grouped, scores, slots, dtype, base)
     real = copies >= 0
@@ -131,7 +131,7 @@ def _collect(
 
 
 def _dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
-    """Multiply each token with its copies' rows, (tokens, top k); 0 for experts elsewhere."""
+    """Return each token's dot product with each copy's row, (tokens, top k); 0 at slot -1."""
     if tokens.is_cuda:
         return _triton().dot(tokens, grouped, slots)
     copies = _exact(grouped[slots.clamp_min(0).long()])
@@ -140,7 +140,7 @@ def _dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:
-    """Look up the flattened `values` at `places`, in their shape; 0 at -1."""
+    """Look up the flattened `values` at `places`, in the shape of `places`; 0 for index -1."""
     if values.is_cuda:
         return _triton().take(values, places)
     flat = values.reshape(-1)
@@ -201,30 +201,30 @@ class _RowScores(torch.autograd.Function):
 
 
 def spread(tokens: Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) -> Tensor:
-    """Copy tokens (received, features) to padded groups (rows, features) of `dtype`."""
+    """Copy tokens (received, features) to padded groups (rows, features), in `dtype`."""
     return _Spread.apply(tokens, plan.copies, plan.slots, dtype or tokens.dtype)
 
 
 def collect(
     grouped: Tensor,
-    scores: Tensor | None,  # (received, top k) float32 to multiply with
+    scores: Tensor | None,  # (received, top k) float32, multiplied with the rows
     plan: GroupPlan,
-    is_needed: bool = True,  # otherwise the sums are uninitialized memory
+    is_needed: bool = True,  # if false, the result is uninitialized memory
     base: Tensor | None = None,  # (received, features), added before the sums are rounded
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sum padded groups (rows, features) into tokens (received, features) of `dtype`."""
+    """Sum padded groups (rows, features) into tokens (received, features), in `dtype`."""
     dtype = dtype or grouped.dtype
     return _Collect.apply(grouped, scores, plan.copies, plan.slots, is_needed, base, dtype)
 
 
 def row_scores(scores: Tensor, plan: GroupPlan) -> Tensor:
-    """Order scores (received, top k) by row of the padded groups, (rows, 1); 0 for padding."""
+    """Return the score of each row of the padded groups, (rows, 1); 0 for padding."""
     return _RowScores.apply(scores, plan.copies, plan.slots)
 
 
 def _exact(values: Tensor) -> Tensor:
-    """Return the values in float32, or in float64 as they are."""
+    """Return the values in float32; float64 values stay float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -262,7 +262,7 @@ class _ScoredSwiGLU(torch.autograd.Function):
 def scored_swiglu(gate_up: Tensor, scores: Tensor) -> Tensor:
     """Compute silu(gate) * up * score, (rows, hidden), rounded once.
 
-    Gate and up projection are beside each other, (rows, 2 * hidden); scores are (rows, 1) float32.
+    `gate_up` is (rows, 2 * hidden), the gate's columns first; scores are (rows, 1) float32.
     """
     return _ScoredSwiGLU.apply(gate_up, scores)
 
@@ -281,7 +281,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grads, parts = [], grad.contiguous().chunk(len(ctx.dtypes), 1)
         for part, dtype in zip(parts, ctx.dtypes, strict=True):
-            # A copy, even of the same type: half of a gradient would keep all of its memory.
+            # Copy even to the same dtype: a view of one part would keep the whole gradient alive.
             grads.append(part.new_empty(part.shape, dtype=dtype))
             _cast(part, grads[-1])
         return None, *grads
@@ -297,6 +297,6 @@ def _cast(source: Tensor, target: Tensor) -> None:
 def join(dtype: torch.dtype, *weights: Tensor) -> Tensor:
     """Join weights (experts, hidden, features) into (experts, n * hidden, features).
 
-    One GEMM then computes gate and up projection, and one the gradient of their input.
+    One GEMM then computes the gate and up projections, and one their input's gradient.
     """
     return _Joined.apply(dtype, *weights)

@@ -1,7 +1,7 @@
-"""FlashAttention-4's kernels that set-up compiled: their folder, and how a job takes them over.
+"""The FlashAttention-4 kernels that set-up compiled: their folder, and their copy for a job.
 
-A job gets copies, in FlashAttention-4's own cache in /tmp of each node: that locks its files, which
-some shared file systems cannot. Imports no torch, which set-up does without.
+A job copies them to FlashAttention-4's own cache in each node's /tmp: this cache locks files, which
+some shared file systems do not support. Imports no torch, because set-up runs without it.
 """
 
 import logging
@@ -11,16 +11,16 @@ import shutil
 import sys
 from pathlib import Path
 
-# FlashAttention-4's own variables: "1" where it keeps compiled kernels, and the folder.
+# FlashAttention-4's environment variables: "1" enables its kernel cache; the cache's folder.
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 COMPILED = Path(sys.prefix) / ".cookbook" / "attention_kernels"
-# In a folder of kernels: the features of the CPU that compiled them.
+# File in a folder of kernels that lists the features of the CPU that compiled them.
 CPU = "cpu"
 
 _CPUINFO = Path("/proc/cpuinfo")
-# Instruction sets that a compiler may use on an x86 CPU, by Linux's names.
+# Prefixes of Linux's names for the x86 instruction sets that a compiler may use.
 _INSTRUCTIONS = (
     *("abm", "adx", "amx", "apx", "avx", "bmi", "f16c", "fma", "gfni", "lzcnt", "movbe"),
     *("pclmul", "popcnt", "sha", "sse", "ssse", "tbm", "vaes", "vpclmul", "xop"),
@@ -28,15 +28,16 @@ _INSTRUCTIONS = (
 
 
 def folder_of(capability: int, cuda: int, compiled: Path | None = None) -> Path:
-    """Return the folder of one kind of GPU's kernels, 90 for SM90, by a CUDA version's compiler.
+    """Return the folder of kernels for a GPU's compute capability (90 for SM90) and a CUDA version.
 
-    A driver of CUDA 12 cannot load kernels of 13. `compiled` holds all; None for this Python's.
+    A CUDA 12 driver cannot load kernels of CUDA 13. `compiled` is the parent folder; None means
+    the one of this Python environment.
     """
     return (compiled or COMPILED) / f"sm{capability}-cuda{cuda}"
 
 
 def cpu_features() -> frozenset[str]:
-    """Return the instruction sets of this machine's CPU; all that an ARM CPU names."""
+    """Return the instruction sets of this machine's CPU; on ARM, all features that Linux lists."""
     text = _CPUINFO.read_text(encoding="utf-8")
     found = re.search(r"^(flags|Features)\s*:(.*)", text, re.MULTILINE)
     words = found[2].split() if found else ()
@@ -45,10 +46,10 @@ def cpu_features() -> frozenset[str]:
 
 
 def take_over(folder: Path, cache: Path) -> int:
-    """Copy the kernels of `folder` that `cache` lacks; return how many.
+    """Copy the kernels of `folder` that `cache` lacks; return the number copied.
 
-    None where set-up compiled none, or on a CPU with instructions that this one lacks. Where the
-    cache cannot be written, FlashAttention-4 compiles them anew.
+    Copy none if set-up compiled none, or compiled on a CPU with instructions that this CPU lacks.
+    If the cache cannot be written, FlashAttention-4 compiles the kernels again.
     """
     copied = 0
     try:
@@ -58,7 +59,7 @@ def take_over(folder: Path, cache: Path) -> int:
             place = cache / kernel.relative_to(folder)
             if not place.exists():
                 place.parent.mkdir(parents=True, exist_ok=True)
-                # Another rank may read it: there is the whole file, or none.
+                # Rename a finished copy, so that other ranks never read a partial file.
                 part = place.with_name(f".{place.name}.{os.getpid()}.part")
                 shutil.copyfile(kernel, part)
                 part.replace(place)
@@ -70,7 +71,7 @@ def take_over(folder: Path, cache: Path) -> int:
 
 
 def keep(cache: Path, folder: Path) -> None:
-    """Replace `folder` by the kernels that this machine compiled into `cache`."""
+    """Replace the contents of `folder` with the kernels that this machine compiled into `cache`."""
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     for kernel in cache.rglob("*.o"):

@@ -1,13 +1,13 @@
-"""The life of a rank's process: dies with torchrun, reports a stall, exits at once when done.
+"""A rank's process: it dies with torchrun, reports a stall, and exits at once when done.
 
-- torchrun gives each rank a session of its own, so no signal to torchrun's group reaches it. A rank
-  that outlives its torchrun would train on and save over the next attempt's work. A data-loader
-  worker that outlives its rank keeps the rank's GPU memory, which it has by fork.
-- A rank that hangs in a collective cannot be asked. So each rank sets an alarm at every step:
-  faulthandler's thread, which needs no GIL, writes the stacks; a Python thread writes torch's
-  flight recorder. The supervisor decides whether it is a hang.
-- A thread of PyArrow or gloo that takes the GIL during interpreter shutdown can abort the process,
-  and a finished job counts as failed (huggingface/datasets#7566, pytorch/pytorch#179291).
+- torchrun starts each rank in its own session, so signals to torchrun's process group miss it. A
+  rank that outlives torchrun would continue training and overwrite the next attempt's checkpoints.
+  A forked data-loader worker that outlives its rank would hold the rank's GPU memory.
+- A rank that hangs in a collective cannot answer. So each rank sets an alarm at every step. When it
+  fires, faulthandler's thread, which needs no GIL, writes the stacks, and a Python thread writes
+  torch's flight recorder. The supervisor decides whether the rank hangs.
+- A PyArrow or gloo thread that takes the GIL during interpreter shutdown can abort the process, so
+  a finished job would count as failed (huggingface/datasets#7566, pytorch/pytorch#179291).
 """
 
 import atexit
@@ -30,22 +30,22 @@ import torch
 import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
-# The alarm goes off before the supervisor ends the attempt (cookbook/supervise/).
+# The alarm fires after STEPS median step times and MORE_S seconds: before the supervisor's timeout.
 STEPS, MORE_S = 4.0, 8.0
 _FEWEST_STEPS = 3
 _POLL_S = 1.0
 
 
 def attempt_folder() -> Path | None:
-    """Return the folder of this attempt's files; None in a job by hand."""
+    """Return the folder of this attempt's files; None if no supervisor started this job."""
     attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
     return Path(attempt) if attempt else None
 
 
 def die_with_parent(_worker: int = 0) -> None:
-    """Let the kernel kill this rank with its torchrun, or this data-loader worker with its rank.
+    """Have Linux kill this rank when torchrun dies, or this data-loader worker when its rank dies.
 
-    Do nothing in other programs.
+    Does nothing in a program that torchrun did not start.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -56,9 +56,9 @@ def die_with_parent(_worker: int = 0) -> None:
 
 
 def exit_without_teardown() -> None:
-    """Let `python -m torchtitan.train` exit with status 0 and without interpreter shutdown.
+    """Make `python -m torchtitan.train` skip interpreter shutdown after a successful run.
 
-    Exit handlers registered after this one run before it. Other programs are left alone.
+    Exit handlers registered later run first. Does nothing in other programs.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None or spec.name != "torchtitan.train":
@@ -73,23 +73,23 @@ def exit_without_teardown() -> None:
         destroyed = True
 
     def leave() -> None:
-        # After an exception Python sets the exit status.
+        # After an exception, leave the exit status to Python.
         if destroyed and not hasattr(sys, "last_type"):
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
-    # No door: TorchTitan has no hook for the end of a run, and closes its parts after a failure
-    # too. Only after a success does it destroy the process group.
+    # A patch, because TorchTitan has no hook for the end of a run. It destroys the process group
+    # only after a success, whereas it closes its components after a failure too.
     dist.destroy_process_group = destroy_and_note
     atexit.register(leave)
 
 
 class StallAlarm:
-    """Write `stacks/rank-<r>.txt` and a flight recorder's trace when no step comes.
+    """Write the stacks and the flight recorder's trace when no step finishes in time.
 
-    The attempt's folder gets the stacks; `traces` is the path of the traces without the rank.
+    Stacks go to `stacks/rank-<r>.txt` in the attempt's folder, the trace to `<traces><rank>`.
     """
 
     def __init__(self, attempt: Path, traces: Path, rank: int) -> None:
@@ -98,13 +98,13 @@ class StallAlarm:
         self._stepped_at: float | None = None
         self._due: float | None = None
         self._path = attempt / "stacks" / f"rank-{rank}.txt"
-        # Opened early: a process that hangs may be unable to open a file.
+        # Opened by `step`, before any stall: a process that hangs may be unable to open a file.
         self._file: TextIO | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._trace, name="stall alarm", daemon=True).start()
 
     def step(self) -> None:
-        """Set the alarm anew after a step."""
+        """Reset the alarm after a step."""
         now = time.monotonic()
         if self._stepped_at is not None:
             self._times.append(now - self._stepped_at)
@@ -116,14 +116,14 @@ class StallAlarm:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w")
         elif os.fstat(self._file.fileno()).st_size:
-            # A false alarm, during a long save perhaps.
+            # Erase the stacks of a false alarm, for example during a long save.
             os.ftruncate(self._file.fileno(), 0)
             os.lseek(self._file.fileno(), 0, os.SEEK_SET)
         faulthandler.dump_traceback_later(seconds, file=self._file)
         self._due = now + seconds
 
     def pause(self) -> None:
-        """Set no limit until the next step: validation is not a step."""
+        """Disable the alarm until the next step: validation may take longer than a step."""
         faulthandler.cancel_dump_traceback_later()
         self._due = self._stepped_at = None
 
@@ -133,7 +133,7 @@ class StallAlarm:
         self._ended.set()
         if self._file is not None and not os.fstat(self._file.fileno()).st_size:
             self._path.unlink(missing_ok=True)
-            # Other ranks may have written theirs.
+            # Fails if other ranks' stacks remain in the folder.
             with contextlib.suppress(OSError):
                 self._path.parent.rmdir()
 
@@ -144,7 +144,7 @@ class StallAlarm:
             if due is not None and due != written and time.monotonic() >= due:
                 written = due
                 uses_nccl = dist.is_nccl_available() and "nccl" in dist.get_backend()
-                # As torch's own analyzer reads it.
+                # torch's flight-recorder analyzer reads the files of these two functions.
                 record = "_dump_nccl_trace" if uses_nccl else "_dump_fr_trace"
                 if content := getattr(torch._C._distributed_c10d, record)():
                     self._trace_path.parent.mkdir(parents=True, exist_ok=True)

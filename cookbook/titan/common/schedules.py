@@ -1,10 +1,10 @@
-"""Prints the actions of pipeline schedules, as torch's own classes list them.
+"""Prints the actions of pipeline schedules, as listed by torch's schedule classes.
 
     python -m cookbook.titan.common.schedules
 
-It answers each JSON line on standard input with one line: `stages` of every rank, `in_flight`, and
-`actions`: for every rank a list of [stage, kind, microbatch], where kind is F (forward), B
-(backward), I or W (its halves for inputs and weights). The line is empty where torch refuses.
+Answers each JSON line on standard input with one JSON line, which is empty if torch rejects the
+schedule. It has, per rank, `stages`, `in_flight` and `actions`: lists [stage, kind, microbatch].
+The kinds are F (forward), B (backward), and I and W (the backward's halves for inputs and weights).
 """
 
 import json
@@ -42,7 +42,7 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dic
     if is_single:
         order = schedule_class(stages[0], n_microbatches=microbatches)._get_pipeline_order()
     else:
-        # Sends and receives are not asked for: they take time that grows with the schedule.
+        # Skip the sends and receives: they are not needed, and slow to build for long schedules.
         schedule_class._prepare_schedule_with_comms = lambda self, actions, format="": None
         order = schedule_class(stages, n_microbatches=microbatches).pipeline_order
     actions = [rank_actions(order[rank], is_single) for rank in range(ranks)]
@@ -56,8 +56,8 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dic
 def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
     """Return a rank's computations in order: [stage, kind, microbatch].
 
-    Of a schedule with a single stage a rank, count microbatches anew: torch 2.10's
-    `Schedule1F1B._get_pipeline_order` counts the last rank's forwards from 1.
+    Schedules with one stage per rank get their microbatches numbered here, because torch 2.10's
+    `Schedule1F1B._get_pipeline_order` numbers the last rank's forwards from 1.
     """
     counts = dict.fromkeys(_KINDS.values(), 0)
     found: list[list[Any]] = []
@@ -72,14 +72,14 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
 
 
 def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
-    """Return the largest counts of started and unfinished microbatches, a count for each stage.
+    """Return the maximal numbers of microbatches in flight: lists with one count per stage.
 
-    More than one list where one stage has most at one time and another at another.
+    There are several lists if different stages peak at different times.
     """
     live = dict.fromkeys(stages, 0)
     seen: set[tuple[int, ...]] = set()
     for stage, kind, _ in actions:
-        # Where the backward comes in two halves, the second one frees.
+        # If the backward is split, the W half frees the microbatch's activations.
         live[stage] += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
         if kind == "F":
             seen.add(tuple(live.values()))
@@ -93,7 +93,7 @@ def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until standard input ends."""
     for line in sys.stdin:
         try:
             answer = json.dumps(list_actions(**json.loads(line)))

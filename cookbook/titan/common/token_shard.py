@@ -1,8 +1,8 @@
-"""Each TP rank's shard of an MoE layer's tokens, so that each token reaches the experts once.
+"""Each TP rank's shard of an MoE layer's tokens, so that each token is dispatched only once.
 
-Under TP the input of an MoE layer is gathered along the sequence, and its output is summed over the
-TP ranks. So each rank sends only its shard of every sequence: exactly the positions whose gradient
-it keeps when the gather is undone.
+Under TP an MoE layer's input is gathered along the sequence, and its output is summed over the TP
+ranks. So each rank dispatches only its shard of every sequence: the positions whose gradient it
+keeps in the gather's backward.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 @dataclass(frozen=True)
 class TokenShard:
-    """The positions `start` to `stop` of every sequence of `length` belong to this rank."""
+    """This rank's positions, `start` to `stop`, of every sequence of `length` tokens."""
 
     start: int
     stop: int
@@ -33,14 +33,14 @@ class TokenShard:
 
 
 def shard_tokens(folded: Tensor, shard: TokenShard) -> Tensor:
-    """Return this rank's rows of `folded` (batch * length, features), (batch * part, features)."""
+    """Return this rank's rows (batch * part, features) of `folded` (batch * length, features)."""
     features = folded.shape[-1]
     mine = folded.view(-1, shard.length, features)[:, shard.start : shard.stop]
     return mine.reshape(-1, features)
 
 
 def global_positions(local: Tensor, shard: TokenShard, per_token: int) -> Tensor:
-    """Turn indices into (batch * part * per_token,) into those of the whole folded batch."""
+    """Map indices into this rank's (batch * part * per_token,) to indices into the whole batch."""
     part = shard.stop - shard.start
     sequence = local // (part * per_token)
     return local + per_token * (sequence * (shard.length - part) + shard.start)
@@ -49,15 +49,15 @@ def global_positions(local: Tensor, shard: TokenShard, per_token: int) -> Tensor
 def gather_sequence(mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Gather the shards (batch, part, features) of all TP ranks into (batch, length, features).
 
-    All TP ranks must have the same gradient of the whole; each keeps its own positions of it. Where
-    the gradient is one term of a sum over TP, use `with_partial_gradient`.
+    All TP ranks must have the same gradient of the result, of which each keeps its own positions.
+    If each rank's gradient is one term of a sum over TP, use `with_partial_gradient`.
     """
     shards = DTensor.from_local(mine, tp_mesh, (Shard(1),), run_check=False)
     return shards.redistribute(placements=(Replicate(),)).to_local()
 
 
 class _PartialGradient(torch.autograd.Function):
-    """Not DTensor.from_local: in PyTorch 2.10 its backward sums its gradient over TP."""
+    """Replaces DTensor.from_local, whose backward in PyTorch 2.10 all-reduces over TP."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
@@ -65,29 +65,29 @@ class _PartialGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[None, Tensor, None]:
-        # The reader of the sum waits for it; until then other work hides it.
+        # Asynchronous, to overlap with other work: the first use of the result waits for it.
         shard = grad.redistribute(placements=(Shard(1),), async_op=True)
         return None, shard.to_local(), None
 
 
 def with_partial_gradient(whole: Tensor, mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
-    """Prepare `whole`, gathered from `mine`, for linear layers whose weights are cut by columns.
+    """Prepare `whole`, gathered from `mine`, as the input of column-wise parallel linear layers.
 
-    Each TP rank has one term of the gradient of such a layer's input. Given a plain tensor, every
-    layer sums its terms by an all-reduce. Here one reduce-scatter sums those of all layers, for
-    the gradient of `mine`.
+    In such a layer each TP rank computes one term of the input's gradient. With a plain tensor,
+    every layer sums the terms by an all-reduce. Here one reduce-scatter sums the terms of all
+    layers into the gradient of `mine`.
     """
     return _PartialGradient.apply(whole.detach(), mine, tp_mesh)
 
 
 def reduce_scatter_sequence(term: Tensor, tp_mesh: DeviceMesh) -> Tensor:
-    """Sum `term` (batch, length, features) over TP; return this rank's (batch, part, features)."""
+    """Sum `term` (batch, length, features) over TP; return this rank's shard of the sequence."""
     terms = DTensor.from_local(term, tp_mesh, (Partial(),), run_check=False)
     return terms.redistribute(placements=(Shard(1),)).to_local()
 
 
 class _SumGradient(torch.autograd.Function):
-    """Not DTensor's Replicate and Partial, whose dispatch takes longer than the sum itself."""
+    """Replaces DTensor's Replicate and Partial, whose dispatch takes longer than the sum."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, tp_mesh: DeviceMesh) -> Tensor:
@@ -104,9 +104,9 @@ class _SumGradient(torch.autograd.Function):
 def sum_gradient_over_tp(scores: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Return the same `scores`, with their gradient summed over TP.
 
-    Every TP rank scores every token, but uses the scores of its own shard only or, where TP cuts
-    the experts, for its own term of their output: its gradient is one term of a sum. Released
-    TorchTitan 0.2.2 uses the term as the sum, and the gates of the TP ranks drift apart
-    (pytorch/torchtitan#2416).
+    Every TP rank scores every token, but uses only the scores of its own token shard or, if TP
+    shards the experts, all scores for its own term of the output. Either way its gradient is one
+    term of a sum. TorchTitan 0.2.2 takes the term for the sum, so the router gates of the TP ranks
+    drift apart (pytorch/torchtitan#2416).
     """
     return _SumGradient.apply(scores, tp_mesh)

@@ -1,7 +1,7 @@
-"""Triton kernels of the routed experts: group rows, move, weight and sum them; SwiGLU.
+"""Triton kernels for the routed experts: group, move, scale and sum rows; SwiGLU.
 
-Each is one pass. `expert_groups.py` does the same with PyTorch operations on a CPU. Sums run in
-float32, in a fixed order and without atomics, so that every run has the same ones.
+Each kernel makes one pass over its data. `expert_groups.py` has CPU equivalents of PyTorch
+operations. Sums accumulate in float32, in a fixed order without atomics, so runs are reproducible.
 """
 
 import torch
@@ -10,10 +10,10 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.language import constexpr
 
-# Copies that a program counts, or places. The number of copies differs in each layer, and must not
-# compile a kernel again.
+# Copies that one program counts or places. `num_copies` is not specialized, because it differs in
+# every layer and a new value must not recompile the kernel.
 _COPIES = 1024
-# Rows whose padding a program fills.
+# Rows that one program checks for padding.
 _ROWS = 64
 
 
@@ -68,7 +68,7 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     top_k: constexpr,
     block: constexpr,
 ):
-    # By token: its row is read once, and written once for each of its copies here.
+    # One program per token: read its row once, and write it once per copy on this rank.
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < features
@@ -85,7 +85,7 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
 def _fill_kernel(  # type: ignore[no-untyped-def]
     copies, grouped, num_rows, features: constexpr, rows: constexpr, block: constexpr
 ):
-    # Zeros for padding, which is rare: one program looks at many rows.
+    # Write zeros to padding rows. They are rare, so one program checks many rows.
     first = tl.program_id(0) * rows
     index = first + tl.arange(0, rows)
     copy = tl.load(copies + index, mask=index < num_rows, other=0)
@@ -155,8 +155,8 @@ def _dense(scores: Tensor | None) -> Tensor | None:
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """Count each expert's copies up to the end of each 1,024 copies, (experts, parts) int32."""
-    # One empty part, so that there is a column.
+    """Return cumulative counts of each expert's copies, (experts, parts of 1,024 copies) int32."""
+    # At least one part, so that the last column exists even without copies.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
     _count_kernel[(parts,)](experts.contiguous(), counts, experts.numel(), num_experts, _COPIES)
@@ -168,8 +168,8 @@ def place(
 ) -> tuple[Tensor, Tensor]:
     """Return copies (rows,) and slots (tokens, top k), both int32, of a group plan.
 
-    By `sums` of `count`, a part's copies lie behind those of all earlier parts. These are 4
-    launches where a sort takes some 20, for which the whole GPU would wait here.
+    `sums` from `count` place a part's copies after all earlier parts' copies. This takes 4 kernel
+    launches; a sort takes about 20, during which the GPU would idle.
     """
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
@@ -180,7 +180,7 @@ def place(
 
 
 def take(values: Tensor, places: Tensor) -> Tensor:
-    """Look up the flattened `values` at `places`, in their shape; 0 at -1."""
+    """Look up the flattened `values` at `places`, in the shape of `places`; 0 for index -1."""
     taken = values.new_empty(places.shape)
     if num_places := places.numel():
         given = values.contiguous(), places.contiguous(), taken
@@ -191,7 +191,7 @@ def take(values: Tensor, places: Tensor) -> Tensor:
 def spread(
     tokens: Tensor, scores: Tensor | None, copies: Tensor, slots: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Copy tokens to their rows, times their scores, (rows, features); 0 for padding."""
+    """Copy tokens to their rows (rows, features), times their scores; padding rows are zero."""
     num_tokens, top_k = slots.shape
     features, num_rows = tokens.shape[1], copies.numel()
     grouped = tokens.new_empty(num_rows, features, dtype=dtype)
@@ -209,7 +209,7 @@ def spread(
 def collect(
     grouped: Tensor, scores: Tensor | None, slots: Tensor, dtype: torch.dtype, base: Tensor | None
 ) -> Tensor:
-    """Sum `base` and each token's rows times their scores, (tokens, features)."""
+    """Sum each token's rows, times their scores, and add `base`; return (tokens, features)."""
     num_tokens, top_k = slots.shape
     features = grouped.shape[1]
     tokens = grouped.new_empty(num_tokens, features, dtype=dtype)
@@ -224,7 +224,7 @@ def collect(
 
 
 def dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
-    """Multiply each token with the row of each of its copies, (tokens, top k) float32."""
+    """Return each token's dot product with each copy's row, (tokens, top k) float32."""
     num_tokens, top_k = slots.shape
     products = torch.empty(num_tokens, top_k, dtype=torch.float32, device=tokens.device)
     if num_tokens:
@@ -284,9 +284,10 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 
 
 def cast(source: Tensor, target: Tensor) -> None:
-    """Write `source` (experts, rows, columns) to `target` in its type, both dense in an expert.
+    """Write `source` (experts, rows, columns) to `target` in the dtype of `target`.
 
-    PyTorch's copy to or from every second part of a tensor has half the speed.
+    Both must be contiguous within an expert. PyTorch's own copy runs at half the speed when one of
+    them is a slice of a larger tensor.
     """
     experts, size = len(source), source[0].numel()
     if target.numel():
@@ -296,7 +297,7 @@ def cast(source: Tensor, target: Tensor) -> None:
 
 
 def activate(gate_up: Tensor, scores: Tensor) -> Tensor:
-    """Compute SwiGLU of (rows, 2 x hidden) times scores (rows, 1) float32, (rows, hidden)."""
+    """Compute SwiGLU of `gate_up` (rows, 2 * hidden) times scores (rows, 1); (rows, hidden)."""
     rows, hidden = len(gate_up), gate_up.shape[1] // 2
     activations = gate_up.new_empty(rows, hidden)
     if rows:
@@ -305,7 +306,7 @@ def activate(gate_up: Tensor, scores: Tensor) -> Tensor:
 
 
 def gradient(grad: Tensor, gate_up: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate_up` and `scores`, in their shapes."""
+    """Return the gradients of `gate_up` and `scores`, given `grad` of `activate`'s result."""
     rows, hidden = grad.shape
     found = torch.empty_like(gate_up), torch.empty_like(scores)
     if rows:

@@ -1,12 +1,12 @@
 """Causal attention within each document of a batch, as one operator with its own backward.
 
-The sequences of a batch are folded into one row of tokens, and cumulative lengths give the ends of
-documents. On a GPU FlashAttention-4's variable-length kernels compute it, on the CPU a reference of
-plain PyTorch operations. Documents end by TorchTitan's rule (`get_document_mask_mod`): an
-end-of-document token belongs to the document that it ends, and none reaches into another sequence.
+A batch's sequences are folded into one row of tokens, and cumulative lengths mark the documents'
+ends. A GPU runs FlashAttention-4's variable-length kernels, the CPU a reference in plain PyTorch.
+Document boundaries follow TorchTitan's `get_document_mask_mod`: an end-of-document token belongs to
+the document that it ends, and no document spans two sequences.
 
-PyTorch 2.10's own operator (`torch.nn.attention.varlen`) takes no scale and no other head dimension
-for values.
+PyTorch 2.10's own operator (`torch.nn.attention.varlen`) does not fit: it supports neither a scale
+nor values whose head dimension differs from that of the keys.
 """
 
 import os
@@ -27,22 +27,22 @@ INTERFACE = "flash_attn.cute.interface"
 FLASH_ATTENTION_4 = "flash_attention_4"
 REFERENCE = "flash_attention_4_reference"
 
-# The kinds of attention that ran in this process, noted by the operator.
+# The attention implementations that ran in this process, recorded by `forward`.
 ran: set[str] = set()
 
 
 def why_not() -> str | None:
-    """Return why FlashAttention-4 cannot run on this GPU; None where it can, or without a GPU."""
+    """Return why FlashAttention-4 cannot run on this GPU; None if it can, or without a GPU."""
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
-    # It has kernels for heads of 192 and 128 on SM90, SM100 and SM103 (B300).
+    # Only SM90, SM100 and SM103 (B300) have kernels for head dimensions 192 and 128.
     if major not in (9, 10):
         needed = "FlashAttention-4 needs a GPU of SM90 (H100, H200) or SM100 (B200)"
         return f"{needed}, this one is SM{major}{minor}"
     try:
         installed = find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # the parent package is missing too
         installed = False
     return None if installed else "FlashAttention-4 (flash-attn-4) is not installed here"
 
@@ -55,9 +55,9 @@ def varlen_attention(
     Args:
         q: (tokens, heads, head_dim); BF16 on a GPU, any floating-point type on the CPU.
         k, v: (tokens, kv_heads, head_dim or v_head_dim); `kv_heads` divides `heads`, and
-            neighbouring query heads share one.
+            adjacent query heads share a key head.
         cu_seqlens: (documents + 1,) int32, ascending from 0 to `tokens`; documents may be empty.
-        max_seqlen: no document is longer.
+        max_seqlen: upper bound of a document's length.
 
     Returns:
         (tokens, heads, v_head_dim), contiguous.
@@ -69,7 +69,7 @@ def varlen_attention(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and the logsumexp of each token's scores, (heads, tokens)."""
+    """Return the output and the logsumexp of each token's scores, (heads, tokens)."""
     if not q.is_cuda:
         ran.add(REFERENCE)
         return reference_forward(q, k, v, cu_seqlens, scale)
@@ -98,7 +98,7 @@ def backward(
     _kernels()._flash_attn_bwd(
         *(q, k, v, out, grad_out, lse),
         **_packing(cu_seqlens, max_seqlen, scale) | {"dq": dq, "dk": dk, "dv": dv},
-        # dQ is summed by atomic additions otherwise, in another order each time.
+        # Otherwise atomic additions sum dQ in an order that differs between runs.
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return dq, dk, dv
@@ -115,10 +115,10 @@ def _packing(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any
 
 
 def _kernels() -> Any:
-    """Import FlashAttention-4 at the first call, which takes seconds, with set-up's kernels.
+    """Return FlashAttention-4's module; the first call imports it and copies set-up's kernels.
 
-    Compiling them takes each process 6 to 10 s. FlashAttention-4's cache is in the node's /tmp,
-    because it needs file locks, which some shared file systems lack.
+    Compiling the kernels would take each process 6 to 10 s. FlashAttention-4's cache is in the
+    node's /tmp, because it needs file locks, which some shared file systems lack.
     """
     if INTERFACE in sys.modules:
         return sys.modules[INTERFACE]
@@ -134,7 +134,7 @@ def _kernels() -> Any:
 
 
 def compiler_version() -> int:
-    """Return the CUDA major version of the compiler that CuTe DSL chose for this driver."""
+    """Return the CUDA major version of the compiler that CuTe DSL selected for this driver."""
     return int(import_module("cutlass.base_dsl.version_info").CUDA_VERSION.major)
 
 
@@ -164,7 +164,7 @@ def _(grad_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, cu_seqlens, ctx.max_seqlen, ctx.scale = inputs
     out, lse = output
-    # Its gradient is left out of the backward, so nobody may ask for it.
+    # The backward ignores a gradient of the logsumexp, so autograd must not compute one.
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
 
@@ -180,20 +180,20 @@ def _autograd(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-# Recomputation within a memory budget weighs operators by these. Arguments are shapes. The lengths
-# of documents are on the GPU: each sequence counts as one document, half a square of scores a head.
+# FLOP formulas by which memory-budget recomputation weighs operators. The arguments are shapes: the
+# document lengths are on the GPU, so each sequence counts as one document, half a square per head.
 @register_flop_formula(torch.ops.cookbook.varlen_attention)
 def _forward_flops(
     q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, *_: Any, **__: Any
 ) -> int:
-    """Two products."""
+    """Count two matrix products: scores and output."""
     tokens, heads, head_dim = q
     return int(tokens * max_seqlen * heads * (head_dim + v[-1]))
 
 
 @register_flop_formula(torch.ops.cookbook.varlen_attention_backward)
 def _backward_flops(grad_out: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any) -> int:
-    """Five products: the scores again, then the gradients of probabilities, q, k and v."""
+    """Count five products: recomputed scores, and gradients of probabilities, q, k and v."""
     tokens, heads, head_dim = q
     max_seqlen = rest[3]
     return int(tokens * max_seqlen * heads * (3 * head_dim + 2 * v[-1]))
@@ -202,7 +202,7 @@ def _backward_flops(grad_out: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any)
 def reference_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `forward` in plain PyTorch, by document, in float32 or, for float64, in float64."""
+    """Compute `forward` in plain PyTorch, per document, in float32 (float64 for float64 inputs)."""
     precise, groups = _precise(q), q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
@@ -238,7 +238,7 @@ def reference_backward(
         grads[0][part] = torch.einsum("hqk,khd->qhd", grad_scores, k_).to(q.dtype)
         grads[1][part] = torch.einsum("hqk,qhd->khd", grad_scores, q_).to(k.dtype)
         grads[2][part] = torch.einsum("hqk,qhd->khd", probabilities, grad_).to(v.dtype)
-    # Each key and value head has the gradients of all query heads that share it.
+    # Sum each key and value head's gradients over the query heads that share it.
     dk, dv = (x.to(lse.dtype).unflatten(1, (-1, groups)).sum(2).to(x.dtype) for x in grads[1:])
     return grads[0], dk, dv
 
@@ -248,7 +248,7 @@ def _documents(cu_seqlens: Tensor) -> list[slice]:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """(heads, length, length); minus infinity where the key comes after the query."""
+    """Return scores (heads, length, length): minus infinity if the key comes after the query."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill_(later, float("-inf"))
@@ -256,14 +256,14 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 @dataclass
 class AttendedLength:
-    """The mean number of keys to which the tokens of the first batches attended."""
+    """Counter for the mean number of keys per token, over the batches until it is closed."""
 
-    keys: Tensor | int = 0  # on the device of the batches
+    keys: Tensor | int = 0  # query-key pairs, on the batches' device
     tokens: int = 0
     is_open: bool = True
 
     def add(self, ends: Tensor) -> None:
-        """Count the pairs of query and key of a batch, without waiting for the GPU."""
+        """Add a batch's query-key pairs, given its document ends, without waiting for the GPU."""
         positions = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
         after_end = torch.where(ends[:, :-1], positions[:, 1:], 0)
         starts = torch.nn.functional.pad(after_end, (1, 0)).cummax(dim=1).values
@@ -271,7 +271,7 @@ class AttendedLength:
         self.tokens += ends.numel()
 
     def add_whole(self, sequences: int, length: int) -> None:
-        """Count sequences of one document each, without work on the GPU."""
+        """Add sequences that are one document each, without work on the GPU."""
         self.keys = self.keys + sequences * (length * (length + 1) // 2)
         self.tokens += sequences * length
 
@@ -282,9 +282,9 @@ class AttendedLength:
 
 
 def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
-    """Mark the last token of each document, (batch, length); that of a sequence is always one.
+    """Mark the last token of each document, (batch, length) bool.
 
-    The token `eos_id` ends a document; None where a sequence is one document.
+    The token `eos_id` ends a document; None if each sequence is one document.
     """
     ends = torch.zeros_like(tokens, dtype=torch.bool) if eos_id is None else tokens == eos_id
     ends[:, -1] = True
@@ -292,20 +292,20 @@ def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
 
 
 def bounds_capacity(documents: int, length: int) -> int:
-    """Return the room for documents in a sequence of `length`, a power of two.
+    """Return the padded number of documents for a sequence of `length` tokens, a power of two.
 
-    Code and kernels are compiled for one shape: batches whose documents have 128 tokens or more on
-    average get the same room, others the next power of two.
+    Code and kernels are compiled per shape, so capacities should rarely differ. Batches with at
+    least 128 tokens per document on average share one; others get the next power of two.
     """
     least = max(documents, length // 128, min(length, 16))
     return 1 << (least - 1).bit_length()
 
 
 def document_bounds(ends: Tensor, capacity: int) -> Tensor:
-    """Return the ends of each sequence's documents; one row a sequence, so that a batch can split.
+    """Return the position after each document, (batch, capacity) int32, ascending.
 
-    Given their last tokens, (batch, length) bool, in sequences of at most `capacity` documents:
-    (batch, capacity) int32, the position after each document, ascending; the rest `length`.
+    `ends` marks the documents' last tokens, (batch, length) bool; a sequence has at most `capacity`
+    documents, and unused entries are `length`. One row per sequence, so that a batch can be split.
     """
     length = ends.shape[1]
     after = torch.arange(1, length + 1, dtype=torch.int32, device=ends.device)
@@ -314,11 +314,11 @@ def document_bounds(ends: Tensor, capacity: int) -> Tensor:
 
 
 def cumulative_lengths(bounds: Tensor) -> Tensor:
-    """Return the bounds of all sequences of a batch in their folded row of tokens.
+    """Convert bounds (batch, capacity) to cumulative lengths in the batch's folded row of tokens.
 
-    They are (batch * capacity + 1,) int32, ascending from 0 to batch * length; unused capacity
+    The result is (batch * capacity + 1,) int32, ascending from 0 to batch * length; unused capacity
     becomes empty documents.
     """
-    # The last column is the length of a sequence, which is not read on the host.
+    # The last column is the sequence length; computing on the device avoids a host read.
     starts = torch.arange(len(bounds), dtype=torch.int32, device=bounds.device) * bounds[:, -1]
     return torch.nn.functional.pad((bounds + starts.unsqueeze(1)).flatten(), (1, 0))
