@@ -1,9 +1,9 @@
-"""The supervisor of a script that was started with sbatch or bash: the script hands over to it.
+"""Supervise a script that was started with sbatch or bash; the script calls this module.
 
     python -m cookbook.supervise CELL_DIR --script=FILE --cell=NAME ... -- ARGS -- SBATCH ARGS
 
-Environment: COOKBOOK_CHECK ends it with its verdict, before anything is written
-(`submit.py check-line` sets it).
+Environment: with COOKBOOK_CHECK set, validate only, print the verdict and exit before anything is
+written (`submit.py check-line` sets it).
 """
 
 import argparse
@@ -38,12 +38,12 @@ _PLACE = "TorchTitan arguments"
 
 @dataclass(frozen=True)
 class Start:
-    """The facts that a script hands over.
+    """Arguments that the script passes to the supervisor.
 
     Attributes:
         script: the running script; under sbatch a copy in Slurm's spool.
-        nodes: of the job; `spare_nodes` of them do not train.
-        arguments: all TorchTitan options of the script; `own` stand at the end of its sbatch line.
+        nodes: the job's number of nodes, including `spare_nodes`, which do not train.
+        arguments: the script's own TorchTitan options; `own`: those added on its sbatch line.
     """
 
     folder: CellFolder
@@ -60,7 +60,7 @@ class Start:
 
 
 def validate(start: Start) -> Cell:
-    """Return the cell that the script would train."""
+    """Return the cell that the script would train; raise InputError if it is invalid."""
     if start.nodes <= start.spare_nodes:
         raise InputError(f"--nodes={start.nodes}", "all would be spare", "ask for more")
     stack = load_stack()
@@ -92,13 +92,13 @@ def validate(start: Start) -> Cell:
 
 
 def _as_rendered(overlay: Overlay, options: Options) -> Overlay:
-    """Return the overlay as of the script's rendering, should its file have changed since."""
+    """Return the overlay with the script's values; its file may have changed since rendering."""
     expect = {name: options.settings.get(name, setting) for name, setting in overlay.expect.items()}
     return replace(overlay, expect=expect)
 
 
 def _check_folder(path: Path, cell: Cell) -> None:
-    """Refuse a CELL_DIR that holds another cell's record and checkpoints."""
+    """Raise InputError if CELL_DIR holds the record and checkpoints of another cell."""
     place = f"CELL_DIR={shown_path(path)}"
     if path == Path("/") or (path.exists() and not path.is_dir()):
         raise InputError(place, "is no folder of a cell", "name one below runs/, or unset CELL_DIR")
@@ -115,7 +115,7 @@ def _check_folder(path: Path, cell: Cell) -> None:
 
 
 def start_run(start: Start) -> None:
-    """Validate the script and note its run; a restart by Slurm finds that done."""
+    """Validate the script and record its run; skip both if Slurm has restarted the job."""
     folder, job_id = start.folder, os.environ.get("SLURM_JOB_ID")
     job = status.read_job(folder)
     if restarts() and folder.record.exists() and job and job.job_id == job_id:
@@ -140,7 +140,7 @@ def start_run(start: Start) -> None:
 
 
 def _refuse_another_job(folder: CellFolder) -> None:
-    """Two jobs in one folder would save over one another's checkpoints."""
+    """Raise InputError if another job trains here: both would overwrite the same checkpoints."""
     own, run = os.environ.get("SLURM_JOB_ID"), folder.path.parent
     if own is None or not is_run(run) or read_run(run).scheduler != "slurm":
         return
@@ -155,7 +155,7 @@ def _refuse_another_job(folder: CellFolder) -> None:
         raise InputError(shown_path(folder.path), wrong, f"{remedy}CELL_DIR={another}")
 
 
-# The exit status of a check that passed: the script goes no further.
+# Exit status of a passed check, which tells the script to stop there.
 CHECKED = 3
 
 
@@ -167,7 +167,7 @@ def parse(words: Sequence[str]) -> Start:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--spare-nodes", type=int, default=0)
-    # argparse would take TorchTitan's options for its own.
+    # Split by hand: argparse would parse TorchTitan's options as its own.
     marked = [*words, "--", "--"]
     first = marked.index("--")
     second = marked.index("--", first + 1)
@@ -177,7 +177,7 @@ def parse(words: Sequence[str]) -> Start:
 
 
 def main(words: Sequence[str]) -> int:
-    """Validate the script, then train with it, which exits; return the status of a check."""
+    """Validate the script, then train and never return; for a check, return its exit status."""
     start = parse(words)
     if os.environ.get("COOKBOOK_CHECK"):
         cell = validate(start)
@@ -185,7 +185,7 @@ def main(words: Sequence[str]) -> int:
         print(words, file=sys.stderr)
         return CHECKED
     start_run(start)
-    # submitit sets it in its own jobs; `slurm` marks the batch step of a Slurm job.
+    # `slurm_job` reads this variable, which submitit sets only in its own jobs.
     os.environ["SUBMITIT_EXECUTOR"] = str(read_record(start.folder.record).profile["scheduler"])
     return Supervisor([start.folder], start.own)()
 

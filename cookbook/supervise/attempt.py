@@ -1,4 +1,4 @@
-"""One attempt of a cell: start its script, watch it, end it with all that it started."""
+"""Run one attempt of a cell: start its script, watch it, and end all its processes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from cookbook.run.slurm import kill_steps
 from cookbook.run.status import AttemptEnd, Cause
 from cookbook.supervise.exits import classify_exit, own_job, slurm_job
 
-# The usual time of a step is the median of the newest ones.
+# The usual step time is the median of the newest step times.
 _MOST_STEPS = 20
 _FEWEST_STEPS = 3
-# With these, training pauses at times without a line in the log.
+# With these options, training sometimes pauses without logging.
 _PAUSES = ("validation.enable", "profiling.enable_profiling", "profiling.enable_memory_snapshot")
-# Messages of torchrun and srun about a rank, a torchrun or a node that is gone.
+# torchrun and srun print these when a rank, a torchrun or a node is lost.
 _GONE = re.compile(
     rb"failed \(exitcode: -?[0-9]+\) local_rank: [0-9]+"
     rb"|srun: error: \S+: tasks? [0-9,-]+: |srun: error: Node failure on"
@@ -41,15 +41,15 @@ _GONE = re.compile(
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long an attempt may make no step before it counts as hung.
+    """How long an attempt may go without a step before it counts as hung.
 
     Attributes:
-        steps: usual step times while it trains, plus one for each step that is not logged.
-        more_s: seconds on top: a short pause of the file system is no hang.
-        start_s: seconds without a new log line before the first steps; a large model compiles for
-            many minutes.
-        save_s: seconds for the first checkpoint and for the end of training.
-        least_save_s: seconds for any checkpoint, however fast the earlier ones were.
+        steps: usual step times to wait while training; each step that is not logged adds one.
+        more_s: seconds added to that, since a short file-system pause is not a hang.
+        start_s: seconds without a new log line before the first steps, since a large model compiles
+            for many minutes.
+        save_s: seconds for the first checkpoint, and for the end of training.
+        least_save_s: minimum seconds for any checkpoint, however fast the earlier saves were.
     """
 
     steps: float = 5.0
@@ -90,15 +90,15 @@ class StepClock:
 
     @property
     def usual(self) -> float | None:
-        """Seconds of a usual step; None until enough steps are logged."""
+        """The usual step time in seconds; None until enough steps are logged."""
         is_known = len(self._times) >= _FEWEST_STEPS
         return statistics.median(self._times) if is_known else self._earlier
 
     def look(self, newest: Newest, size: int, now: float) -> None:
-        """Take in the newest step and phase."""
+        """Update the clock with the newest step and phase."""
         gap = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
-        # While this process stood still (a suspended job), so did training.
+        # Cap the gap: if the job was suspended, training was suspended too.
         self.silent += min(gap, 5.0)
         step, before = newest.step, self._newest.step
         if step is not None and (before is None or step.step > before.step):
@@ -122,7 +122,7 @@ class StepClock:
             return timeouts.start_s
         limit = timeouts.steps * usual + timeouts.more_s
         if phase is Phase.SAVING_CHECKPOINT:
-            # Read the log for earlier saves only when the answer matters.
+            # Reading the log for earlier saves is slow, so do it only above the basic limit.
             if self.silent <= limit:
                 return limit
             longest = self._longest_save()
@@ -130,7 +130,7 @@ class StepClock:
             return max(long, timeouts.least_save_s)
         if self._newest.step is None or phase is not Phase.TRAINING:
             return timeouts.start_s
-        # With a log_freq of 10, nine steps print nothing.
+        # With a log_freq of 10, nine of ten steps print nothing.
         return limit + (self._log_freq - 1) * usual
 
     @property
@@ -145,7 +145,7 @@ class StepClock:
 
 
 _POLL_S = 0.5
-# For the rest of a step to end by itself, once a rank is gone.
+# Seconds for the other ranks to exit by themselves after one is lost.
 _GRACE_S = 8.0
 _STEP_S, _TERM_S, _KILL_S = 15.0, 5.0, 5.0
 
@@ -174,27 +174,27 @@ class RunningAttempt:
         self._is_stopped = False
         self._late_at: float | None = None
         self._started = time.time()
-        # A session of its own, so that a signal reaches all that the script starts.
+        # Start a new session, so that a signal reaches every process that the script starts.
         command, variables = ["bash", str(cell.script), *arguments], os.environ | environment
         self.process = subprocess.Popen(command, env=variables, start_new_session=True)
 
     def send(self, number: int) -> None:
-        """Send a signal to all that the script has started; it then ends in its own time."""
+        """Signal the script's processes; from then on, `wait` only waits for the script to exit."""
         self._is_stopped = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def ask_to_stop(self, within_s: float) -> None:
-        """Have the ranks save a checkpoint and end; after `within_s`, `wait` returns TOO_LATE."""
+        """Ask the ranks to save and exit; `wait` returns TOO_LATE after `within_s` (0: never)."""
         with contextlib.suppress(OSError):
             self.attempt.stop.touch()
         if within_s:
             self._late_at = time.monotonic() + within_s
 
     def wait(self) -> AttemptEnd:
-        """Watch until the script has ended, and end it where it makes no progress.
+        """Watch the script until it exits, and end it if it makes no progress.
 
-        Returns once while the script still runs, with TOO_LATE.
+        If the script misses the time limit of `ask_to_stop`, return TOO_LATE while it still runs.
         """
         seen: float | None = None
         cause, reason = None, None
@@ -206,8 +206,8 @@ class RunningAttempt:
                 self._late_at = None
                 options = self._record.options
                 folder = self.cell.path / str(options.get("checkpoint.folder", "checkpoint"))
-                # Requeued without a finished checkpoint, the job would repeat its steps; a save
-                # writes .metadata last.
+                # Requeue only with a finished checkpoint to resume from, else the job would repeat
+                # its steps. A save writes .metadata last.
                 if options.get("checkpoint.enable") and any(folder.glob("step-*/.metadata")):
                     late = "asked to stop, it has not ended in time"
                     return self._end(None, None, Cause.TOO_LATE, late)
@@ -221,7 +221,7 @@ class RunningAttempt:
                     end_step(self.process, self.attempt)
                 continue
             step = newest.step
-            # Training itself counts and limits the steps that it skips.
+            # With this option, training itself skips non-finite steps and limits their number.
             is_limited = self._record.options.get("training.max_skipped_steps")
             if step and step.loss and not math.isfinite(step.loss) and not is_limited:
                 cause, reason = Cause.NAN_LOSS, f"loss is {step.loss} in step {step.step}"
@@ -233,7 +233,7 @@ class RunningAttempt:
                 end_step(self.process, self.attempt)
         code = self.process.returncode
         if code:
-            # Ranks outlive a torchrun that was killed.
+            # Ranks outlive a killed torchrun.
             end_orphan_processes(self.cell)
         return self._end(code, seen, cause, reason)
 
@@ -246,9 +246,9 @@ class RunningAttempt:
 
 
 def end_step(process: subprocess.Popen[bytes], attempt: Attempt) -> None:
-    """End a script and its step; return when the script is gone.
+    """End a script and its Slurm step; return when the script has exited.
 
-    A dead or stopped rank keeps all others from another checkpoint, so nothing is lost.
+    No checkpoint can be saved without the dead or hung rank, so killing the others loses nothing.
     """
     if _kill_slurm_step(attempt):
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -270,20 +270,20 @@ def end_orphan_step(cell: CellFolder) -> None:
 
 
 def _kill_slurm_step(attempt: Attempt) -> bool:
-    """Kill the attempt's step by its name, on all nodes; whether there was one."""
+    """Kill the attempt's Slurm step by its name, on all nodes; return whether it existed."""
     job_id = slurm_job()
     try:
         return bool(job_id) and kill_steps(str(job_id), attempt.path.name) > 0
     except JobError:
-        # Slurm does not answer; srun ends its step when it is signalled.
+        # Slurm does not answer, but srun also ends its step when it gets a signal.
         return False
 
 
 def end_orphan_processes(cell: CellFolder) -> None:
     """End the processes on this machine that this job started to train the cell.
 
-    They inherit the script's environment, which names the cell, the attempt and the job; torchrun's
-    ranks have sessions of their own.
+    Find them by the inherited environment variables that name the cell, the attempt and the job,
+    since torchrun starts ranks in sessions of their own.
     """
     deadline = time.monotonic() + _TERM_S
     while orphans := _orphans(cell):

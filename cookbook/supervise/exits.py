@@ -1,7 +1,7 @@
-"""Why an attempt ended, and what follows: one table from cause to action.
+"""Classify why an attempt ended, and decide what to do next: one table from cause to action.
 
-The cause comes from the attempt's logs and its exit code, or from Slurm's line in the job's log
-where Slurm ended it.
+The cause comes from the attempt's logs and exit code. If Slurm ended the job, the cause comes from
+Slurm's line in the job's log.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ GO_ON = "python submit.py run --resume RUN"
 
 
 class Action(enum.Enum):
-    """What to do after an attempt; RESTART starts another step in the same allocation."""
+    """What to do after an attempt; RESTART starts a new step in the same allocation."""
 
     RESTART = "restart"
     REQUEUE = "requeue"
@@ -35,9 +35,9 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What follows from a cause; at most `most_idle` attempts in a row may come no further.
+    """The action for a cause; stop after more than `most_idle` attempts in a row without progress.
 
-    `remedy` is a person's before the run can continue; None where nothing helps.
+    `remedy` is the user's fix before the run can continue, None if there is nothing to fix.
     """
 
     action: Action
@@ -48,7 +48,7 @@ class Rule:
 
 RULES = {
     Cause.FINISHED: Rule(Action.STOP, is_counted=False),
-    # Cancelled, or ended by Slurm, which restarts the job by itself where it does.
+    # Cancelled, or ended by Slurm, which restarts the job itself if it requeues it.
     Cause.STOPPED: Rule(Action.STOP, is_counted=False),
     Cause.SAVED: Rule(Action.REQUEUE, is_counted=False),
     Cause.LOST_NODE: Rule(Action.REQUEUE),
@@ -60,9 +60,9 @@ RULES = {
     Cause.DISK_FULL: Rule(Action.RESTART, "free some space, or lower checkpoint.keep_latest_k"),
     Cause.TOO_LATE: Rule(Action.RESTART),
     Cause.CUT_SHORT: Rule(Action.RESTART),
-    # Mostly an exception in Python.
+    # Usually a Python exception, which often comes again: allow fewer attempts.
     Cause.ERROR: Rule(Action.RESTART, "read its log", most_idle=1),
-    # After the rest, the next start would fail in the same way.
+    # The causes below would fail the next attempt in the same way.
     Cause.OUT_OF_MEMORY: Rule(
         Action.STOP,
         "lower training.local_batch_size or recompute more; `submit.py check` predicts what fits",
@@ -78,8 +78,8 @@ RULES = {
 class Decision:
     """The action, and its description for the history.
 
-    A requeued job has Slurm exclude the nodes in `exclude` (None: those of before), and starts at
-    `begin` at the earliest (seconds since the epoch).
+    When requeued, the job excludes the nodes in `exclude` (None: no change) and starts no earlier
+    than `begin` (seconds since the epoch).
     """
 
     action: Action
@@ -94,18 +94,18 @@ def decide(
     lost_nodes: Sequence[str] = (),
     is_time_over: bool = False,
 ) -> Decision:
-    """Return what follows from the ends of a job's attempts; the last one has not finished.
+    """Decide what to do after a job's last attempt, which did not finish training.
 
     Args:
-        ends: in order, at least one.
+        ends: the ends of the job's attempts, in order; at least one.
         most: restarts that the recipe allows.
-        lost_nodes: nodes of the allocation that Slurm gives no work to.
+        lost_nodes: nodes of the allocation that Slurm can no longer use.
         is_time_over: Slurm asked the job to stop before its time limit or a preemption.
     """
     cause, rule = ends[-1].cause, RULES[ends[-1].cause]
     if cause is Cause.SAVED:
         return Decision(rule.action, "requeued, to go on from there")
-    # `idle` counts the latest attempts that got no further than the ones before.
+    # `idle` counts the latest attempts in a row without a new furthest step.
     failures = furthest = idle = 0
     for end in ends:
         step = end.last_step or 0
@@ -132,14 +132,14 @@ def decide(
     return Decision(Action.RESTART, f"restarted {count}")
 
 
-# With less free space no log can be written either, so none names the cause.
+# With less free space, no log line can name the cause, because logs cannot be written either.
 _FULL_DISK_BYTES = 8 << 20
 
 
 def classify_exit(
     cell: CellFolder, attempt: Attempt, record: CellRecord, started: float, code: int | None
 ) -> AttemptEnd:
-    """Return how an attempt ended that nobody stopped."""
+    """Return an attempt's end, with its cause taken from its exit code and logs."""
     end = _with_steps(_end(attempt, Cause.FINISHED, None, code, started), attempt, record)
     if (step := _read_stopped(attempt)[1]).isdecimal():
         reason = f"asked to stop, it saved step {step} and ended"
@@ -172,7 +172,7 @@ def _end(
 
 
 def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
-    """Add the first, the last and the last finite step of the attempt's log."""
+    """Add the attempt's first and last steps, and the last with a finite loss and gradient."""
     first = last = good = None
     for metrics in read_steps(attempt, record):
         first = first or metrics.step
@@ -184,7 +184,7 @@ def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attemp
 
 
 def _read_stopped(attempt: Attempt) -> tuple[str, str]:
-    """Return the job and the step that the ranks noted after that save, else empty strings."""
+    """Return the job id and step of the save on request; two empty strings if there was none."""
     with contextlib.suppress(OSError, ValueError):
         job_id, step = attempt.stopped.read_text(encoding="utf-8").split()
         return job_id, step
@@ -192,34 +192,34 @@ def _read_stopped(attempt: Attempt) -> tuple[str, str]:
 
 
 def restarts() -> int:
-    """Return how often Slurm has requeued this job."""
+    """Return how many times Slurm has requeued this job."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def restarts_after_failure(cell: CellFolder) -> int:
-    """Return how often Slurm has requeued this job, not counting requeues at a checkpoint."""
+    """Return how many times Slurm has requeued this job, except after a save on request."""
     job_id = os.environ.get("SLURM_JOB_ID")
     saved = [one for one in cell.attempts() if job_id and _read_stopped(one)[0] == job_id]
     return restarts() - len(saved)
 
 
 def slurm_job() -> str | None:
-    """Return the id of the Slurm job whose batch step this process is.
+    """Return the Slurm job's id if this process runs in its batch step, else None.
 
-    A local run may have been started inside somebody's interactive job, which must stay as it is.
+    None also for a local run inside an interactive job, which must not be requeued or killed.
     """
     is_batch = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
     return os.environ.get("SLURM_JOB_ID") if is_batch else None
 
 
 def own_job() -> str | None:
-    """Return the id of the job that this process runs in, Slurm's or a local process's."""
+    """Return the id of the job that this process runs in: a Slurm job or a local one."""
     local, job = (os.environ.get(f"{name}_JOB_ID") for name in ("SUBMITIT_LOCAL", "SLURM"))
     return slurm_job() or local or job
 
 
-# slurmstepd writes this to the batch step's standard error before it sends the signal; the time is
-# local, without a zone. For a lost node: `DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS`.
+# slurmstepd writes this to the batch step's standard error before it sends the signal. The time is
+# local, without a zone. A lost node reads `DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS`.
 _CANCELLED_AT = re.compile(
     r"^slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ([\dT:-]+)"
     r" (?:DUE TO ([A-Z ]+)(?:, [^*]*)? )?\*",
@@ -229,7 +229,7 @@ _SLURM_REASONS = {
     "TIME LIMIT": (FAILED, "Slurm: TIMEOUT"),
     "NODE FAILURE": (FAILED, "Slurm: NODE_FAIL"),
     "PREEMPTION": (FAILED, "Slurm: PREEMPTED"),
-    # The next start of the job writes the next state.
+    # Slurm starts the job again, and that start writes the next state.
     "JOB REQUEUE": (QUEUED, "requeued"),
 }
 _OWN_LOG = Path("/proc/self/fd/2")
@@ -237,11 +237,11 @@ _TAIL_BYTES = 1 << 16
 
 
 def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -> tuple[str, str]:
-    """Return the state and the reason of a job that got this signal.
+    """Return the state and the reason for a job that received this signal.
 
     Args:
-        started: seconds since the epoch; a requeued job's log holds the lines of earlier attempts.
-        log: the batch step's standard error, by default this process's own.
+        started: seconds since the epoch; older log lines belong to attempts before a requeue.
+        log: the batch step's standard error, by default that of this process.
     """
     text = ""
     # A terminal or a pipe can't be read back.
@@ -250,14 +250,14 @@ def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
             text = file.read().decode("utf-8", "replace")
     for at, why in reversed(_CANCELLED_AT.findall(text)):
-        # Whole seconds, of another machine's clock.
+        # Allow 5 s: the time is in whole seconds, from another machine's clock.
         if time.mktime(time.strptime(at, "%Y-%m-%dT%H:%M:%S")) >= (started or 0.0) - 5:
             return _SLURM_REASONS.get(why, (CANCELLED, signal_name))
     return CANCELLED, signal_name
 
 
 def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
-    """Return the end of an attempt whose job got a signal, and the state of its cell."""
+    """Return the end of an attempt whose job received a signal, and the state of its cell."""
     state, reason = stop_reason(signal_name, end.started)
     if end.cause is Cause.SAVED and state == QUEUED:
         return end, state
@@ -266,7 +266,7 @@ def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
 
 
 def note_killed_attempt(cell: CellFolder, record: CellRecord) -> None:
-    """Write the end of the newest attempt where its supervisor was killed before it could."""
+    """Write the newest attempt's end if its supervisor was killed before writing it."""
     attempts, now = cell.attempts(), status.read_status(cell)
     if not attempts or attempts[-1].end.exists():
         return

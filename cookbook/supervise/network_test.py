@@ -1,7 +1,7 @@
 """Test the network over the real rank groups before training, and find the nodes at fault.
 
-If the whole misses the profile's floor, the nodes are tested in pairs, and each node of a failing
-pair again with a node of a good one. Each node starts its own ranks:
+If the test over all nodes fails, the nodes are tested in pairs. Each node of a failing pair is then
+tested with a node of a passing pair. Each node starts its own ranks:
 
     python -m cookbook.supervise.network_test QUESTION     (the arguments of `run_ranks` as JSON)
 """
@@ -23,12 +23,12 @@ from cookbook.run.slurm import node_addresses, run_step
 
 _COLLECTIVES = "cookbook.titan.common.collectives"
 _MEASURED, _ENDED = "cookbook-link", "cookbook-links"
-# For the import of torch from a cold file system, and NCCL's start over hundreds of ranks.
+# Covers importing torch from a cold file system and starting NCCL on hundreds of ranks.
 _LIMIT_S = 60.0
 _COLLECTIVE_S = 30.0
-# Large enough that the links dominate; gloo on one machine is slow.
+# Large enough for bandwidth to dominate latency; gloo on one machine is slow.
 _NUM_BYTES = {"cuda": 256 * 2**20, "cpu": 2**20}
-# Above the training's rendezvous, below the ephemeral ports.
+# Above the training's rendezvous ports, below the ephemeral ports.
 _PORTS = range(31000, 32700)
 
 
@@ -41,7 +41,7 @@ class RankGroups:
     stride: int = 1
 
     def groups(self, world: int) -> list[list[int]]:
-        """Return the groups of the all-to-all, as TorchTitan lays out expert parallelism."""
+        """Return the ranks of each all-to-all group, in TorchTitan's expert-parallel layout."""
         size, stride = min(self.expert_parallel, world), self.stride
         block = size * stride
         starts = range(0, world - block + 1, block) if size > 1 else ()
@@ -51,7 +51,7 @@ class RankGroups:
 
 @dataclass
 class Outcome:
-    """GB/s of each collective in the slowest team; faults and slow teams by their numbers."""
+    """Collective -> GB/s in the slowest team; faults by team number; teams that are only slow."""
 
     slowest: dict[str, float] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class NetworkVerdict:
-    """Bad nodes and their faults, and a slow (`warning`) or broken (`error`) network otherwise."""
+    """Bad nodes and their faults; else why the network is slow (`warning`) or broken (`error`)."""
 
     slowest: dict[str, float]
     bad: dict[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class NetworkVerdict:
 
 
 def test_bandwidth(nodes: Sequence[str], groups: RankGroups) -> NetworkVerdict:
-    """Test the network among `nodes`, and find those that slow it down or break it."""
+    """Test the network among `nodes`, and find the nodes that slow it down or break it."""
     whole = _test([sorted(nodes)], groups)
     if not whole.faults:
         return NetworkVerdict(whole.slowest)
@@ -87,12 +87,12 @@ def test_bandwidth(nodes: Sequence[str], groups: RankGroups) -> NetworkVerdict:
 
 
 def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
-    """Return the bad ones of three nodes or more; None where all pairs fail."""
+    """Return the bad nodes among three or more; None if all pairs fail."""
     teams = [list(nodes[start : start + 2]) for start in range(0, len(nodes) - 1, 2)]
     if len(nodes) % 2:
         teams[-1].append(nodes[-1])
     if len(teams) == 1:
-        # Three nodes: there is no other pair to compare with.
+        # Three nodes make one team, with no other pair to compare, so test each node alone.
         teams = [[node] for node in nodes]
     first = _test(teams, groups)
     good = [team for number, team in enumerate(teams) if number not in first.faults]
@@ -100,7 +100,7 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
     if not good:
         return None
     bad: dict[str, str] = {}
-    # One suspect with a node of a good pair at a time.
+    # Pair each suspect with a node of a good team; each good team tests one suspect at a time.
     for start in range(0, len(suspects), len(good)):
         tried = suspects[start : start + len(good)]
         pairs = [[node, team[0]] for node, team in zip(tried, good, strict=False)]
@@ -110,12 +110,12 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
 
 
 def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
-    """Run the collectives in all teams at once."""
+    """Run the collectives in all teams at the same time."""
     world = min(len(team) for team in teams) * groups.ranks_per_node
     plan = {
         "device": groups.device,
         "num_bytes": _NUM_BYTES[groups.device],
-        # Teams of a search may differ by a node; the groups of the smallest fit into all.
+        # Team sizes may differ by one node, so use the smallest team's groups, which fit all.
         "groups": groups.groups(world),
         "timeout_s": _COLLECTIVE_S,
     }
@@ -139,8 +139,8 @@ def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
             measured.append(json.loads(text))
 
     def is_enough() -> bool:
-        # In a failed team the others wait in vain. A closed connection may be reported before
-        # the error that closed it.
+        # After a failure, the team's other nodes would only time out. A closed connection may be
+        # reported before the error that closed it, so wait for more after such a report.
         return all(
             any(ended.get(n) and not is_consequence(ended[n]) for n in team)
             or all(n in ended for n in team)
@@ -175,9 +175,9 @@ def run_ranks(
     plan: dict[str, Any],
     limit_s: float,
 ) -> None:
-    """Run this node's ranks, and print their first error.
+    """Run this node's ranks, and print the first error among them.
 
-    A team's nodes are in order of rank; its address and port are the first one's.
+    Each team lists its nodes in rank order; its address and port are those of its first node.
     """
     node = os.environ["SLURMD_NODENAME"]
     number, team = next((index, team) for index, team in enumerate(teams) if node in team)
@@ -210,7 +210,7 @@ def run_ranks(
 def _first_error(
     ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline: float
 ) -> str:
-    """Return the error of the first rank that fails; empty where all end well."""
+    """Return the error of the first rank that fails; empty if all ranks succeed."""
     while time.monotonic() < deadline:
         for local, rank in enumerate(ranks):
             if code := rank.poll():

@@ -2,8 +2,8 @@
 
     python -m cookbook.supervise.node_report QUESTION     (the arguments of `report_node` as JSON)
 
-The report is JSON in short lines: srun passes a short line on whole, and mixes the parts of a
-longer one with other nodes' output.
+The report is JSON, split into short lines: srun mixes the parts of a longer line with other nodes'
+output.
 """
 
 import functools
@@ -31,15 +31,15 @@ from cookbook.run.record import CellRecord
 
 _MARK = "cookbook-node"
 _PART = re.compile(rf"{_MARK} (\S+) (\d+)/(\d+) (.*)")
-# srun passes on up to 1024 bytes at once.
+# srun forwards at most 1024 bytes at once.
 _PIECE = 800
-# NVML takes seconds where the driver is not kept loaded.
+# NVML takes seconds to start unless the driver is kept loaded.
 _COMMAND_S = 15.0
 _SMALL_BYTES = 32 << 20
 
 
 class Fault(NamedTuple):
-    """Why a node cannot train: the check, its finding, the hours to exclude the node."""
+    """Why a node cannot train: the failed check, its finding, and hours to exclude the node."""
 
     check: str
     reason: str
@@ -63,12 +63,12 @@ def report_node(
     deepep_between_nodes: bool,
     files: Mapping[str, str],
 ) -> Report:
-    """Look at this node.
+    """Check this node, and return its faults and versions.
 
     Args:
         cluster: the profile's name; `profile` is its content.
-        folder: the cell's, which all nodes write to.
-        files: files and folders that must be the same everywhere, by their names in messages.
+        folder: the cell's folder, which all nodes write to.
+        files: names for messages -> files and folders that must be equal on all nodes.
     """
     here = Surroundings(
         cluster=cluster_from_record(CellRecord(cluster=cluster, profile=Unchecked(profile))),
@@ -95,7 +95,7 @@ def report_node(
 
 
 def _digest(path: Path) -> str:
-    """Return a digest of a file's content, or of a folder's names and its small files."""
+    """Return a digest of a file's content, or of a folder's names and small files."""
     if path.is_file():
         return _hash([path])
     if not path.is_dir():

@@ -1,7 +1,7 @@
-"""Before training: ask every node of the job, exclude the bad ones, and choose those that train.
+"""Check the job's nodes before training: exclude the bad ones, and choose the nodes to train on.
 
-A bad node is put on the list of `run.excluded`. A spare node of the allocation takes its place;
-without one, the job is requeued and starts without the bad node.
+A bad node is put on the exclusion list (`run.excluded`), and a spare node of the allocation
+replaces it. Without a spare node, the job is requeued and starts without the bad node.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from cookbook.supervise.exits import Action, Decision, restarts_after_failure
 from cookbook.supervise.network_test import RankGroups, test_bandwidth
 from cookbook.supervise.node_report import Fault, Reader, Report
 
-# For a node's whole report: its commands take up to half of it.
+# Seconds for a node's whole report, in which one slow command may take half.
 REPORT_S = 30.0
-# Checkpoints and logs of several nodes are compared by their times.
+# Checkpoints and logs of several nodes are compared by their times, so the clocks must agree.
 _MOST_SKEW_S = 5.0
 _MOST_DIFFERENCES = 3
 _RESOLVE_S = 60.0
@@ -73,7 +73,7 @@ class JobNodes:
         return {node: "; ".join(one.reason for one in self.faults[node]) for node in self.faults}
 
     def listed(self) -> dict[str, Excluded]:
-        """Return the exclusion list by node; empty if it is malformed, which stops no job."""
+        """Return the exclusion list by node; empty if the file is malformed, which is logged."""
         try:
             return {one.node: one for one in excluded.read_excluded()}
         except InputError as error:
@@ -81,7 +81,7 @@ class JobNodes:
             return {}
 
     def exclude(self, found: Faults) -> None:
-        """Add faults, and put their nodes on the list, for this and all later jobs."""
+        """Add faults, and put their nodes on the exclusion list for later jobs."""
         self.faults |= found
         by_hours: dict[float, dict[str, str]] = {}
         for node, faults in found.items():
@@ -98,7 +98,7 @@ class JobNodes:
                 self.log(f"{node}: {reason}; excluded for {hours:.0f} h ({place})")
 
     def log(self, words: str) -> None:
-        """Write a line to the job's log and to the attempt's."""
+        """Write a line to the job's log and the attempt's log."""
         line = f"cookbook: preflight: {words}"
         print(line, file=sys.stderr, flush=True)
         with contextlib.suppress(OSError), self.attempt.log.open("a", encoding="utf-8") as log:
@@ -106,10 +106,10 @@ class JobNodes:
 
 
 def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[str]:
-    """Check the nodes of this job; return those that train.
+    """Check the nodes of this job; return the nodes to train on.
 
     Raises:
-        CannotStartError: too few nodes are healthy, or the fault is not that of a node.
+        CannotStartError: too few nodes are healthy, or the fault is not in a single node.
         RequeueNeededError: the job must start without its bad nodes.
     """
     nodes = slurm.nodes_in(os.environ["SLURM_JOB_NODELIST"])
@@ -143,7 +143,7 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
 
 
 def ask_nodes(job: JobNodes) -> None:
-    """Have all nodes report at once; add the faults of each and the differences among them."""
+    """Collect reports from all healthy nodes, and exclude nodes that are faulty or differ."""
     asked, reports, ahead = job.healthy, dict[str, Report](), dict[str, float]()
     if not asked:
         return
@@ -166,7 +166,7 @@ def ask_nodes(job: JobNodes) -> None:
     }
     module, text = "cookbook.supervise.node_report", json.dumps(question)
     left, waiting, silent = REPORT_S, list(asked), dict[str, str]()
-    # When a node cannot start its task, Slurm also ends those of slower nodes: ask them again.
+    # If a node cannot start its task, Slurm also ends the tasks of slower nodes: ask those again.
     for _ in range(2):
         if not waiting or left < 1:
             break
@@ -195,21 +195,21 @@ def _last_words(node: str, end: StepEnd) -> str:
         return f"no answer in {REPORT_S:.0f} s"
     lines = end.errors.splitlines()
     by_srun = [line for line in lines if f"srun: error: {node}: " in line]
-    # The tasks' own lines do not name their node.
+    # Lines printed by the tasks do not name their node.
     by_tasks = [line for line in lines if line and "srun: " not in line]
     return "; ".join(["no answer", *by_tasks[-1:], *by_srun[-1:]])
 
 
 def differing(reports: Sequence[Report]) -> dict[str, Fault]:
-    """Return the nodes whose packages, files or cards differ from the majority's.
+    """Return a fault for each node whose packages, files or cards differ from the majority.
 
-    On a tie the first node's group is right: the job's script runs there.
+    On a tie the first node's value counts, since the job's script runs on that node.
     """
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for report in reports for name in report.facts):
-        # A node without GPUs has no driver; that is another check's fault.
+        # A node without GPUs reports no driver version; another check covers that.
         values = {report.node: report.facts[name] for report in reports if name in report.facts}
-        # The first of equal counts.
+        # On a tie, `most_common` returns the value that came first.
         ((usual, _),) = Counter(values.values()).most_common(1)
         for node, value in values.items():
             if value != usual:
@@ -223,7 +223,7 @@ def differing(reports: Sequence[Report]) -> dict[str, Fault]:
 
 
 def skewed(ahead: Mapping[str, float]) -> dict[str, Fault]:
-    """Return the nodes whose clock is far from the others' middle, by the seconds it is ahead."""
+    """Return a fault for each node whose clock (`ahead`, in seconds) is far from the median."""
     middle, faults = statistics.median(ahead.values() or [0.0]), {}
     for node in ahead:
         if abs(off := ahead[node] - middle) > _MOST_SKEW_S:
@@ -233,9 +233,9 @@ def skewed(ahead: Mapping[str, float]) -> dict[str, Fault]:
 
 
 def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
-    """Return the fault that more than half of several nodes share; None if there is none.
+    """Return the fault that more than half of the nodes share (at least two); None if none.
 
-    Its cause is the cluster, the profile or the job: excluding the nodes would empty the cluster.
+    The cluster, the profile or the job causes such a fault; excluding all its nodes would not help.
     """
     found = [(one.check, f"{node}: {one.reason}") for node in faults for one in faults[node]]
     for check, count in Counter(check for check, _ in found).items():
@@ -245,9 +245,9 @@ def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
 
 
 def check_network(job: JobNodes) -> bool:
-    """Test the network among the nodes that would train; whether no bad one is among them."""
+    """Test the network among the nodes to train on; return False if bad nodes were excluded."""
     record, cluster = job.record, job.cluster
-    # In a container torch is in the image, and its start alone would take longer than the test.
+    # With a container, torch is only in the image, which takes longer to start than the test.
     if cluster.bandwidth is None or cluster.container or record.world < 2:
         return True
     names = ("expert_parallel_degree", "expert_tensor_parallel_degree")
@@ -265,11 +265,11 @@ def check_network(job: JobNodes) -> bool:
 
 
 def decide(job: JobNodes) -> None:
-    """Return where enough nodes are healthy.
+    """Return if enough nodes are healthy; otherwise raise what to do.
 
     Raises:
         RequeueNeededError: the job can start without its bad nodes, now or later.
-        CannotStartError: it cannot, or it was restarted too often.
+        CannotStartError: the job must not wait for healthy nodes, or restarted too often.
     """
     missing = job.record.nodes - len(job.healthy)
     if missing <= 0:
@@ -280,7 +280,7 @@ def decide(job: JobNodes) -> None:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
         raise CannotStartError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
-    # Keep the nodes that the user excluded; those of the list may be used again.
+    # Keep the user's own exclusions; nodes on the exclusion list may be used again later.
     of_list = set(job.listed())
     for attempt in job.cell.attempts():
         of_list.update(read_json(attempt.preflight).get("for_slurm", ()))
@@ -310,18 +310,18 @@ def decide(job: JobNodes) -> None:
 
 
 def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
-    """Choose what Slurm excludes beside `of_user`, of all nodes that this job could get."""
+    """Choose the nodes of the partition that Slurm excludes in addition to `of_user`."""
     needed, listed, now = len(job.nodes), job.listed(), time.time()
     known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
     known = [node for node in known if node not in of_user]
     for node, faults in job.faults.items():
         hours = max(fault.hours for fault in faults)
-        # Also a node that could not be put on the list.
+        # Include nodes that could not be written to the exclusion list.
         if hours and node not in listed:
             listed[node] = Excluded(node, now + hours * 3600, job.reasons[node])
     choice = excluded.choose(needed, known, list(listed.values()))
     if job.record.too_few_nodes == "stop":
-        # Slurm waits for the nodes that it has drained itself; this recipe does not.
+        # Slurm would wait for drained nodes; with `stop` the job must not, so exclude them.
         gone = retry_while_busy(lambda _: slurm.drained(known))
         usable = [node for node in known if node not in gone]
         choice = excluded.choose(needed, usable, list(listed.values()))
@@ -346,14 +346,14 @@ def _write_findings(
 
 
 def head_address(node: str) -> str:
-    """Return the address of the head node, resolved once so that all nodes use the same.
+    """Return the head node's address, resolved once so that all nodes use the same address.
 
     Raises:
-        CannotStartError: neither Slurm nor DNS has it within a minute.
+        CannotStartError: neither Slurm nor DNS returns an address within a minute.
     """
     deadline = time.monotonic() + _RESOLVE_S
     while True:
-        # A node's own name may lead to loopback on that node, so Slurm's address comes first.
+        # A node may resolve its own name to loopback, so Slurm's address comes first.
         address = slurm.node_addresses([node])[node]
         try:
             resolved = str(socket.getaddrinfo(address, None, socket.AF_INET)[0][4][0])

@@ -1,9 +1,9 @@
-"""Where a cell resumes: at its newest whole checkpoint, with damaged ones moved aside.
+"""Choose the checkpoint a cell resumes from: the newest complete one; move damaged ones aside.
 
-TorchTitan loads the newest `step-N` that has `.metadata`, and every rank fails where a data file of
-it is cut. It also counts damaged ones among the `keep_latest_k` that it keeps, and it would save
-over them file by file, with the old `.metadata` in place all the while. So they are moved, whole,
-to a folder beside its own.
+TorchTitan loads the newest `step-N` that has `.metadata`, and every rank fails if one of its data
+files is truncated. Damaged checkpoints also count towards `keep_latest_k`, and TorchTitan would
+overwrite them file by file while the old `.metadata` still marks them as complete. So each is moved
+to another folder as a whole.
 """
 
 import sys
@@ -24,14 +24,14 @@ _EXCLUDED = "checkpoint.exclude_from_loading"
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint that a cell loads, None for none, and the newer ones that are damaged."""
+    """The checkpoint that a cell loads (None if there is none), and the newer, damaged ones."""
 
     checkpoint: Checkpoint | None
     damaged: tuple[Checkpoint, ...] = ()
 
 
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
-    """Return the checkpoint that TorchTitan is to load; nothing is moved."""
+    """Return the checkpoint that TorchTitan should load, without moving any."""
     options = _options_of(record)
     wanted, place = options[_LOAD_STEP], folder.path / str(options["checkpoint.folder"])
     if not options["checkpoint.enable"]:
@@ -39,7 +39,7 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
     saved = [one for one in saved_steps(place) if wanted in (-1, one[0])]
     damaged: list[Checkpoint] = []
     end = read_attempt_end(folder.attempts()[-1]) if folder.attempts() else None
-    # The last step before the newest attempt's loss became NaN.
+    # The last finite step of the newest attempt, if its loss became NaN.
     good = (end.last_good_step or 0) if end and end.cause is Cause.NAN_LOSS else None
     for step, path in saved:
         checkpoint = read_checkpoint(step, path)
@@ -60,7 +60,7 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
                 )
             return Found(checkpoint, tuple(damaged))
         damaged.append(checkpoint)
-    # TorchTitan reads `load_step` only where the folder exists.
+    # TorchTitan ignores `load_step` unless the checkpoint folder exists.
     if wanted != -1 and (damaged or place.is_dir()):
         remedy = f"leave {_LOAD_STEP} out, and the newest whole checkpoint is taken"
         found = str(damaged[0].damage if damaged else "is not there")
@@ -74,7 +74,7 @@ def _options_of(record: CellRecord) -> Options:
 
 def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options: Options) -> None:
     missing = [s for s in PARTS if s not in checkpoint.states | set(options[_EXCLUDED])]
-    # From step 0, a seed, TorchTitan loads the model alone.
+    # From a seed checkpoint (step 0), TorchTitan loads only the model.
     if checkpoint.step == 0 or not missing:
         return
     path = checkpoint.path
@@ -94,12 +94,12 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
 
 
 def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
-    """Move the damaged checkpoints aside, and note where the attempt resumes."""
+    """Move damaged checkpoints aside, and record where the attempt resumes."""
     found = find_checkpoint(folder, record)
     options = _options_of(record)
     saved, steps = folder.path / str(options["checkpoint.folder"]), options["training.steps"]
     attempt.path.mkdir(parents=True, exist_ok=True)
-    # Outside the checkpoints' folder, where TorchTitan takes every name with `step-N` for one.
+    # Outside the checkpoint folder, where TorchTitan takes any name with `step-N` as a checkpoint.
     aside, passed = saved.with_name(f"{saved.name}-damaged"), []
     for one in found.damaged:
         aside.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
             target = aside / f"{name}-{number}"
         one.path.rename(target)
         passed.append(PassedOver(name, str(one.damage), str(target)))
-    # TorchTitan reads `initial_load_path` only where this folder does not exist.
+    # TorchTitan reads `initial_load_path` only if this folder does not exist.
     if passed and not any(saved.iterdir()):
         saved.rmdir()
     step = found.checkpoint.step if found.checkpoint else None

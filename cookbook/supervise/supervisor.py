@@ -1,7 +1,7 @@
-"""Run the cells of a job: attempt after attempt until each has ended, and their status files.
+"""Run a job's cells, attempt after attempt until each cell has ended, and write their status.
 
-Both ways of starting a job come here: submitit's pickle of `submit.py run`, and a script started
-with sbatch or bash, which hands over to it. Imports neither submitit nor torch.
+Both ways to start a job end up here: submitit's pickle from `submit.py run`, and a script started
+with sbatch or bash, which calls the supervisor. Imports neither submitit nor torch.
 """
 
 import contextlib
@@ -32,39 +32,39 @@ from cookbook.supervise.preflight import RequeueNeededError, head_address, prefl
 from cookbook.supervise.resume_point import prepare
 
 _POLL_S = 2.0
-# Slurm ends a requeued job at once.
+# Seconds to wait for Slurm to end a requeued job, which it normally does at once.
 _REQUEUE_S = 120.0
-# Before the next try on a full disk: one that cannot write its first file takes no time itself.
+# Seconds before the next attempt on a full disk: without a first file, attempts fail instantly.
 _FULL_DISK_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MOST_SPAWNS = 5
 
 
 class SignalReceivedError(Exception):
-    """The job was told to stop while an attempt was prepared."""
+    """The job received a stop signal while an attempt was being prepared."""
 
 
 class Supervisor:
-    """Run the cells in order; what submitit pickles.
+    """Run the cells in order; submitit pickles this object.
 
-    A finished cell is not run again. One that failed or was cut short is, as its next attempt,
-    since a job that Slurm requeues starts from the top.
+    A requeued job starts from the top: it skips finished cells, and runs the next attempt of cells
+    that failed or were interrupted.
     """
 
     timeouts = Timeouts()
 
     def __init__(self, cells: Sequence[CellFolder], arguments: Sequence[str] = ()) -> None:
-        # Real paths: `runs` may be a link, and a container has only the cell's folder.
+        # Resolve links: `runs` may be one, and a container mounts only the cell's folder.
         self.cells = [CellFolder(cell.path.resolve()) for cell in cells]
         self.arguments = list(arguments)
         self.running: RunningAttempt | None = None
         self.signal_number = 0
         self.is_time_over = self._is_preparing = False
-        # Seconds for a checkpoint from Slurm's warning on; 0 for no limit.
+        # Seconds for a checkpoint after Slurm's warning; 0 means no limit.
         self._late_s = 0.0
 
     def __call__(self) -> NoReturn:
-        """Run the cells and exit: with 0, a failed cell's status, or as its signal would end it."""
+        """Run the cells; exit with 0, a failed cell's status, or 128 plus the signal's number."""
         if exits.slurm_job():
             run_with_respawn(self._run)
         sys.exit(self._run())
@@ -73,7 +73,7 @@ class Supervisor:
         # `submit.py cancel` and Slurm end a job with SIGTERM.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        # Slurm sends it before the time limit, and before a preemption if configured so.
+        # Slurm sends SIGUSR1 before the time limit and, if so configured, before a preemption.
         signal.signal(signal.SIGUSR1, self._ask_to_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return self.supervise()
@@ -81,7 +81,7 @@ class Supervisor:
     def supervise(self) -> int:
         job_id, began, codes = exits.own_job(), time.time(), dict[str, int]()
         for cell in self.cells:
-            # The submitter may have been killed before it noted this job.
+            # The submitter may have been killed before it recorded this job.
             if job_id and not cell.job.exists():
                 own = job_id if exits.slurm_job() else process_job(int(job_id))
                 status.write_job(cell, own)
@@ -97,7 +97,7 @@ class Supervisor:
                 state, why = exits.stop_reason(self._signal_name, began)
                 reason = f"the allocation ended before its turn ({why})"
                 reason = "cancelled before it started" if state == status.CANCELLED else reason
-                # Slurm starts a requeued job again, and the cell has its turn then.
+                # If Slurm has requeued the job, the cell runs after the restart.
                 if state != QUEUED:
                     now = replace(status.read_status(cell), state=status.CANCELLED, reason=reason)
                     now = replace(now, exit_code=None, restarts=exits.restarts())
@@ -133,7 +133,7 @@ class Supervisor:
             self._late_s = float(cluster_from_record(record).late_seconds)
         end_orphan_step(cell)
         exits.note_killed_attempt(cell, record)
-        # A requeued job has attempts from before. Another job may train with other options.
+        # Count this job's attempts, also from before a requeue; other jobs may use other options.
         job_id, history = exits.own_job(), status.read_history(cell.attempts())
         ends = [end for end in history if job_id and end.job_id == job_id]
         while True:
@@ -155,7 +155,7 @@ class Supervisor:
             if decision.action is Action.REQUEUE:
                 return 0
             if end.cause is Cause.TOO_LATE:
-                # It may still save a checkpoint, before its time is over.
+                # The attempt still runs, and may save a checkpoint before the time limit.
                 continue
             ends.append(end)
             if decision.action is Action.STOP:
@@ -167,9 +167,9 @@ class Supervisor:
     def _attempt(
         self, cell: CellFolder, record: CellRecord, ends: Sequence[AttemptEnd]
     ) -> tuple[AttemptEnd, Decision | None]:
-        """Run the next attempt, or the one that still runs; return its end.
+        """Run the next attempt, or wait for one that still runs; return its end.
 
-        Also return the decision where it was made before the script was started.
+        Also return the decision if preflight made one before the script was started.
         """
         if self.running is None:
             attempt = cell.next_attempt()
@@ -208,7 +208,7 @@ class Supervisor:
         environment = {
             "CELL_DIR": str(cell.path),
             "COOKBOOK_ATTEMPT_DIR": str(attempt.path),
-            # TorchTitan warns unless the rank with the loss is among these.
+            # TorchTitan warns unless the rank that computes the loss is included.
             "LOG_RANK": ",".join(map(str, ranks)),
             "SHOWN_RANKS": ",".join(map(str, local_ranks)),
         }
@@ -216,7 +216,7 @@ class Supervisor:
         try:
             prepare(cell, attempt, record)
             if "WANDB_RUN_ID" not in os.environ:
-                # All attempts of a cell are one run of Weights & Biases.
+                # All attempts of a cell share one Weights & Biases run.
                 if not cell.wandb_id.exists():
                     write_whole(cell.wandb_id, secrets.token_hex(6))
                 environment |= {"WANDB_RUN_ID": cell.wandb_id.read_text(), "WANDB_RESUME": "allow"}
@@ -230,11 +230,11 @@ class Supervisor:
         return environment
 
     def _write(self, cell: CellFolder, end: AttemptEnd, state: str, reason: str | None) -> None:
-        """Keep an attempt's end, and the cell's state after it."""
+        """Write an attempt's end, and the cell's state after it."""
         if not cell.record.exists():
             # Training may have recreated the folder.
             raise FileNotFoundError(errno.ENOENT, "its folder was deleted", str(cell.path))
-        # An attempt that was refused before its first file has no folder.
+        # An attempt that was refused before it wrote a file has no folder.
         if (attempt := cell.attempt(end.attempt)).path.is_dir():
             status.write_attempt_end(attempt, end)
         now = Status(state, end.attempt, reason, started=end.started, restarts=exits.restarts())
@@ -243,7 +243,7 @@ class Supervisor:
         status.write_status(cell, now)
 
     def _lost_nodes(self) -> list[str]:
-        """Return the job's nodes that Slurm cannot use; wait where the controller is away."""
+        """Return the job's nodes that Slurm cannot use; retry while the controller is away."""
         nodes = os.environ.get("SLURM_JOB_NODELIST") if exits.slurm_job() else None
         is_logged = False
         while nodes and not self.signal_number:
@@ -257,14 +257,14 @@ class Supervisor:
         return []
 
     def _requeue(self, cell: CellFolder, end: AttemptEnd, wanted: Decision) -> Decision:
-        """Requeue this job, which ends this process; where Slurm refuses, stop the cell."""
+        """Requeue this job, which ends this process; return a STOP decision if Slurm refuses."""
         job_id = exits.slurm_job()
         if job_id is None:
             return Decision(Action.STOP, f"stopped; to go on: {GO_ON}")
         before = status.read_status(cell)
         self._write(cell, replace(end, decision=wanted.words), QUEUED, wanted.words)
-        # `requeue` runs two commands, which inherit the mask; Slurm signals the job's processes in
-        # between. Requeueing a job that is being cancelled would bring it back.
+        # Slurm signals this job between the two commands of `requeue`, so block signals for both.
+        # Check for one under the mask: requeueing a cancelled job would revive it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             if not self.signal_number:
@@ -279,12 +279,12 @@ class Supervisor:
         if self.signal_number:
             stopped, state = exits.stopped_end(end, self._signal_name)
             if state != QUEUED:
-                # Somebody has cancelled it meanwhile.
+                # The job was cancelled in the meantime.
                 self._write(cell, end, state, stopped.reason)
         return wanted
 
     def _pause(self, seconds: float) -> None:
-        """Wait, but no longer than until a signal."""
+        """Wait for `seconds`, or until a signal arrives."""
         deadline = time.monotonic() + seconds
         while not self.signal_number and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -304,10 +304,10 @@ class Supervisor:
 
 
 def run_with_respawn(work: Callable[[], int]) -> NoReturn:
-    """Run `work` in a child process, again where that is killed; exit with its status.
+    """Run `work` in a child process, and rerun it if it is killed; exit with its status.
 
     The out-of-memory killer may choose any process, and Slurm never restarts a job whose batch
-    process was killed. This one only waits, which makes it an unlikely victim.
+    process was killed. The parent only waits, so the killer is unlikely to choose it.
     """
     child = 0
 
@@ -318,11 +318,11 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
     spawns = 0
     while True:
         spawns += 1
-        # Signals wait until the child has its handlers, and this process hands them on.
+        # Block signals until the child has its handlers and this process forwards them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         child = os.fork()
         if not child:
-            # Not by a return: submitit would write a result that nobody reads, and fail on a full
+            # Exit here: on return, submitit would write an unused result, which fails on a full
             # disk.
             try:
                 os._exit(work())
@@ -340,6 +340,6 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
 
 
 def log(words: str) -> None:
-    """Write a line to the job's log, which may be on a full disk."""
+    """Write a line to the job's log; ignore errors, since its disk may be full."""
     with contextlib.suppress(OSError):
         print(f"cookbook: {words}", file=sys.stderr, flush=True)
