@@ -1,8 +1,8 @@
-"""What a prediction needs beside the cell: facts of GPUs and links, and documents' lengths.
+"""A prediction's other inputs: the speeds of GPUs and links, and the lengths of documents.
 
-Facts of hardware are from `recipes/hardware/*.yaml`, each with its source. A token attends to those
-before it in its own document and sequence; ranks meet in every layer, so the rank whose batch has
-the longest documents sets the pace.
+Hardware facts come from `recipes/hardware/*.yaml`, each with its source. A token attends to the
+earlier tokens of its document within its sequence. Ranks synchronize in every layer, so the rank
+whose batch has the longest documents sets the pace.
 """
 
 import functools
@@ -26,9 +26,9 @@ from cookbook.predict.rank import model_of
 
 @dataclass(frozen=True)
 class Hardware:
-    """Facts of a GPU and its links; names end in units, shares are 0 to 1.
+    """Speeds of a GPU and its links; names end in units, shares are 0 to 1.
 
-    Those of the network between nodes may be missing.
+    The InfiniBand fields are None if the file does not describe a network between nodes.
     """
 
     name: str
@@ -82,7 +82,7 @@ class _Fact:
 
 
 _FACTS = [one for one in fields(Hardware) if one.name not in ("name", "path", "sources")]
-# The keys of a file.
+# The schema of a file in recipes/hardware/.
 _File = make_dataclass(
     "_File",
     [
@@ -94,7 +94,7 @@ _File = make_dataclass(
 
 
 def hardware_of(cell: Cell) -> Hardware:
-    """Return the facts of the cell's GPU; InputError without a GPU, or for one without facts."""
+    """Return the facts of the cell's GPU; raise InputError if there is no GPU or it has no file."""
     place, gpu = f"cluster {cell.cluster.name}", cell.cluster.gpu
     if gpu is None:
         wrong = "has no GPU, and times are predicted for GPUs only"
@@ -113,7 +113,7 @@ def hardware_of(cell: Cell) -> Hardware:
 
 @functools.cache
 def load_hardware(path: Path) -> Hardware:
-    """Read one file; InputError where a fact is missing, unknown, sourceless or not positive."""
+    """Read a hardware file; raise InputError if a fact is missing, unknown, unsourced or <= 0."""
     found: Any = fill(_File, read_yaml(path), beside=("description",))
     facts = {one.name: fact for one in _FACTS if (fact := getattr(found, one.name))}
     values: dict[str, Any] = {name: fact.value for name, fact in facts.items()}
@@ -122,13 +122,13 @@ def load_hardware(path: Path) -> Hardware:
 
 
 _SEED = 42
-# Sequences that the distribution is drawn from, and how often ranks are drawn from these.
+# The length of the simulated stream in sequences, and how many sets of ranks are drawn from it.
 _SEQUENCES, _DRAWS = 2000, 400
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of log-normal lengths in tokens; `source` of the two figures."""
+    """Documents with log-normal lengths in tokens; `source` says where both figures come from."""
 
     mean_tokens: float
     median_tokens: float
@@ -136,7 +136,7 @@ class Documents:
 
     @property
     def sigma(self) -> float:
-        """The standard deviation of the lengths' logarithm."""
+        """The standard deviation of the logarithm of the length."""
         return math.sqrt(2 * math.log(self.mean_tokens / self.median_tokens))
 
 
@@ -145,9 +145,9 @@ LOCAL = Documents(6453, 3520, "counted: docs/evidence/performance/h200x2-8layers
 
 
 def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None:
-    """Return the documents that bound attention, `named` ones first; None for whole sequences.
+    """Return the documents that bound attention; None if tokens attend to whole sequences.
 
-    InputError for a dataset whose documents are not known here.
+    `named` overrides the dataset's documents. Raise InputError if their lengths are unknown.
     """
     if not model_of(cell).by_document:
         return None
@@ -178,7 +178,7 @@ def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None
 
 
 def attended_text(documents: Documents | None, seq_len: int) -> str:
-    """Say what tokens attend within."""
+    """Describe the spans that tokens attend within."""
     if documents is None:
         return f"whole sequences of {seq_len:,} tokens, across documents"
     return f"documents of {documents.mean_tokens:,.0f} tokens on average ({documents.source})"
@@ -200,12 +200,12 @@ def parse_documents(place: str, text: str) -> Documents:
 def slowest_attended_tokens(
     documents: Documents, seq_len: int, sequences: int, ranks: int
 ) -> float:
-    """Return the mean of the slowest of `ranks`, each with a batch of `sequences`."""
+    """Return the mean attended length on the slowest of `ranks`, each with `sequences`."""
     sums = [*itertools.accumulate(_attended(documents, seq_len), initial=0.0)]
     drawn, taken = random.Random(_SEED), min(sequences, _SEQUENCES)
 
     def batch() -> float:
-        # Neighbours stay together: a document longer than a sequence fills several of them.
+        # Draw consecutive sequences: a document longer than a sequence fills several of them.
         start = drawn.randint(0, _SEQUENCES - taken)
         return (sums[start + taken] - sums[start]) / taken
 
@@ -214,7 +214,7 @@ def slowest_attended_tokens(
 
 @functools.cache
 def _attended(documents: Documents, seq_len: int) -> tuple[float, ...]:
-    """Return the mean attended length of each of a stream's sequences."""
+    """Return the mean attended length of every sequence of a simulated stream, in tokens."""
     drawn = random.Random(_SEED)
     mu, sigma = math.log(documents.median_tokens), documents.sigma
     found, left = [], 0

@@ -1,10 +1,10 @@
-"""The bytes that a layer saves, keeps under recomputation and needs, for one microbatch.
+"""The bytes that a layer saves, keeps under recomputation and needs while it runs, per microbatch.
 
 Counted from each family's `model/model.py` and `models/moe/moe.py` of TorchTitan 0.2.2: a tensor
-counts where a backward formula holds it, or a local variable does while the layer runs.
-Where the model is compiled, cheap recomputation (norms, the activation function, rotary embedding)
-is left out. The partitioner keeps the operands of a backward's matrix product, which would have to
-be written out in any case.
+counts if a backward formula holds it, or a local variable does while the layer runs.
+In a compiled model the outputs of cheap operators (norms, the activation function, rotary
+embedding) are recomputed and do not count. The operands of the backward's matrix products do: the
+partitioner saves them, since they would have to be written to memory in any case.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from cookbook.predict.operators import Product
 from cookbook.predict.rank import Layer, Part, Rank
 from cookbook.predict.shapes import Shapes, spared_products
 
-# Products whose outputs the backward itself reads; and these too where queries and keys are normed.
+# Products whose outputs the backward reads. With QK norm it also reads those of _NORMED.
 _READ = {"attention.wq_a", "attention.wkv_a", "moe.shared_experts.w1", "moe.shared_experts.w3"}
 _NORMED = {"attention.wq", "attention.wk"}
 
@@ -24,21 +24,24 @@ _NORMED = {"attention.wq", "attention.wk"}
 class LayerBytes:
     """Bytes of one layer and one microbatch."""
 
-    saved: float  # all that backward needs beyond the layer's input
-    selected: float  # of that, kept and not restored by selective recomputation of operators
-    temporary: float  # needed besides at the fullest moment
-    beside: float = 0.0  # kept by selective recomputation besides
+    saved: float  # tensors that the backward needs, beyond the layer's input
+    selected: float  # the part of `saved` that selective recomputation keeps
+    temporary: float  # working memory at the peak, beyond `saved`
+    beside: float = 0.0  # outputs that selective recomputation keeps beyond `saved`
     input: float = 0.0
-    freed: tuple[float, ...] = ()  # large blocks that forward takes and gives back
-    freed_again: tuple[float, ...] = ()  # those where the layer is recomputed
-    between: float = 0.0  # of `saved`, between compiled pieces: a memory budget cannot spare it
+    freed: tuple[float, ...] = ()  # large blocks that the forward allocates and frees
+    freed_again: tuple[float, ...] = ()  # further such blocks if the layer is recomputed
+    between: float = 0.0  # part of `saved` between compiled graphs: a memory budget must keep it
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> LayerBytes:
-    """Return a layer's bytes, where selective recomputation saves `products` in compiled code."""
+    """Return a layer's bytes.
+
+    `products`: matrix products in compiled code whose outputs selective recomputation saves.
+    """
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
-    # The allocator reuses the memory that one frees for the other.
+    # Attention and feed-forward run in turn: one reuses the memory that the other frees.
     fuller = max(attention, feed_forward, key=lambda part: sum(part.freed + part.freed_again))
     outputs = {one.module: shapes.act * one.rows * one.columns for one in products}
     read = _READ | _NORMED if shapes.qk_norm else _READ
@@ -56,39 +59,39 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> 
 
 
 def _attention(s: Shapes) -> LayerBytes:
-    """Attention, the residual behind it, and both norms' outputs."""
+    """Count attention, the residual after it and the outputs of both norms."""
     queries, keys = s.heads * (s.nope + s.rope), s.kv_heads * (s.nope + s.rope)
     out = s.heads * s.v_head
     if s.kv_lora:
-        # The latents and, for the product that follows, the normed ones.
+        # The latents, and the normed latents that the next products read.
         latent, normed = s.q_lora + s.kv_lora + s.rope, s.q_lora + s.kv_lora
         norm_inputs, readers = normed, 2
-        # Keys are copied together from two parts; values are a view into the projection's output.
+        # Keys are concatenated from two parts; values are a view into the projection's output.
         values = s.heads * (s.nope + s.v_head)
         matrix_products = latent + queries + values + s.dim
     else:
-        # Queries and keys before their norms, where they have any.
+        # Queries and keys before QK norm, if the model has it.
         latent, normed = (queries + keys) * s.qk_norm, 0
         norm_inputs, readers = latent, 3
         values = s.kv_heads * s.v_head
         matrix_products = queries + keys + values + s.dim
-    # Attention writes its output as the next product reads it: there is no second copy.
+    # Attention writes its output in the layout that the next product reads: no second copy.
     elements = s.tokens * (2 * s.dim + latent + normed + queries + keys + values + out)
     elements += s.sequence_tokens * s.dim
     if s.casts_at_each_use:
-        # A copy of the input for each projection that reads it; the residual in FP32; norms of
-        # BF16 by weights in FP32 are not fused and save their input and their output in FP32.
+        # Additional: a copy of the input for each projection that reads it; the residual in FP32.
+        # Norms of BF16 inputs with FP32 weights are not fused; both ends are saved in FP32.
         elements += s.tokens * (readers * s.dim + 3 * norm_inputs)
     softmax = 4.0 * s.tokens * s.heads
-    # Selective recomputation sees only uncompiled operators: every second matrix product and the
-    # attention itself. FlashAttention-4 is an operator, which it sees in compiled code as well.
+    # Selective recomputation sees only uncompiled operators: it saves every second matrix product
+    # and attention. FlashAttention-4 is a custom operator, visible in compiled code as well.
     selected = 0.0
     if not s.compiled and "mm" in s.saves:
         selected += s.act * s.tokens * matrix_products / 2
     if (s.padded_tokens is not None or not s.compiled) and "attention" in s.saves:
         selected += s.act * s.tokens * out + softmax
-    # The queries' gradients are summed in FP32, beside a row of two more numbers for each query;
-    # those of keys and values too, where several query heads share them.
+    # FlashAttention-4 sums the gradients of queries in FP32, with two more numbers per query and
+    # head. It also sums those of keys and values in FP32 if several query heads share them.
     shared = keys + values if s.kv_heads < s.heads else 0
     summed = 4.0 * (s.padded_tokens or 0) * (queries + 2 * s.heads + shared)
     return LayerBytes(
@@ -100,13 +103,13 @@ def _attention(s: Shapes) -> LayerBytes:
 
 
 def _activations(s: Shapes) -> int:
-    """Return how many tensors SwiGLU saves: gate, up and their product; eager also SiLU."""
+    """Return how many tensors SwiGLU saves: gate, up and their product; SiLU too if eager."""
     return 3 if s.compiled else 4
 
 
 def _dense(s: Shapes) -> LayerBytes:
     hidden = float(s.act * s.tokens * s.dense_hidden)
-    # Compiled with its recomputation, as one graph.
+    # If compiled, the network and its recomputation are one graph, which keeps less.
     selected = (hidden if s.compiled else 1.5 * hidden) if "mm" in s.saves else 0.0
     return LayerBytes(
         saved=_activations(s) * hidden + s.hidden_bytes,
@@ -117,23 +120,23 @@ def _dense(s: Shapes) -> LayerBytes:
 
 
 def _moe(s: Shapes) -> LayerBytes:
-    """Router, dispatch, grouped GEMMs, combine and the shared expert."""
-    # The router's input is the norm's output, which attention's count has.
+    """Count the router, dispatch, grouped GEMMs, combine and the shared expert."""
+    # The router's input is the output of a norm, which `_attention` counts.
     router = s.tokens * (2 * 4 * s.num_experts + 3 * 8 * s.top_k)
     shared = s.act * s.tokens * _activations(s) * s.shared_hidden
     # The experts' input rows, and their hidden states.
     rows, hidden = float(s.act * s.rows * s.dim), float(s.act * s.rows * s.expert_hidden)
     shared_mm = 0.0 if s.compiled or "mm" not in s.saves else shared / 4
-    # The outputs of gate and up are saved without recomputation too, as inputs of the activation.
+    # `saved` has the outputs of gate and up in any case, as inputs of the activation.
     gate_up, saved_out = (2 * hidden, rows) if "grouped_mm" in s.saves else (0.0, 0.0)
     base, selected = router + shared, gate_up + shared_mm
     if s.row_kernels:
-        # titan/tt_0_2_2/row_kernels.py, in PyTorch and its own kernels. Gate and up are copied side
-        # by side, the third is cast where FSDP does not.
+        # titan/tt_0_2_2/row_kernels.py. The weights of gate and up are copied side by side; those
+        # of the third product are cast unless FSDP has done it.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-        # The experts' input, gate and up, their scored product, and the weights as multiplied,
-        # which are cast again where they are quantized.
+        # The experts' input, gate, up and their scored product, and the weights as multiplied.
+        # Quantized weights are not saved but cast again in the backward.
         saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
         exchanges = s.ep > 1 and "communication" in s.saves
         return LayerBytes(
@@ -149,18 +152,17 @@ def _moe(s: Shapes) -> LayerBytes:
     experts = rows + _activations(s) * hidden
     if s.casts_at_each_use:
         experts += 3.0 * s.act * s.num_experts * s.expert_hidden * s.dim
-    # Pieces compiled one by one: the norm's output, the router's, and the rows that experts get.
+    # Between separately compiled graphs: outputs of norm and router, and the experts' input rows.
     between = router + s.act * s.tokens * s.dim + rows
     if s.scored_activations:
-        # The experts' two halves are compiled one by one as well. Eager, activations are kept
-        # before they are scored, for the gradient of the scores.
+        # The two halves of the experts are compiled separately as well. In eager mode the
+        # activations before scoring are kept for the gradient of the scores.
         between += hidden
         experts += 0.0 if s.compiled else hidden
     if s.deepep:
         received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
         out, returned = float(s.act * s.tokens * s.dim), float(s.act * s.sent_tokens * s.dim)
-        # The experts' outputs are kept for the gradient of their scores. With scored activations no
-        # gradient needs them.
+        # The gradient of the scores needs the experts' outputs, unless activations are scored.
         outputs = rows
         if s.scored_activations:
             outputs = saved_out = returned = 0.0
@@ -173,14 +175,14 @@ def _moe(s: Shapes) -> LayerBytes:
             freed_again=(rows,) * 2 + (hidden,) * 3,
             between=between + outputs,
         )
-    # One row a (token, expert) pair; under TP the standard path fills rows for all tokens.
+    # One row per (token, expert) pair; under TP the standard path fills rows for all tokens.
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
-    # A batched product in FP32, which keeps its operand, weights the outputs in the tokens' order.
+    # The outputs are weighted in token order by a batched product in FP32, which saves its operand.
     weighted = 4.0 * all_rows
     # `routed_input`, `routed_output` and the unsorted rows live to the end of MoE.forward.
     freed = (sent, sent, s.act * all_rows, tokens)
-    # A rank alone moves them in FP32 before and behind as well: as measured.
+    # Measured. Under autocast the rows before and after the experts are in FP32 as well.
     backward = (25 if s.autocast else 4 + s.act) * all_rows + tokens
     exchanged = rows + sent if s.ep > 1 and "communication" in s.saves else 0.0
     return LayerBytes(
@@ -195,11 +197,11 @@ def _moe(s: Shapes) -> LayerBytes:
 
 
 class RankLayers:
-    """The layers of a rank's parts: kept bytes of each, and working memory of the largest."""
+    """The layers of a rank: the bytes that each keeps, and the largest one's working memory."""
 
     def __init__(self, cell: Cell, rank: Rank, shapes: Shapes) -> None:
         self._cell, self._rank, self._shapes = cell, rank, shapes
-        # A layer with DeepEP knows that no gradient needs this one's output.
+        # The DeepEP layer does not save this output, since no gradient needs it.
         needless = "moe.shared_experts.w2" if shapes.deepep else None
         self._bytes = {}
         for moe in (False, True):
@@ -208,7 +210,7 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return the layer's bytes, those that it keeps, and those that recomputation restores."""
+        """Return a layer's LayerBytes, the bytes it keeps and the bytes recomputation restores."""
         cost, options = self._bytes[layer.moe], self._cell.options
         mode = options["activation_checkpoint.mode"]
         if mode == "memory_budget":
@@ -222,14 +224,14 @@ class RankLayers:
         return cost, cost.input, cost.saved
 
     def kept(self, part: Part) -> float:
-        """Return the bytes that a microbatch leaves in `part`."""
+        """Return the bytes that one microbatch keeps in `part` for its backward."""
         return sum(self._cost(layer)[1] for layer in part.layers)
 
     def freed_in_forward(self, smallest: float) -> float:
-        """Return blocks of the largest layer's forward, free again yet smaller than `smallest`.
+        """Return the largest layer's freed bytes that a tensor of `smallest` bytes cannot reuse.
 
-        The allocator does not join blocks that it took from the driver at different times: a tensor
-        that is larger than each of them cannot use them.
+        The allocator does not join blocks that it took from the driver at different times, so a
+        tensor larger than every freed block needs new memory.
         """
         unused = [0.0]
         for layer in self._rank.layers:
@@ -239,14 +241,14 @@ class RankLayers:
         return max(unused)
 
     def backward(self) -> dict[str, float]:
-        """Return the largest layer's backward: recomputed, temporaries, parameters."""
+        """Return the working bytes of the largest layer's backward, by cause."""
         s, pipelined, found = self._shapes, self._rank.num_stages > 1, []
         for part, layer in ((own, one) for own in self._rank.parts for one in own.layers):
             terms = self._working(layer)
             if self._rank.mixed_precision:
                 sizes = [unit.gathered for unit in part.units_of(layer)]
                 if not pipelined:
-                    # Its own parameters and the next layer's, prefetched.
+                    # The layer's own parameters and the prefetched ones of the next layer.
                     terms["gathered layers"] = 2.0 * sum(sizes) * s.act
                 reduced = 0 if pipelined else max(sizes, default=0) * s.grad
                 terms["new gradients"] = float(sum(sizes) * s.act + reduced)
@@ -254,9 +256,9 @@ class RankLayers:
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
-        """Return the fullest layer's backward on a rank without FSDP, with all kept for it.
+        """Return the bytes at the peak of the backward on a rank without FSDP, by cause.
 
-        TorchTitan lets go of the gradients before a step: they fill up while activations go.
+        TorchTitan frees gradients before a step, so they grow while the activations shrink.
         """
         (part,) = self._rank.parts
         gradients = float(sum(unit.size for unit in part.units if unit.name == "output"))

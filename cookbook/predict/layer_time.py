@@ -1,7 +1,7 @@
-"""The time of a layer: its kernels by kind, its exchanges and its recomputation, in milliseconds.
+"""The time of a layer in milliseconds: its kernels by kind, communication and recomputation.
 
-A matrix product takes its FLOPs over a share of the peak, or its bytes over the memory's bandwidth,
-whichever is longer; every other pass takes its bytes. docs/reference/models.md has each count.
+A matrix product takes the longer of its FLOPs at a share of the peak and its bytes at the memory's
+bandwidth. Every other kernel is bound by its bytes. docs/reference/models.md lists the counts.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from cookbook.predict.rank import Layer, Part, Rank, model_of
 from cookbook.predict.shapes import Shapes, spared_products
 from cookbook.predict.traffic import Links
 
-# Milliseconds by kind; the kinds are those of `submit.py profile`.
+# Milliseconds by kind of kernel, with the kinds of `submit.py profile`.
 Terms = dict[str, float]
 ATTENTION, GROUPED, DENSE = "attention", "grouped GEMMs", "dense GEMMs"
 ROWS, LOSS, POINTWISE, QUANTIZING = "moving rows", "loss", "pointwise", "quantizing"
@@ -44,7 +44,7 @@ def scaled(terms: Mapping[str, float], factor: float) -> Terms:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a cell's layers; a token of the slowest rank attends to `attended_tokens`."""
+    """A cell's kernel times; a token of the slowest rank attends to `attended_tokens` tokens."""
 
     cell: Cell
     hardware: Hardware
@@ -53,21 +53,21 @@ class Kernels:
 
     @property
     def is_released(self) -> bool:
-        """Whether TorchTitan runs as it was released, without the cookbook's corrections."""
+        """Whether TorchTitan runs as released, without the cookbook's patches."""
         return self.cell.hooks != self.cell.options.stack.hooks
 
     @property
     def chunks(self) -> int:
-        """The number of parts into which a layer of routed experts cuts its tokens."""
+        """The number of chunks into which a layer of routed experts splits its tokens."""
         return int(self.cell.options[EP_CHUNKS])
 
     def bytes_ms(self, size: float) -> float:
-        """Return the time in which the memory reads or writes `size` bytes."""
+        """Return the time to read or write `size` bytes of GPU memory."""
         hw = self.hardware
         return size / (hw.memory_bandwidth_gb_per_s * hw.memory_bandwidth_share * 1e6)
 
     def dense(self, operators: Iterable[Operator], backward: bool) -> Terms:
-        """Time linear layers: the forward, or both products of the backward."""
+        """Return the time of linear layers: the forward, or both products of the backward."""
         return self.multiply(products(operators, self.shapes.tokens), backward)
 
     def multiply(self, some: Iterable[Product], backward: bool) -> Terms:
@@ -76,25 +76,25 @@ class Kernels:
 
     @cached_property
     def _expert_products(self) -> list[Product]:
-        """The routed experts' products, all groups as one."""
+        """The routed experts' products, with the rows of all groups in one product."""
         return products(expert_operators(self.shapes), self.shapes.rows)
 
     @property
     def _expert_weights(self) -> int:
-        """Elements of the routed experts that the rank has."""
+        """The number of elements of the rank's routed experts."""
         one_group = sum(one.columns * one.inner for one in self._expert_products)
         return one_group * (self.shapes.num_experts // self.shapes.ep)
 
     def experts(self, backward: bool) -> Terms:
-        """Time grouped GEMMs, in as many chunks as the layer cuts its tokens into."""
+        """Return the time of the grouped GEMMs over all chunks of the layer's tokens."""
         active = self.cell.precision.expects("grouped_gemms")
         kind = None if active == "bf16" or self.cell.emulated else active
-        # Weights are read, and quantized, for each chunk.
+        # Every chunk reads and quantizes the weights.
         groups = self.shapes.num_experts // self.shapes.ep * self.chunks
         products = self._expert_products
         terms = add(*(self._product(one, GROUPED, kind, backward, groups) for one in products))
         if backward and self.chunks > 1:
-            # The gradients of the weights, one chunk's added to another's.
+            # Add up the chunks' gradients of the weights.
             added = 3.0 * self.shapes.act * self._expert_weights * (self.chunks - 1)
             terms = add(terms, {POINTWISE: self.bytes_ms(added)})
         return terms
@@ -117,7 +117,7 @@ class Kernels:
             return {kind: max(count * flops / slow, bytes_ms)}
         gemm, rows = flops / fast, inputs
         if backward:
-            # The gradient along both axes, weights and inputs along the other one.
+            # Quantize the gradient along both axes, weights and inputs along the other axis.
             gemm, rows = 2 * flops / fast, 2 * outputs + inputs
             if quantized.endswith("wgrad_with_hp"):
                 gemm, rows = flops / fast + flops / slow, outputs
@@ -128,7 +128,7 @@ class Kernels:
         return {kind: max(gemm, bytes_ms / 2), QUANTIZING: quantizing_ms}
 
     def attend(self, backward: bool) -> Terms:
-        """Time attention itself: two products forward, five backward, over attended tokens."""
+        """Return the time of attention: two products forward or five backward."""
         s, hw = self.shapes, self.hardware
         head = s.nope + s.rope
         kernel = kind = "flash_attention_4"
@@ -136,7 +136,7 @@ class Kernels:
             kernel = kind = "sdpa" if model_of(self.cell).attn_type == "sdpa" else "flex_attention"
         elif head == s.v_head == 128:
             kind = f"{kernel}_128"
-        # SDPA's rates were measured with all that it wastes.
+        # SDPA's measured rates already include its waste.
         waste = getattr(hw, f"{kernel}_waste_tokens", 0.0)
         rate = getattr(hw, f"{kind}_{'backward' if backward else 'forward'}_tflops")
         widths = 3 * head + 2 * s.v_head if backward else head + s.v_head
@@ -144,7 +144,7 @@ class Kernels:
         return {ATTENTION: flops / (rate * 1e9)}
 
     def pointwise(self, moe: bool, backward: bool) -> Terms:
-        """Time norms, residuals, rotary embedding, copies around attention, SwiGLU, the router."""
+        """Return the time of norms, residuals, RoPE, attention's copies, SwiGLU and the router."""
         s = self.shapes
         queries, keys = (heads * (s.nope + s.rope) for heads in (s.heads, s.kv_heads))
         normed = s.q_lora + s.kv_lora + (queries + keys) * s.qk_norm
@@ -159,54 +159,55 @@ class Kernels:
         factor = 5 / 3 if backward else 1
         size = factor * (s.act * elements + router)
         if s.autocast:
-            # A rank alone has hidden states in FP32, and casts its experts' weights each way.
+            # Autocast leaves hidden states in FP32 and casts the experts' weights in both passes.
             size += factor * 2 * (11 if moe else 8) * s.sequence_tokens * s.dim
             size += 6.0 * self._expert_weights * moe
         return {POINTWISE: self.bytes_ms(size)}
 
     def move_rows(self, backward: bool) -> Terms:
-        """Time rows brought into the experts' order and back, without their exchange."""
+        """Return the time to permute rows into expert order and back, without communication."""
         s, hw = self.shapes, self.hardware
         rows = float(s.act * s.rows * s.dim)
         sent = float(s.act * s.sent_rows * s.dim)
         added_ms = 0.0
         if s.deepep:
             received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
-            # The gradient of the scores of outputs reads these and their gradients.
+            # The gradient of the scores reads the outputs and their gradients.
             dotted = 2 * rows if backward and not s.scored_activations else 0
             moved = 2 * (rows + received) + dotted
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # Each token is read once, each row written once, and the other way round; with EP they
-            # are sorted once more where they arrive, and the weights are laid side by side.
+            # Each token is read once and each row written once, then the reverse. With EP the rows
+            # are sorted again on arrival, and the weights are copied side by side.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
-            # Under TP each rank fills the rows of all tokens, most of them with zeros.
+            # Under TP each rank fills rows for all tokens, most of them with zeros.
             every = float(s.act * s.tokens * s.top_k * s.dim)
-            # Gathers: tokens to rows, rows to expert order and back. Then zero-fill, scatter the
-            # rows, cast to FP32 (twice the bytes) and multiply by the scores.
+            # Gathers: tokens to rows, rows to expert order and back. Then the rows are zero-filled,
+            # scattered, cast to FP32 (twice the bytes) and multiplied by the scores.
             moved = 4 * sent + 4 * rows + 6 * every
             if backward:
-                # The gradient of a gather adds rows to tokens, one after another.
+                # The gradient of a gather is a scatter-add, which adds rows serially.
                 added_ms = sent / (hw.scatter_add_gb_per_s * 1e6)
         return {ROWS: self.bytes_ms(moved) + added_ms}
 
     def loss(self) -> Terms:
-        """Time softmax and its gradient, forward and backward together."""
+        """Return the time of softmax and its gradient, forward and backward together."""
         s = self.shapes
         passes = 4 * s.act if s.loss_compiled else 20
         return {LOSS: self.bytes_ms(float(passes) * s.tokens * s.vocab)}
 
     def optimizer(self, rank: Rank) -> float:
-        """Time norm, clipping and Adam: 40 bytes for each parameter that the rank stores."""
+        """Return the time of gradient norm, clipping and Adam: 40 bytes per stored parameter."""
         return self.bytes_ms(40.0 * rank.local_parameters)
 
     def copies(self, rank: Rank, gathers: int, reduces: int, sums: int) -> float:
-        """Time FSDP's casts and packing, for so many gathers and reductions of every unit.
+        """Return the time of FSDP's casts and packing.
 
-        BF16 gradients are added `sums` times to those of a pipeline, which are not sharded.
+        Every unit is gathered and reduced `gathers` and `reduces` times. A pipeline adds BF16
+        gradients to its unsharded sums `sums` times.
         """
         if not rank.mixed_precision:
             return 0.0
@@ -217,27 +218,27 @@ class Kernels:
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
-# Hidden states are gathered or reduced over TP this often in a layer's forward. A backward gathers
-# twice, sums over all of them once, a reduction and a gather, and with DeepEP reduces once.
-# (As profiled it summed three times: eight, of which three were hidden.)
+# Gathers and reductions of hidden states over TP in a layer's forward and backward. The backward
+# gathers twice, all-reduces once (a reduction and a gather) and with DeepEP reduces once.
+# (The profiled backward all-reduced three times: eight operations, of which three were hidden.)
 _TP_FORWARD, _TP_BACKWARD = 4, 5
-# Compiled attention gathers its input once more where a layer is recomputed, whatever is saved.
+# A recomputed layer's compiled attention gathers its input again, whatever is saved.
 _TP_COMPILED = 1
 
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """One pass through a layer whose experts compute beside its exchanges; milliseconds.
+    """One pass through a layer whose experts overlap with dispatch and combine; milliseconds.
 
-    DeepEP's exchanges run one after another on a stream of their own, each when its rows are there
-    (`titan/tt_0_2_2/deepep.py`).
+    DeepEP's dispatches and combines run one at a time on their own stream, each as soon as its rows
+    are ready (`titan/tt_0_2_2/deepep.py`).
     """
 
-    exchange_ms: float  # one exchange of one chunk
+    exchange_ms: float  # one dispatch or combine of one chunk
     experts_ms: float  # the routed experts, all chunks
-    first_ms: float  # the shared experts before the routed ones, in the forward
-    second_ms: float  # and behind them
-    chunks: int  # the number of parts into which the tokens are cut
+    first_ms: float  # the part of the shared experts before the routed experts in the forward
+    second_ms: float  # the part of the shared experts after the routed experts
+    chunks: int  # chunks into which the tokens are split
 
     def forward_wait_ms(self) -> float:
         computed_ms, sent_ms = self.first_ms, 0.0
@@ -245,7 +246,7 @@ class RoutedLayer:
             sent_ms += self.exchange_ms
             arrived_ms = sent_ms
             if chunk:
-                # The last chunk goes back behind this one's dispatch.
+                # The previous chunk's combine is queued after this chunk's dispatch.
                 sent_ms = max(sent_ms, computed_ms) + self.exchange_ms
             computed_ms = max(computed_ms, arrived_ms) + self.experts_ms / self.chunks
         sent_ms = max(sent_ms, computed_ms) + self.exchange_ms
@@ -253,7 +254,7 @@ class RoutedLayer:
         return end_ms - self.first_ms - self.experts_ms - self.second_ms
 
     def backward_wait_ms(self, before_ms: float = 0.0) -> float:
-        """Return how long a backward waits; gradients are sent while it recomputes `before_ms`."""
+        """Return how long a backward waits; `before_ms` of recomputation hides its first sends."""
         sent_ms = self.chunks * self.exchange_ms
         computed_ms = before_ms + self.second_ms
         for chunk in range(self.chunks):
@@ -265,7 +266,7 @@ class RoutedLayer:
 
 
 class LayerTimes:
-    """The times of a cell's layers; all layers of a kind take the same."""
+    """The times of a cell's layers; all layers of a kind take the same time."""
 
     def __init__(self, cell: Cell, kernels: Kernels, links: Links, overlapped: bool = True) -> None:
         self._cell, self._kernels, self._links = cell, kernels, links
@@ -273,7 +274,7 @@ class LayerTimes:
         self._overlapped = overlapped and s.deepep and s.ep > 1 and not kernels.is_released
         self._exchange_ms = links.expert_exchanges_ms()
         self._tensor_ms = links.nccl_ms(links.tensor())
-        # One layer of each kind, dense and with routed experts; a backward without recomputation.
+        # One layer of each kind, dense and MoE; the backward is without recomputation.
         self._forward = {moe: self._compute(moe, False) for moe in (False, True)}
         self._backward = {moe: self._compute(moe, True) for moe in (False, True)}
         # The GPU waits while the host reads the number of received rows.
@@ -281,7 +282,7 @@ class LayerTimes:
         self._forward[True] = add(self._forward[True], {EP: self._sent_ms(False), HOST: host_ms})
 
     def _compute(self, moe: bool, backward: bool) -> Terms:
-        """Time a layer's kernels and its exchanges over TP."""
+        """Return the time of a layer's kernels and its TP communication."""
         k = self._kernels
         terms = [
             k.dense(attention_operators(k.shapes), backward),
@@ -293,7 +294,7 @@ class LayerTimes:
         return add(*terms, *([k.experts(backward), k.move_rows(backward)] if moe else []))
 
     def _sent_ms(self, backward: bool, before_ms: float = 0.0) -> float:
-        """Return how long a layer waits for its exchanges, and how much its compute loses."""
+        """Return how long dispatch and combine delay a layer, by waiting and slower compute."""
         if not self._overlapped:
             return self._exchange_ms
         k = self._kernels
@@ -311,28 +312,28 @@ class LayerTimes:
         return wait_ms + hidden_ms * (1 / k.hardware.compute_beside_deepep_share - 1)
 
     def _backward_of(self, layer: Layer) -> Terms:
-        """Return a backward with all that is computed and sent again."""
+        """Return the time of a layer's backward, including recomputation."""
         again = self.again(layer.moe, layer.recomputed)
         terms = add(self._backward[layer.moe], again)
         if not layer.moe:
             return terms
-        # The first gradients are sent before the forward is recomputed, which is all at once.
+        # The first gradients are sent before the forward is recomputed as a whole.
         whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 
     def again(self, moe: bool, recomputed: bool) -> Terms:
-        """Return the part of a layer's forward that its backward computes and sends again."""
+        """Return the time of the part of a layer's forward that its backward recomputes."""
         terms, options, k = self._forward[moe], self._cell.options, self._kernels
         if options[_MODE] == "memory_budget":
-            # The compiler keeps activations up to the budget, in compiled code alone. No gradient
-            # needs the last of the experts' three products.
+            # The budget applies to compiled code only. The last of the experts' three products is
+            # never recomputed, since no gradient needs its output.
             shares = {ATTENTION: 1, DENSE: 1, POINTWISE: 1, GROUPED: 2 / 3, QUANTIZING: 2 / 3}
             again = {kind: share * terms[kind] for kind, share in shares.items() if kind in terms}
             return scaled(again, 1 - options["activation_checkpoint.memory_budget"])
         if not recomputed:
             return {}
         saved, spared = self._cell.saves, set()
-        # In compiled code the list sees FlashAttention-4, exchanges, grouped and dense GEMMs.
+        # In compiled code the save list sees FlashAttention-4, dispatch, combine and GEMMs.
         if "attention" in saved and self._cell.uses_flash_attention:
             spared.add(ATTENTION)
         if "communication" in saved:
@@ -344,13 +345,13 @@ class LayerTimes:
             spared |= {GROUPED, QUANTIZING}
         again = {kind: time_ms for kind, time_ms in terms.items() if kind not in spared}
         if moe and k.shapes.scored_activations:
-            # Two of three products, and rows on their way to the experts alone.
+            # Recompute two of the three products; move rows to the experts but not back.
             parts = {GROUPED: 2 / 3, ROWS: 1 / 2, EP: 1 / 2}
             again = {kind: parts.get(kind, 1) * time_ms for kind, time_ms in again.items()}
         return again
 
     def part(self, part: Part) -> tuple[Terms, Terms]:
-        """Time a microbatch through a part: forward, and backward with recomputation."""
+        """Return a microbatch's forward and backward time in a part, with recomputation."""
         k, tensor = self._kernels, {TP: self._tensor_ms}
         forward = [self._forward[layer.moe] for layer in part.layers]
         backward = [self._backward_of(layer) for layer in part.layers]
@@ -362,11 +363,11 @@ class LayerTimes:
         return add(*forward, *ends), add(*backward, *ends)
 
     def recompute_ms(self, part: Part) -> float:
-        """Return how long a microbatch computes and sends again in a part."""
+        """Return the recomputation time of a microbatch in a part."""
         return sum(sum(self.again(layer.moe, layer.recomputed).values()) for layer in part.layers)
 
     def compute_ms(self, layer: Layer) -> tuple[float, float]:
-        """Return a layer's compute time, forward and backward, without exchanges."""
+        """Return a layer's forward and backward compute time, without communication."""
         return _computed(self._forward[layer.moe]), _computed(self._backward_of(layer))
 
 

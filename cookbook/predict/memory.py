@@ -1,11 +1,11 @@
 """The GPU memory that a rank reserves at its peak, by cause.
 
-The prediction is of the `memory` that TorchTitan logs: the bytes that PyTorch's allocator has
-reserved. The allocator keeps a pool of blocks for every CUDA stream, and a block never leaves the
-pool it was taken for. So the peak is the sum of each pool's own peak, even where they are reached
-at different times: FSDP's reduced gradients live in the pool of its reduce-scatter stream, gathered
-parameters on their way in that of its all-gather stream, and all else in the compute stream's.
-docs/evidence/prediction.md shows the figures beside measured ones.
+It predicts the `memory` that TorchTitan logs: the bytes that PyTorch's allocator has reserved.
+The allocator keeps a pool of blocks for every CUDA stream, and a block never leaves its pool. So
+the total peak is the sum of the pools' peaks, even if they occur at different times. FSDP's reduced
+gradients live in the pool of its reduce-scatter stream, parameters being gathered in the pool of
+its all-gather stream, and everything else in the pool of the compute stream.
+docs/evidence/prediction.md compares predictions with measurements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,31 +19,32 @@ from cookbook.predict.shapes import Shapes, shapes_of
 
 GIB = 2**30
 
-# Memory that the allocator holds beyond the counted tensors, in blocks that are cut up: a share of
-# the compute stream's pool. The mean of the first points of memory.json was 2.9%. Later ones
-# lie at 2 to 9%, on the debug model at 10 to 13% and with an interleaved pipeline at 18%; with
-# expandable segments, which map pages instead, at 0 and 5%.
+# Fragmentation: memory that the allocator reserves beyond the counted tensors, as a share of the
+# compute stream's pool. The first points of memory.json had 2.9% on average. Later points have 2 to
+# 9%, those of the debug model 10 to 13%, an interleaved pipeline 18%, and runs with expandable
+# segments, which map pages instead, 0 and 5%.
 FRAGMENTS = 0.03
 FRAGMENTS_EXPANDABLE = 0.01
 # PyTorch gives cuBLAS a workspace for each thread that multiplies: forward's and autograd's.
 CUBLAS_THREADS = 2
 CUBLAS_BYTES, CUBLAS_BYTES_SM90 = (2 * 4096 + 8 * 16) * 2**10, 32 * 2**20
-# CUDA's context, cuBLAS and the kernels that are loaded; outside PyTorch's allocator.
+# CUDA's context, cuBLAS and loaded kernels, outside PyTorch's allocator.
 CONTEXT_GIB = 0.7
-# Buffers of one NCCL communicator (channels times protocols), outside the allocator too.
+# Buffers of one NCCL communicator (channels times protocols), also outside the allocator.
 NCCL_GROUP_GIB = 0.25
-# The part of the GPU up to which a cell fits well, and beyond which it surely does not: the model
-# errs by several percent, so in between the answer is `tight`.
+# Shares of the GPU's memory: a cell fits up to FITS and will not fit beyond WILL_NOT_FIT. The model
+# errs by several percent, so the verdict in between is `tight`.
 FITS, WILL_NOT_FIT = 0.92, 1.05
-# One was measured to take 12% more than predicted, other cells up to 8%.
+# Lower for a pipeline: one took 12% more than predicted, other cells up to 8% more.
 FITS_PIPELINE = 0.88
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The peak of the first rank of one pipeline stage (all its ranks being alike), in GiB.
+    """The peak of the first rank of one pipeline stage, in GiB; the stage's ranks are equal.
 
-    `terms` are the causes at the peak and add up to `reserved`; `outside` is not PyTorch's.
+    `terms` are the causes at the peak and add up to `reserved`. `outside` is memory that PyTorch's
+    allocator does not manage.
     """
 
     rank: int
@@ -78,7 +79,7 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     shapes, variables = shapes_of(cell, rank), cell.environment
     layers = RankLayers(cell, rank, shapes)
     state, kept = _state(cell, rank), _kept(rank, layers, shapes)
-    # Expandable segments map pages, so that all free memory is one block.
+    # Expandable segments map pages, so all free memory can serve one tensor.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     expandable = any("expandable_segments:True" in variables.get(name, "") for name in names)
     moments = {
@@ -87,7 +88,7 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
         "the optimizer step": {},
     }
     if cell.options["optimizer.implementation"] == "foreach":
-        # The multi-tensor Adam makes the square roots of all second moments at once.
+        # The multi-tensor Adam allocates the square roots of all second moments at once.
         moments["the optimizer step"] = {"optimizer step": state.get("parameters", 0.0)}
     rounds = rank.num_microbatches * rank.gradient_accumulation_steps
     if rounds == 1 and not rank.mixed_precision:
@@ -103,14 +104,14 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     fragments = FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS
     terms = {**compute, "fragments": sum(compute.values()) * fragments}
     if rank.mixed_precision:
-        # The pools of FSDP's streams: gradients, and the gathered module in use and the prefetched
-        # one. A group of one rank copies without a stream.
+        # The pools of FSDP's streams: gradients, and two gathered modules, one in use and one
+        # prefetched. A group of one rank copies on the compute stream.
         offloads = cell.options["training.enable_cpu_offload"]
         terms["gradients"] = float((max if offloads else sum)(unit.size for unit in rank.units))
         gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)
         terms["all-gather stream"] = float(sum(gathered[-2:]) * shapes.act)
     if shapes.deepep:
-        # DeepEP's own stream: received, combined, and the gradient of one of them.
+        # The pool of DeepEP's stream: received tokens, combined tokens and one gradient of either.
         received = shapes.sent_tokens * shapes.ranks_per_token * shapes.dim * shapes.act
         terms["dispatch stream"] = 3.0 * received
     return StageMemory(
@@ -122,12 +123,12 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
 
 
 def state_gib(rank: Rank) -> float:
-    """Return parameters, gradients and Adam's two moments, in the parameters' own precision."""
+    """Return the GiB of parameters, gradients and Adam's moments in the parameters' precision."""
     return 4 * rank.stored_bytes / GIB
 
 
 def _state(cell: Cell, rank: Rank) -> dict[str, float]:
-    """Return the permanent state: parameters, Adam's moments and, without FSDP, gradients."""
+    """Return the bytes of parameters, Adam's moments and, without FSDP, gradients."""
     if cell.options["training.enable_cpu_offload"]:
         return {}
     stored = float(rank.stored_bytes)
@@ -138,18 +139,18 @@ def _state(cell: Cell, rank: Rank) -> dict[str, float]:
 
 
 def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
-    """Return memory that forwards keep for their backwards, and a pipeline from step to step."""
+    """Return the bytes that forwards keep for their backwards and a pipeline keeps across steps."""
     if rank.num_stages == 1:
         return {"activations": float(layers.kept(rank.parts[0]))}
     hidden = shapes.hidden_bytes
     output = shapes.tokens * shapes.vocab * shapes.act
     if shapes.loss_tokens is not None:
-        # Hidden states in the place of logits; the loss of each microbatch has its gradients.
+        # Hidden states instead of logits, and the gradients that each microbatch's loss keeps.
         output = shapes.tokens * shapes.dim * shapes.act + int(_loss_gradients(shapes))
     kept = [layers.kept(part) for part in rank.parts]
 
     def in_flight(counts: Sequence[int]) -> float:
-        """Return the bytes that `counts` microbatches of each stage keep."""
+        """Return the bytes kept with `counts[i]` microbatches in flight in the i-th stage."""
         return sum(
             count * size + (max(count - 1, 0) * output if part.head else count * hidden)
             for count, size, part in zip(counts, kept, rank.parts, strict=True)
@@ -157,12 +158,12 @@ def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
 
     terms = {
         "activations": float(max(map(in_flight, rank.in_flight))),
-        # PipelineStage allocates its receive buffers once for every microbatch of a step.
+        # PipelineStage allocates a receive buffer for every microbatch of a step.
         "pipeline receive buffers": rank.neighbours * rank.num_microbatches * hidden,
     }
     if rank.mixed_precision:
         # Between a pipeline's microbatches FSDP neither reshards parameters nor reduces gradients
-        # (`backward_maybe_with_nosync`), which grow in the reduction's precision.
+        # (`backward_maybe_with_nosync`); gradients accumulate in the reduction's precision.
         gathered = [part.gathered for part in rank.parts]
         # _add_unshard_reshard keeps at most three stages unsharded.
         terms["gathered parameters"] = float(sum(sorted(gathered)[-3:]) * shapes.act)
@@ -171,9 +172,9 @@ def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
 
 
 def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[str, float]:
-    """Return the terms from the output layer to the gradient of its input.
+    """Return the bytes from the output layer to the gradient of its input, by cause.
 
-    With `loss.num_chunks` the logits of a chunk exist at a time (titan/common/chunked_loss.py).
+    With `loss.num_chunks` only one chunk's logits exist at a time (titan/common/chunked_loss.py).
     """
     if not any(part.head for part in rank.parts):
         return {}
@@ -181,31 +182,31 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     if s.loss_tokens is None:
         elements = float(s.tokens * s.vocab)
         if s.loss_compiled and s.loss_parallel:
-            # Logits, and in FP32 what a scatter writes -1 into, at each label, and its sum with the
-            # softmax: `loss_parallel`'s formula scatters, and Inductor does not fuse over that.
+            # The logits and two tensors in FP32: zeros with -1 scattered at the labels, and their
+            # sum with the softmax. Inductor does not fuse over `loss_parallel`'s scatter.
             size = s.act + 8
         elif s.loss_compiled:
             # Fused: the logits and their gradient, both in the model's precision.
             size = 2 * s.act
         else:
-            # Eager, in FP32: log-softmax, its gradient and the loss's gradient; in parallel
-            # log-softmax, the scattered labels, softmax and their sum.
+            # Eager, in FP32: log-softmax, its gradient and the gradient of the loss. With loss
+            # parallelism: log-softmax, the scattered labels, softmax and their sum.
             size = 16 if s.loss_parallel else 12
-            # A pipeline's stage keeps its output, else the logits are gone by then.
+            # A pipeline stage keeps its output; without a pipeline the logits are freed by then.
             size += s.act if rank.num_stages > 1 else 0
         logits = elements * size
-        # The gathered weight and its gradient, before it is reduced.
+        # The gathered weight and its gradient before reduction.
         weight = 2.0 * sum(unit.gathered for unit in rank.units if unit.name == "output")
     else:
         elements = float(s.loss_tokens * s.vocab)
         gradients = _loss_gradients(s)
-        # Eager, the passes over a chunk make three tensors in FP32. Backward has no logits any
-        # more, and writes the scaled gradients in the model's precision.
+        # In eager mode the passes over a chunk make three tensors in FP32. The backward has no
+        # logits left and writes the scaled gradients in the model's precision.
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
         logits = gradients + max(chunk, gradients / 4 * s.act)
         weight = float(s.vocab * s.dim)
         if s.sequence_tokens < s.tokens:
-            # Gathered over the TP ranks, which share the vocabulary.
+            # Hidden states are gathered over the TP ranks, which shard the vocabulary.
             hidden += s.tokens
     terms = {"logits and loss": logits, "last hidden states": hidden * s.dim * s.act}
     if rank.mixed_precision and rank.num_stages == 1:
@@ -216,18 +217,18 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
 
 
 def _loss_gradients(shapes: Shapes) -> float:
-    """Return the gradients of hidden states and output layer that the loss in chunks keeps."""
+    """Return the bytes of the chunked loss's gradients of hidden states and output layer."""
     return 4.0 * (shapes.tokens + shapes.vocab) * shapes.dim
 
 
 def _outside_gib(rank: Rank, shapes: Shapes) -> float:
-    # `batch` has no traffic of its own, and the world group is one more.
+    # The `batch` group has no traffic of its own; the world group is one more.
     groups = len(rank.groups.keys() - {"batch"}) + 1
     outside = CONTEXT_GIB + NCCL_GROUP_GIB * groups
     if not shapes.deepep:
         return outside
     # `Config.get_nvl_buffer_size_hint` and its RDMA twin at DeepEP's default configuration: ten
-    # channels (20 SMs), 256 tokens of receive queue a channel and NVLink peer, 128 a node.
+    # channels (20 SMs), each with receive queues of 256 tokens per NVLink peer and 128 per node.
     token = shapes.dim * 2 + shapes.top_k * 12
     peers, nodes = min(shapes.ep, 8), shapes.ep // 8
     return outside + 10.0 * token * (peers * 256 + (2 * nodes * 128 if nodes > 1 else 0)) / GIB

@@ -1,7 +1,7 @@
-"""The modules of a layer with their weights, from which all else is counted.
+"""The modules of a layer and their weights, the basis of all other counts.
 
-One table, after each family's `model/model.py` and `infra/parallelize.py` of TorchTitan 0.2.2.
-Evaluated with the whole model's sizes it gives parameters; with a rank's, its matrix products.
+One table, after each family's `model/model.py` and `infra/parallelize.py` of TorchTitan 0.2.2. The
+whole model's sizes give its parameter counts; a rank's sizes give the rank's matrix products.
 """
 
 import math
@@ -17,9 +17,10 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Operator:
-    """A module's weight; TP cuts `tp_axis`, None for a weight that every TP rank has whole.
+    """A module's weight; TP shards it along `tp_axis`, or replicates it if that is None.
 
-    `shape` is (outputs, inputs) of a matrix product, behind the experts where these are grouped.
+    The shape of a matrix product's weight is (outputs, inputs), of a grouped one's (experts,
+    outputs, inputs).
     """
 
     module: str
@@ -28,7 +29,7 @@ class Operator:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is one of the routed experts' weights, which EP cuts."""
+        """Whether the weight belongs to the routed experts, which EP shards."""
         return self.module == "moe.experts"
 
     @property
@@ -37,7 +38,7 @@ class Operator:
 
 
 def attention_operators(s: Sizes) -> Iterator[Operator]:
-    """Return the projections around attention and the norms of the layer."""
+    """Return the projections around attention and the layer's norms."""
     head = s.nope + s.rope
     queries, keys = s.heads * head, s.kv_heads * head
     if not s.kv_lora:
@@ -63,7 +64,7 @@ def attention_operators(s: Sizes) -> Iterator[Operator]:
 
 
 def feed_forward_operators(s: Sizes, moe: bool) -> Iterator[Operator]:
-    """Return the dense feed-forward network's, or the router's and the shared experts'."""
+    """Return the operators of the feed-forward network, or of the router and shared experts."""
     module, hidden = "feed_forward", s.dense_hidden
     if moe:
         module, hidden = "moe.shared_experts", s.shared_hidden
@@ -77,7 +78,7 @@ def feed_forward_operators(s: Sizes, moe: bool) -> Iterator[Operator]:
 
 
 def expert_operators(s: Sizes) -> Iterator[Operator]:
-    """Return the routed experts' three grouped products."""
+    """Return the three grouped products of the routed experts."""
     yield Operator("moe.experts", (s.num_experts, s.expert_hidden, s.dim), 1)
     yield Operator("moe.experts", (s.num_experts, s.expert_hidden, s.dim), 1)
     yield Operator("moe.experts", (s.num_experts, s.dim, s.expert_hidden), 2)
@@ -98,13 +99,13 @@ def head_operators(s: Sizes) -> list[Operator]:
 
 @dataclass(frozen=True)
 class Unit:
-    """An FSDP module, as the first rank of a pipeline stage has it."""
+    """An FSDP module on the first rank of a pipeline stage."""
 
     name: str
     shards: int
     local: int  # elements that the rank stores
     gathered: int  # elements that FSDP gathers over the shards
-    bytes: int  # of a stored element
+    bytes: int  # bytes per stored element
 
     @property
     def size(self) -> int:
@@ -114,17 +115,17 @@ class Unit:
 def fsdp_units(
     operators: Iterable[Operator], layout: Layout, layer: int | None = None, *, width: int = 4
 ) -> list[Unit]:
-    """Return the FSDP modules of a layer or of the model's ends; `width`: bytes of an element."""
+    """Return the FSDP modules of a layer, or of embedding or head; `width`: bytes per element."""
     units: dict[str, Unit] = {}
     for one in operators:
         name = one.module if layer is None else f"layers.{layer}"
         shape, gathered = list(one.shape), one.numel
         shards, axis, tp = layout.dp_shard * layout.cp, 0, layout.tp
-        # Without EP the experts are gathered with their layer.
+        # Without EP the experts belong to the FSDP module of their layer.
         if one.is_expert and layout.ep > 1:
             name += ".moe.experts"
             shards = max(shards * layout.tp // (layout.ep * layout.etp), 1)
-            # More shards than experts: TorchTitan shards along the next axis.
+            # With more shards than experts TorchTitan shards along the next axis.
             axis, tp = int(shards * layout.ep > shape[0]), layout.etp
             shape[0], gathered = -(-shape[0] // layout.ep), -(-gathered // layout.ep)
         if one.tp_axis is not None:
@@ -140,7 +141,7 @@ def fsdp_units(
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of (rows, inner) with (inner, columns), by the module that makes it."""
+    """A matrix product of shape (rows, inner) by (inner, columns), computed by `module`."""
 
     module: str
     rows: float
@@ -149,12 +150,12 @@ class Product:
 
 
 def products(operators: Iterable[Operator], rows: float) -> list[Product]:
-    """Return the products of `rows` of inputs; norms and biases multiply nothing."""
+    """Return the matrix products over `rows` input rows; norms and biases have none."""
     return [Product(o.module, rows, *o.shape[-2:]) for o in operators if len(o.shape) > 1]
 
 
 def linear_format(cell: Cell, module: str) -> str | None:
-    """Return the format of a linear layer's GEMMs: `float8` or `mx`; None for BF16."""
+    """Return the format of a linear layer's GEMMs: `float8`, `mx`, or None for BF16."""
     for kind in ("float8", "mx"):
         converter = f"quantize.linear.{kind}"
         is_native = cell.precision not in cell.emulated_parts

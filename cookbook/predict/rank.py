@@ -1,7 +1,7 @@
-"""The ranks of a cell and their pipeline schedule, counted without torch and without building them.
+"""The ranks of a cell and their pipeline schedule, counted without building the model.
 
-A test compares every description with TorchTitan's own build in the dry run. Torch's lists of a
-schedule's actions come from one subprocess.
+A test compares every description with the model that TorchTitan builds in the dry run. A
+subprocess with torch lists a schedule's actions, so that this process need not import torch.
 """
 
 import atexit
@@ -32,15 +32,15 @@ from cookbook.predict.operators import (
     layer_operators,
 )
 
-# Stage, kind and microbatch. Kinds are F (forward), B (backward), I and W (a backward's halves, for
-# inputs and weights).
+# (stage, kind, microbatch). Kinds are F (forward), B (backward), and the halves of a backward: I
+# (gradients of inputs) and W (gradients of weights).
 Action = Sequence[Any]
 _BACKWARDS = ("B", "I")
 
 
 @dataclass(frozen=True)
 class Actions:
-    """Of every pipeline rank: its stages, its microbatches in flight and its actions, in order."""
+    """A schedule, by pipeline rank: stages, microbatches in flight, and actions in order."""
 
     stages: tuple[list[int], ...]
     in_flight: tuple[list[list[int]], ...]
@@ -49,7 +49,7 @@ class Actions:
 
 @functools.cache
 def actions_of(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Actions:
-    """Return torch's actions; InputError without torch, or where its class refuses the numbers."""
+    """Return a schedule's actions; raise InputError if torch is missing or rejects the numbers."""
     process, line = _process(), ""
     assert process.stdin
     assert process.stdout
@@ -82,7 +82,7 @@ def _process() -> subprocess.Popen[str]:
 
 @dataclass(frozen=True)
 class Played:
-    """When all ranks were done, and how long each of them worked; milliseconds."""
+    """A simulated schedule: when the last rank finished, and every rank's busy time."""
 
     end_ms: float
     busy_ms: tuple[float, ...]
@@ -103,9 +103,9 @@ def play(
     last_stage: int,
     transfer_ms: float,
 ) -> Played:
-    """Let every rank do its actions in order, each as soon as its input has arrived.
+    """Simulate the ranks: each runs its actions in order, as soon as their inputs have arrived.
 
-    `times_ms` are by stage and kind; during a transfer between two stages the sender goes on.
+    `times_ms` is keyed by (stage, kind). A transfer to another rank does not block its sender.
     """
     owner = {stage: rank for rank, own in enumerate(actions) for stage, _, _ in own}
     done: dict[tuple[int, str, int], float] = {}
@@ -119,7 +119,7 @@ def play(
             while (action := following[rank]) is not None:
                 stage, kind, microbatch = action
                 needed, ready = None, 0.0
-                # The neighbour's action that must be done before.
+                # The action of the neighbouring stage that produces the input.
                 if kind == "F" and stage:
                     needed = stage - 1, "F", microbatch
                 elif kind in _BACKWARDS and stage < last_stage:
@@ -131,7 +131,7 @@ def play(
                 time_ms = times_ms[stage, kind]
                 clock[rank] = max(clock[rank], ready) + time_ms
                 busy[rank] += time_ms
-                # The next stage waits for a whole backward, or for its half for the inputs.
+                # The previous stage needs the gradients of inputs only: B or I.
                 done[stage, "B" if kind in _BACKWARDS else kind, microbatch] = clock[rank]
                 following[rank] = next(own, None)
                 advanced = True
@@ -151,7 +151,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Part:
-    """A pipeline stage's part of the model, with the embedding or the output layer at an end."""
+    """A pipeline stage's part of the model; an end stage has the embedding or the output layer."""
 
     units: tuple[Unit, ...]
     layers: tuple[Layer, ...]
@@ -160,7 +160,7 @@ class Part:
 
     @property
     def gathered(self) -> int:
-        """Elements of all its parameters, unsharded."""
+        """The number of elements of the part's unsharded parameters."""
         return sum(unit.gathered for unit in self.units)
 
     def units_of(self, layer: Layer) -> list[Unit]:
@@ -169,24 +169,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Rank:
-    """The first rank of a pipeline rank, and facts that all ranks share."""
+    """The first global rank of a pipeline rank, and facts that all ranks share."""
 
-    rank: int  # its global number
-    parts: tuple[Part, ...]  # of the model, one for each of its `stages`
+    rank: int  # global rank
+    parts: tuple[Part, ...]  # the part of the model of each of `stages`
     stages: Sequence[int]
-    # Largest counts of microbatches in flight, a count for each stage; more than one where
-    # different stages have most at different times.
+    # Counts of microbatches in flight per stage, at the peak. Several if different stages peak at
+    # different times.
     in_flight: Sequence[Sequence[int]]
-    actions: Sequence[Action]  # its pipeline schedule; empty without a pipeline
+    actions: Sequence[Action]  # the rank's pipeline schedule; empty without a pipeline
     num_stages: int
     num_microbatches: int
     gradient_accumulation_steps: int
     mixed_precision: bool  # FSDP casts parameters
-    groups: Mapping[str, int]  # sizes of its communicators, by TorchTitan's names
+    groups: Mapping[str, int]  # sizes of the rank's communicators, by TorchTitan's names
     model: Model
-    parameters: int  # this and the next two: TorchTitan's counts of the whole model
-    active_parameters: int
-    flops_per_token: int
+    parameters: int  # all parameters of the model, as TorchTitan counts them
+    active_parameters: int  # parameters of the model used per token, as TorchTitan counts them
+    flops_per_token: int  # FLOPs of the model, as TorchTitan counts them
 
     @property
     def units(self) -> list[Unit]:
@@ -198,7 +198,7 @@ class Rank:
 
     @property
     def local_parameters(self) -> int:
-        """Elements that the rank stores."""
+        """The number of elements that the rank stores."""
         return sum(unit.local for unit in self.units)
 
     @property
@@ -207,12 +207,12 @@ class Rank:
 
     @property
     def neighbours(self) -> int:
-        """Stages that its stages get hidden states or gradients from, and send theirs to."""
+        """The number of links between the rank's stages and their neighbouring stages."""
         return sum((stage > 0) + (stage < self.num_stages - 1) for stage in self.stages)
 
 
 def model_of(cell: Cell) -> Model:
-    """Return the model's sizes; InputError for a model whose layers are not counted here."""
+    """Return the model's sizes; raise InputError if the model's layers are not described."""
     name, flavor = cell.options["model.name"], cell.options["model.flavor"]
     family, model = cell.options.family, cell.options.model
     if model is None:
@@ -224,7 +224,7 @@ def model_of(cell: Cell) -> Model:
 
 
 def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
-    """Return the first rank of every pipeline rank; InputError where these are not counted."""
+    """Describe the first rank of every pipeline rank; raise InputError if it cannot be counted."""
     model, options, layout = model_of(cell), cell.options, cell.layout
     splits, batch = stage_layers(1, model.n_layers), options["training.local_batch_size"]
     actions, microbatches = Actions(([0],), ([[1]],), ([],)), 1
@@ -269,7 +269,7 @@ def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
 def stage_layers(
     num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1
 ) -> list[list[int]]:
-    """Return the layers of every stage, as TorchTitan's `generate_llm_fqn_per_model_part` does."""
+    """Return the layers of every stage, as from TorchTitan's `generate_llm_fqn_per_model_part`."""
     if num_stages == 1:
         return [list(range(num_layers))]
     each, extra = divmod(num_layers + input_weight + output_weight, num_stages)
@@ -301,7 +301,7 @@ def _part(
     is_first, is_last = stage == 0, stage == len(splits) - 1
     units = fsdp_units(embedding_operators(model), layout, width=width) if is_first else []
     layers = [Layer(layer, model.is_moe(layer), next(recomputed)) for layer in splits[stage]]
-    # Layers of a kind are cut alike: one of each is enough.
+    # Layers of a kind are sharded equally, so one layer per kind is described and then renamed.
     alike = {
         moe: fsdp_units(layer_operators(model, moe), layout, 0, width=width)
         for moe in {layer.moe for layer in layers}
@@ -315,7 +315,7 @@ def _part(
 
 
 def _recomputed(cell: Cell, sizes: Sequence[int]) -> list[bool]:
-    """Return whether each layer is recomputed, for parts of `sizes` layers; every n-th of all."""
+    """Return for each layer whether it is recomputed; `sizes`: the layers of the rank's parts."""
     mode = cell.options["activation_checkpoint.mode"]
     option = cell.options["activation_checkpoint.selective_ac_option"]
     flags = [mode in ("full", "selective")] * sum(sizes)
@@ -329,7 +329,7 @@ def _recomputed(cell: Cell, sizes: Sequence[int]) -> list[bool]:
 
 
 def _groups(layout: Layout) -> dict[str, int]:
-    """Return the sizes of communicators of more than one rank."""
+    """Return the sizes of all communicators with more than one rank, by name."""
     fsdp = layout.dp_shard * layout.cp
     sizes = {
         "pp": layout.pp,
@@ -347,7 +347,7 @@ def _groups(layout: Layout) -> dict[str, int]:
 
 
 def _counts(model: Model, seq_len: int) -> tuple[int, int, int]:
-    """Return TorchTitan's counts: all and active parameters, and FLOPs of a token."""
+    """Return TorchTitan's counts: parameters, active parameters and FLOPs per token."""
     embedding = sum(one.numel for one in embedding_operators(model))
     moe = [model.is_moe(layer) for layer in range(model.n_layers)]
     others = [

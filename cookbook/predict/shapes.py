@@ -1,4 +1,4 @@
-"""The sizes on one rank that memory, work and time are counted from."""
+"""The sizes of one rank's tensors, from which memory, work and time are computed."""
 
 import functools
 import math
@@ -17,10 +17,10 @@ from cookbook.predict.operators import (
 )
 from cookbook.predict.rank import Rank
 
-# The fullest rank's tokens with real routing, as a multiple of the mean. Common early in training,
-# before the bias of the auxiliary-loss-free balancing has settled.
+# The tokens of the fullest rank under real routing, as a multiple of the mean; typical of early
+# training, before the bias of auxiliary-loss-free balancing has settled.
 UNEVEN_ROUTING = 1.2
-# Tokens whose routing is simulated: the mean errs by 0.1%.
+# The number of tokens whose routing is simulated; the mean errs by 0.1%.
 _TOKENS = 16_384
 # Queries in a block of FlashAttention-4's backward.
 FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
@@ -28,38 +28,38 @@ FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
 
 @dataclass(frozen=True)
 class Shapes(Sizes):
-    """Counts on one rank for one microbatch; the inherited widths are those of a TP rank."""
+    """Sizes on one rank for one microbatch; the inherited widths are those of a TP rank."""
 
-    tokens: int  # of the data-parallel rank, which its TP ranks share
-    sequence_tokens: int  # those that a TP rank keeps between layers (sequence parallelism)
-    sent_tokens: int  # those that this rank dispatches
-    sent_rows: int  # (token, expert) pairs of them
-    rows: int  # (token, expert) pairs that this rank's experts get
-    ranks_per_token: float  # ranks of EP that a token is sent to, and their nodes
-    nodes_per_token: float
-    act: int  # bytes of an activation
-    grad: int  # bytes of a reduced gradient
+    tokens: int  # tokens of the data-parallel rank, shared by its TP ranks
+    sequence_tokens: int  # tokens that a TP rank keeps between layers (sequence parallelism)
+    sent_tokens: int  # tokens that this rank dispatches
+    sent_rows: int  # (token, expert) pairs that this rank dispatches
+    rows: int  # (token, expert) pairs that this rank's experts receive
+    ranks_per_token: float  # mean number of EP ranks that a token is sent to
+    nodes_per_token: float  # mean number of nodes that a token is sent to
+    act: int  # bytes per element of an activation
+    grad: int  # bytes per element of a reduced gradient
     ep: int
     deepep: bool
     scored_activations: bool
     row_kernels: bool
-    quantized: bool  # the routed experts' GEMMs are
-    autocast: bool  # a rank alone casts its weights itself
+    quantized: bool  # whether the routed experts' GEMMs are quantized
+    autocast: bool  # whether autocast casts the weights, which needs a rank without FSDP
     compiled: bool
     saves: frozenset[str]  # operators whose outputs selective recomputation saves
-    loss_tokens: int | None  # tokens whose logits exist at a time; None for all
+    loss_tokens: int | None  # tokens whose logits exist at the same time; None for all
     loss_compiled: bool
     loss_parallel: bool
-    padded_tokens: int | None  # rows of the FP32 sum in FlashAttention-4's backward; None without
+    padded_tokens: int | None  # rows of FlashAttention-4's FP32 gradient sum; None without it
 
     @property
     def casts_at_each_use(self) -> bool:
-        """Whether autocast copies FP32 inputs and weights wherever an operator reads them."""
+        """Whether every operator makes autocast copies of its FP32 inputs and weights."""
         return self.autocast and not self.compiled
 
     @property
     def hidden_bytes(self) -> float:
-        """Hidden states of a microbatch between two layers."""
+        """The bytes of a microbatch's hidden states between two layers."""
         return float(self.act * self.sequence_tokens * self.dim)
 
 
@@ -71,7 +71,7 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
     components = options["compile.components"] if options["compile.enable"] else []
     num_chunks = options[NUM_CHUNKS]
     loss_parallel = layout.tp > 1 and not options["parallelism.disable_loss_parallel"]
-    # EP takes ranks of TP where ETP is 1: each TP rank then sends its share of the tokens.
+    # With ETP 1, EP includes the TP ranks, and each of them dispatches its share of the tokens.
     sent = tokens // (layout.tp if layout.ep > 1 and layout.etp == 1 else 1)
     routing = routing_of(cell)
     uneven = UNEVEN_ROUTING if routing == "trained" and layout.ep > 1 else 1.0
@@ -84,7 +84,7 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
         "dense_hidden": model.dense_hidden // layout.tp,
         "expert_hidden": model.expert_hidden // (layout.tp if layout.ep == 1 else layout.etp),
         "shared_hidden": model.shared_hidden // layout.tp,
-        # The loss in chunks multiplies with this rank's part of the output layer in any case.
+        # The chunked loss always multiplies by this rank's shard of the output layer.
         "vocab": model.vocab // (layout.tp if loss_parallel or num_chunks else 1),
     }
     return Shapes(
@@ -114,10 +114,10 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
 
 
 def padded_tokens(cell: Cell, sequences: int) -> int:
-    """Return the tokens of `sequences`, each document rounded up to a block.
+    """Return the number of tokens in `sequences` if every document is padded to a whole block.
 
-    Every sequence has room for a fixed number of documents (`bounds_capacity` in
-    titan/common/varlen_attention.py), empty ones too.
+    Every sequence has a fixed capacity of documents (`bounds_capacity` in
+    titan/common/varlen_attention.py); empty documents count.
     """
     length, gpu = cell.options["training.seq_len"], cell.cluster.gpu
     documents = 1 << (max(length // 128, min(length, 16)) - 1).bit_length()
@@ -126,23 +126,23 @@ def padded_tokens(cell: Cell, sequences: int) -> int:
 
 
 def routing_of(cell: Cell) -> str:
-    """Return how tokens choose experts: `trained`, `random` or `round_robin`."""
+    """Return the routing of tokens to experts: `trained`, `random` or `round_robin`."""
     forced = cell.options["debug.moe_force_load_balance"]
     return "round_robin" if forced else str(cell.options["debug.moe_routing"])
 
 
 @functools.cache
 def destinations(model: Model, places: int, routing: str) -> float:
-    """Return to how many of `places` (ranks, or nodes, with equal experts) a token is sent.
+    """Return the mean number of `places` (EP ranks or nodes) that a token is sent to.
 
-    Trained routing is taken for random: independent scores, of which the router takes the best.
+    Trained routing counts as random: scores are independent and the router takes the best.
     """
     if places <= 1:
         return 1.0
     experts, top_k, per_place = model.num_experts, model.top_k, model.num_experts // places
     if routing == "round_robin":
-        # `_debug_force_load_balance_routing` deals neighbours from a multiple of top_k, modulo the
-        # experts.
+        # `_debug_force_load_balance_routing` sends token t to the `top_k` consecutive experts from
+        # t * top_k on, modulo the number of experts.
         starts = [token * top_k % experts for token in range(experts // math.gcd(experts, top_k))]
         visited = [{(one + k) % experts // per_place for k in range(top_k)} for one in starts]
         return sum(map(len, visited)) / len(visited)
@@ -154,12 +154,12 @@ def destinations(model: Model, places: int, routing: str) -> float:
 
 @functools.cache
 def _chosen_experts(model: Model) -> Any:
-    """Simulate TorchTitan's router limited to groups: the experts of each of many tokens."""
+    """Simulate TorchTitan's group-limited router; return the experts, (tokens, top_k)."""
     import numpy as np
 
     groups, limited = model.num_expert_groups or 1, model.num_limited_groups or 1
     scores = np.random.default_rng(42).random((_TOKENS, groups, model.num_experts // groups))
-    # The groups with the best sums of two scores.
+    # A group's score is the sum of its two best experts; exclude all but the best groups.
     sums = np.sort(scores, axis=2)[:, :, -2:].sum(axis=2)
     refused = np.argsort(sums, axis=1)[:, : groups - limited]
     np.put_along_axis(scores, refused[:, :, None], -1.0, axis=1)
@@ -167,8 +167,8 @@ def _chosen_experts(model: Model) -> Any:
 
 
 def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Product]:
-    """Return a layer's products that the save list's `mm` spares in compiled code, in BF16."""
-    # TorchTitan's own list names `mm` too, and does not see it in compiled code.
+    """Return a layer's BF16 products that `mm` in the save list keeps from being recomputed."""
+    # Only the cookbook's save list reaches compiled code; TorchTitan's `mm` does not.
     if not (moe and s.compiled and cell.saves and "mm" in cell.options[SAVE_LIST]):
         return []
     found = products([*attention_operators(s), *feed_forward_operators(s, moe)], s.tokens)

@@ -1,8 +1,8 @@
-"""The time of an optimizer step, by cause, and the tokens per second that follow from it.
+"""The time of an optimizer step by cause, and the tokens per second that follow from it.
 
-The slowest rank sets the pace, since ranks meet in every layer. Each millisecond is counted once,
-as `submit.py profile` does: compute by kind, exposed communication, idle time. See
-docs/reference/models.md for the count of each term, docs/evidence/prediction.md for the errors.
+The slowest rank sets the pace, since ranks synchronize in every layer. As in `submit.py profile`,
+every millisecond counts once: as compute by kind, exposed communication or idle time.
+docs/reference/models.md explains the terms, docs/evidence/prediction.md gives the errors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,13 +31,13 @@ BUBBLE, TEXT = "pipeline bubble", "texts"
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step of the busiest pipeline rank; milliseconds."""
+    """The predicted step of the busiest pipeline rank, in milliseconds."""
 
     rank: int
-    terms_ms: Mapping[str, float]  # by cause; they add up to the step
-    recompute_ms: float  # the part of them that computes or sends again
+    terms_ms: Mapping[str, float]  # times by cause, which add up to the step
+    recompute_ms: float  # the part of the step spent on recomputation
     tokens_per_gpu: float
-    documents: Documents | None  # that bound attention; None for whole sequences
+    documents: Documents | None  # documents that bound attention; None for whole sequences
 
     @property
     def step_ms(self) -> float:
@@ -45,7 +45,7 @@ class StepTime:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """As TorchTitan logs it (`tps`)."""
+        """The throughput that TorchTitan logs as `tps`."""
         return 1000 * self.tokens_per_gpu / self.step_ms
 
     @property
@@ -54,11 +54,11 @@ class StepTime:
 
     @property
     def exposed_ms(self) -> float:
-        """Communication that nothing hides."""
+        """Communication that no compute overlaps."""
         return sum(time for name, time in self.terms_ms.items() if name.endswith("exposed"))
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return it for JSON; units are in the names."""
+        """Return the step as a mapping for JSON."""
         return {
             "rank": self.rank,
             "step_ms": round(self.step_ms, 1),
@@ -75,10 +75,10 @@ def predict_step(
     hardware: Hardware | None = None,
     overlapped: bool = True,
 ) -> StepTime:
-    """Predict a cell's step; InputError for something that the model does not know.
+    """Predict a cell's step; raise InputError if part of the cell is not modelled.
 
-    `ranks`, `documents` and `hardware` replace those of the cell; `overlapped`: whether a DeepEP
-    layer computes beside its exchanges, as it does today.
+    `ranks`, `documents` and `hardware` override the cell's. `overlapped`: whether a DeepEP layer
+    overlaps compute with dispatch and combine, as the cookbook's layer does.
     """
     refuse_unmodelled(cell)
     hardware = hardware or hardware_of(cell)
@@ -87,7 +87,7 @@ def predict_step(
     layout, options = cell.layout, cell.options
     shapes, seq_len = shapes_of(cell, ranks[0]), options["training.seq_len"]
     if cell.hooks != options.stack.hooks and shapes.deepep:
-        # TorchTitan as released exchanges every token once for each TP rank.
+        # TorchTitan as released dispatches every token once per TP rank.
         sent_rows, rows = shapes.sent_rows * layout.tp, shapes.rows * layout.tp
         shapes = replace(shapes, sent_tokens=shapes.tokens, sent_rows=sent_rows, rows=rows)
     meeting = max(layout.ep * layout.etp // layout.tp, 1) if layout.ep > 1 else layout.dp_shard
@@ -107,7 +107,7 @@ def predict_step(
     busiest, bubble_ms = _busiest(ranks, times, links)
     microbatches = busiest.num_microbatches * rounds
     done = [terms for part in busiest.parts for terms in times.part(part)]
-    # A pipeline gathers and reduces once a round, whatever the number of its microbatches.
+    # A pipeline gathers and reduces once per round, however many microbatches it has.
     keeps = options["parallelism.fsdp_reshard_after_forward"] == "never" or layout.pp > 1
     gathers = 1 if keeps else 2
     exposed_ms, hidden_ms = _fsdp_ms(busiest, links, times, gathers)
@@ -136,14 +136,14 @@ def predict_step(
 
 
 def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Rank, float]:
-    """Return the rank that works longest, and its pipeline bubble in a round."""
+    """Return the rank with the most compute, and its pipeline bubble per round."""
     if ranks[0].num_stages == 1:
         return ranks[0], 0.0
     durations: dict[tuple[int, str], float] = {}
     for rank in ranks:
         for stage, part in zip(rank.stages, rank.parts, strict=True):
             forward, backward = (sum(terms.values()) for terms in times.part(part))
-            # A backward in two halves: the gradients of inputs, and those of weights.
+            # A split backward: gradients of inputs (I) and of weights (W).
             halves = {"I": backward * 2 / 3, "W": backward / 3}
             for kind, time_ms in {"F": forward, "B": backward, **halves}.items():
                 durations[stage, kind] = time_ms
@@ -154,9 +154,9 @@ def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Ra
 
 
 def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes, gathers: int) -> tuple[float, float]:
-    """Return the exposed and the hidden time of a round's exchanges, summed over layers.
+    """Return the exposed and the hidden time of FSDP's communication in a round.
 
-    Nothing hides the gather before the first layer, and the reduction behind the last backward.
+    Nothing hides the gather before the first layer and the reduction after the last backward.
     """
     if not rank.mixed_precision:
         return 0.0, 0.0
@@ -175,7 +175,7 @@ def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes, gathers: int) -> tuple
 
 
 def refuse_unmodelled(cell: Cell) -> None:
-    """Raise InputError, at the option to change, for a cell whose time is not modelled."""
+    """Raise InputError, naming the option to change, if a cell's time is not modelled."""
     if cell.emulated:
         found = "is emulated on this cluster: its time says nothing"
         remedy = "take bf16 and standard, or a cluster whose GPUs have it"

@@ -1,8 +1,7 @@
-"""The bytes that a GPU sends over each network, per exchange and per step, and their time.
+"""The bytes that a GPU sends over each network, per operation and per step, and their time.
 
-Collectives are counted as rings that enter a node once and share its network cards (NCCL's); an
-all-to-all as every rank with every other. Context parallelism's exchange of keys and values is not
-counted.
+Collectives count as NCCL's rings, which enter a node once and share its network cards. In an
+all-to-all every rank sends to every other. Context parallelism's traffic is not counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +14,14 @@ from cookbook.predict.operators import Unit
 from cookbook.predict.rank import Rank
 from cookbook.predict.shapes import Shapes, shapes_of
 
-# MXFP8: one byte an element, and one byte of scale for every 32 elements.
+# MXFP8: one byte per element, and one byte of scale per 32 elements.
 MXFP8_BYTES = 1 + 1 / 32
 EP_BACKENDS = ("standard", "deepep", "mxfp8_a2a")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a GPU sends within its node and out of it."""
+    """Bytes that a GPU sends within its node (NVLink) and to other nodes (InfiniBand)."""
 
     nvlink: float = 0.0
     infiniband: float = 0.0
@@ -36,7 +35,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """The traffic of one exchange of each kind, for one microbatch."""
+    """The traffic of one communication operation of each kind, for one microbatch."""
 
     cell: Cell
     shapes: Shapes
@@ -46,7 +45,7 @@ class Exchanges:
         return max(1, min(ranks, self.cell.cluster.ranks_per_node // stride))
 
     def _gather(self, size: float, ranks: int, stride: int) -> Traffic:
-        """Return that of an all-gather to, or a reduce-scatter from, `size` bytes."""
+        """Return the traffic of an all-gather to, or a reduce-scatter from, `size` bytes."""
         if ranks == 1:
             return Traffic()
         in_node = self._in_node(ranks, stride)
@@ -54,7 +53,7 @@ class Exchanges:
         return Traffic(size * (ranks - 1) / ranks - outside if in_node > 1 else 0.0, outside)
 
     def unit(self, unit: Unit) -> tuple[Traffic, Traffic, Traffic]:
-        """Return those of an FSDP module: gather, reduction, and each half of the replicas' sum."""
+        """Return an FSDP module's traffic: gather, reduction, half of the replicas' all-reduce."""
         layout, s = self.cell.layout, self.shapes
         is_expert = unit.name.endswith("moe.experts")
         group = unit.shards, layout.ep * layout.etp if is_expert else layout.tp
@@ -63,45 +62,45 @@ class Exchanges:
         return gather, reduce, self._gather(unit.local * s.grad, *replicas)
 
     def tensor(self) -> Traffic:
-        """Return that of a gather or reduction of the hidden states over TP."""
+        """Return the traffic of a gather or reduction of the hidden states over TP."""
         s = self.shapes
         return self._gather(float(s.tokens * s.dim * s.act), self.cell.layout.tp, 1)
 
     def stage(self) -> Traffic:
-        """Return that of the hidden states on their way to the next pipeline stage."""
+        """Return the traffic of sending the hidden states to the next pipeline stage."""
         if self.cell.layout.stage_ranks >= self.cell.cluster.ranks_per_node:
             return Traffic(infiniband=self.shapes.hidden_bytes)
         return Traffic(nvlink=self.shapes.hidden_bytes)
 
     def all_to_all(self, width: float) -> Traffic:
-        """Return that of a dispatch or combine in `width` bytes an element, equal for all ranks."""
+        """Return the traffic of a uniform dispatch or combine; `width`: bytes per element."""
         s, ep = self.shapes, self.cell.layout.ep
         in_node, size = self._in_node(ep, self.cell.layout.etp), s.sent_rows * s.dim * width
         return Traffic(size * (in_node - 1) / ep, size * (ep - in_node) / ep)
 
     def deepep(self) -> Traffic:
-        """Return that of DeepEP's dispatch or combine.
+        """Return the traffic of DeepEP's dispatch or combine.
 
-        A token crosses the network once for each other node, and NVLink once for each other rank.
+        A token crosses InfiniBand once per other node, and NVLink once per other rank.
         """
         layout, s = self.cell.layout, self.shapes
         in_node = self._in_node(layout.ep, layout.etp)
         nodes = max(layout.ep // in_node, 1)
         size = float(s.sent_tokens * s.dim * s.act)
-        # On arrival a token goes on over NVLink unless its rank is the one that took it in.
+        # In its node a token crosses NVLink unless the rank that received it is the target.
         within = s.ranks_per_token * (in_node - 1) / in_node
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
     def experts(self, backend: str) -> tuple[Traffic, Traffic]:
-        """Return the traffic of an MoE layer's exchanges, and the part that recomputation adds."""
+        """Return an MoE layer's all-to-all traffic: without recomputation, and what that adds."""
         s = self.shapes
         if s.ep == 1:
             return Traffic(), Traffic()
         if backend == "deepep":
             one = self.deepep()
-            # Rows whose activations were scored are sent to their experts again, and not back.
+            # With scored activations recomputation repeats the dispatch but not the combine.
             return one.times(4), one.times(1 if s.scored_activations else 2)
-        # Dispatch in the forward and combine's gradient in the backward may be quantized.
+        # The dispatch of the forward and the combine's gradient in the backward may be quantized.
         first = self.all_to_all(MXFP8_BYTES if backend == "mxfp8_a2a" else s.act)
         forward = first + self.all_to_all(s.act)
         return forward.times(2), forward
@@ -109,7 +108,7 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step. `traffic` is by kind: fsdp, tp, pp, ep/<backend>."""
+    """The work of a step; the keys of `traffic` are fsdp, tp, pp and ep/<backend>."""
 
     parameters: int
     active_parameters: int
@@ -119,7 +118,7 @@ class Work:
     traffic: Mapping[str, Traffic]
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return it for JSON; bytes a GPU a step."""
+        """Return the work as a mapping for JSON; traffic is in bytes per GPU and step."""
         content = asdict(self)
         content["bytes_per_gpu_step"] = {
             kind: {network: round(sent) for network, sent in by_network.items()}
@@ -129,7 +128,7 @@ class Work:
 
 
 def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
-    """Count one optimizer step; the traffic is that of the rank that sends most."""
+    """Count the work of one optimizer step, with the traffic of the rank that sends most."""
     first, layout, options = ranks[0], cell.layout, cell.options
     batch = options["training.local_batch_size"] * first.gradient_accumulation_steps
     tokens = batch * layout.dp_replicate * layout.dp_shard * options["training.seq_len"]
@@ -150,13 +149,13 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
     """Return the traffic of `rank` in a step, by kind."""
     one = Exchanges(cell, shapes_of(cell, rank))
     microbatches = rank.num_microbatches * rank.gradient_accumulation_steps
-    # Exchanges whose results are saved by operator are not sent again by recomputation.
+    # Recomputation does not repeat communication whose results are saved.
     is_saved = "communication" in cell.saves
     repeated = [layer for layer in rank.layers if layer.recomputed and not is_saved]
-    # Four exchanges over TP a layer and direction; one each around embedding and head.
+    # Four TP operations per layer and direction; one per direction for embedding and for head.
     ends = sum(2 * part.embedding + 2 * part.head for part in rank.parts)
     tensor = 8 * len(rank.layers) + 4 * len(repeated) + ends
-    # A pipeline gathers and reduces once a step, whatever the number of its microbatches.
+    # A pipeline gathers and reduces once per step, however many microbatches it has.
     pipelined = cell.layout.pp > 1
     keeps = pipelined or cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
     fsdp = Traffic()
@@ -179,12 +178,12 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
 
 @dataclass(frozen=True)
 class Links(Exchanges):
-    """The time of one exchange of each kind, in milliseconds, before any overlap."""
+    """The time of one communication operation of each kind, in milliseconds, before overlap."""
 
     hardware: Hardware
 
     def expert_exchanges_ms(self) -> float:
-        """Return that of a layer's dispatch and combine, and of their gradients' too."""
+        """Return the time of a layer's dispatch and combine; their gradients take the same."""
         if self.shapes.ep == 1:
             return 0.0
         if self.shapes.deepep:
@@ -197,18 +196,18 @@ class Links(Exchanges):
         return sum(hw.all_to_all_latency_ms + one_ms for one_ms in sent_ms)
 
     def deepep_ms(self, chunks: int = 1) -> float:
-        """Return that of one exchange of one of a layer's `chunks`, where DeepEP sends."""
+        """Return the time of DeepEP's dispatch or combine of one of a layer's `chunks`."""
         hw = self.hardware
         sent_ms = self._ms(self.deepep(), hw.deepep_nvlink_gb_per_s, hw.deepep_infiniband_share)
         return hw.deepep_latency_ms + sent_ms / chunks
 
     def unit_ms(self, unit: Unit, beside_compute: bool = False) -> tuple[float, float]:
-        """Return an FSDP module's gather, and its reduction over replicas too."""
+        """Return the times of an FSDP module's gather and of its reduction, replicas included."""
         gather, reduce, replicas = (self.nccl_ms(sent, beside_compute) for sent in self.unit(unit))
         return gather, reduce + 2 * replicas
 
     def nccl_ms(self, sent: Traffic, beside_compute: bool = False) -> float:
-        """Return that of bytes that NCCL sends."""
+        """Return the time in which NCCL sends `sent`."""
         hw = self.hardware
         share = hw.nccl_beside_compute_share if beside_compute else hw.nccl_nvlink_share
         return self._ms(sent, hw.nvlink_gb_per_s * share, hw.nccl_infiniband_share)
@@ -219,7 +218,7 @@ class Links(Exchanges):
         if not sent.infiniband:
             return within
         bandwidth = self.hardware.infiniband_gb_per_s
-        # `hardware_of` has refused a job of several nodes without these.
+        # `hardware_of` has rejected jobs of several nodes without these values.
         assert bandwidth
         assert infiniband_share
         return max(within, sent.infiniband / (bandwidth * infiniband_share * 1e6))
