@@ -20,7 +20,7 @@ from cookbook.launch import submit as executor
 from cookbook.launch.script import option_word, sbatch_options
 from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.record import read_record
-from cookbook.run.run import Run, is_submit_locked
+from cookbook.run.run import Run, is_submit_locked, read_run
 from cookbook.run.slurm import sbatch as slurm_sbatch
 from cookbook.run.status import read_job, read_status
 from tests.cells import CLUSTERS, Point
@@ -197,7 +197,9 @@ def test_each_cell_that_can_run_is_a_job_of_its_own(
 def test_the_batch_file(slurm: Slurm, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somebody/elses")
     run = create_run("smoke", cells[:1])
-    submit_run(run, cells[:1])
+    # `run --resume NAME`, called beside the run: the checkout, where sbatch runs, has no such path.
+    monkeypatch.chdir(run.folder.parent)
+    submit_run(read_run(Path(run.name)), cells[:1])
     lines = (slurm.taken / "0").read_text().splitlines()
     assert lines[0] == "#!/bin/bash"
     options = sbatch_options(cells[0]) | {"output": f"{run.cell('a').job_files}/%j.log"}

@@ -182,7 +182,8 @@ def _executor(run: Run, cells: Sequence[Cell]) -> RunLocalExecutor | CellSlurmEx
         script, name = run.folder / "job/submission.sh", run.record.sweep or name
         title = f"the train.sh of {len(cells)} cells in turn"
     options = sbatch_options(cell, name, leave_out=choice.nodes)
-    options["output"] = str(script.parent / "%j.log")
+    # sbatch's working folder is the checkout, and a run may be named by a relative path.
+    options["output"] = str(script.parent.absolute() / "%j.log")
     if choice.begin is not None:
         options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(choice.begin))
     lines = [
