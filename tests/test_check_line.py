@@ -37,6 +37,7 @@ def check_line(
         ),
         (["sbatch", "-N16", "-p", "main", "train_671b.sh"], "may run: 16 node(s)"),
         (["sbatch", "--nodes", "8-16", "train_671b.sh"], "may run: 8 node(s)"),
+        (["sbatch", "--gres=nvme:1", "train_671b.sh"], "may run: 32 node(s) x 8 B200"),
     ],
 )
 def test_a_line_that_may_run(checkout: Path, words: list[str], verdict: str) -> None:

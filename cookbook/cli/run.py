@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cookbook.base.errors import InputError, nearest, unknown_name
 from cookbook.base.gpus import has_slurm
@@ -289,10 +290,10 @@ def check_line(arguments: argparse.Namespace) -> int:
     if runner == "sbatch":
         job = {"JOB_ID": "0", "JOB_NUM_NODES": nodes, "SUBMIT_DIR": str(Path.cwd())}
         environment |= {f"SLURM_{name}": value for name, value in job.items()}
-    counted, gpus = options.gpus or ("", "")
-    if gpus.isdigit():
-        per_node = int(gpus) // (int(nodes) if counted == "in all" else 1)
-        environment["SLURM_GPUS_ON_NODE"] = str(per_node)
+    for counted, value in options.gpus:
+        if (gpus := value.rpartition(":")[2]).isdigit():
+            per_node = int(gpus) // (int(nodes) if counted == "in all" else 1)
+            environment["SLURM_GPUS_ON_NODE"] = str(per_node)
     folder = script.resolve().parent
     if "COOKBOOK_ROOT" not in os.environ and (folder / "submit.py").is_file():
         environment["COOKBOOK_ROOT"] = str(folder)
@@ -352,14 +353,14 @@ def _header(script: Path, lines: Sequence[str]) -> list[str]:
 def _options(words: Sequence[str]) -> argparse.Namespace:
     """Parse the sbatch options that bear on the check; the last of each counts.
 
-    `gpus` says whether it counts them `in all` or `a node`, and their number: of `gpu:b200:8`, 8.
+    `gpus` says of each option whether it counts them `in all` or `a node`, and its value, whose end
+    is their number: `b200:8`; empty of a `--gres` without GPUs.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nodes", "-N", default="1")
     parser.add_argument("--export", default="")
-    parser.add_argument("--gpus", "-G", type=lambda text: ("in all", text.rpartition(":")[2]))
-    for flag in ("--gpus-per-node", "--gres"):
-        parser.add_argument(
-            flag, dest="gpus", type=lambda text: ("a node", text.rpartition(":")[2])
-        )
+    gpus: dict[str, Any] = {"dest": "gpus", "action": "append", "default": []}
+    parser.add_argument("--gpus", "-G", **gpus, type=lambda text: ("in all", text))
+    parser.add_argument("--gpus-per-node", **gpus, type=lambda text: ("a node", text))
+    parser.add_argument("--gres", **gpus, type=lambda text: ("a node", text.partition("gpu")[2]))
     return parser.parse_known_args([word.replace("'", "").replace('"', "") for word in words])[0]
