@@ -15,7 +15,7 @@ import yaml
 from cookbook.base.errors import InputError, described
 from cookbook.base.files import locked, write_whole
 from cookbook.base.paths import runs_folder
-from cookbook.base.yamlfile import mapping_at, read_yaml
+from cookbook.base.yamlfile import read_yaml
 
 PASSING_H = 1.0  # hours, for faults that pass or are soon repaired
 HARDWARE_H = 24.0  # for broken hardware
@@ -53,9 +53,11 @@ def read_excluded(runs: Path | None = None) -> list[Excluded]:
     if not path.exists():
         return []
     file, found = read_yaml(path), []
-    for node in file.content:
-        entry, remedy = mapping_at(file, node), "write it as 2027-01-31 18:00"
-        written = entry.get("until")
+    for node, entry in file.content.items():
+        if not isinstance(entry, dict):
+            wanted = f"found {described(entry)}, allowed: until and reason"
+            raise InputError(file.place(node), wanted)
+        written, remedy = entry.get("until"), "write it as 2027-01-31 18:00"
         try:
             moment = datetime.fromisoformat(str(written))
         except ValueError:

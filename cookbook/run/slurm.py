@@ -237,7 +237,8 @@ def _rows(
 ) -> list[list[str]]:
     """Return the lines with so many fields; none of a command that failed."""
     lines = [] if answer.returncode else answer.stdout.splitlines()
-    return [row for line in lines if len(row := line.split(separator, columns - 1)) == columns]
+    rows = [line.strip().split(separator, columns - 1) for line in lines]
+    return [row for row in rows if len(row) == columns]
 
 
 def _output_of(command: list[str]) -> str:
