@@ -81,7 +81,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     ]
     summaries: list[AttemptSummary] = []
     for position, (attempt, end, own) in enumerate(zip(attempts, ends, times, strict=True)):
-        # The last step that was not lost; None where no step was.
+        # The last step that is kept; None where none is lost.
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
             # An absolute path stands for itself.

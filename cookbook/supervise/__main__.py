@@ -181,8 +181,8 @@ def main(words: Sequence[str]) -> int:
     start = parse(words)
     if os.environ.get("COOKBOOK_CHECK"):
         cell = validate(start)
-        words = f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}"
-        print(words, file=sys.stderr)
+        verdict = f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}"
+        print(verdict, file=sys.stderr)
         return CHECKED
     start_run(start)
     # `slurm_job` reads this variable, which submitit sets only in its own jobs.
