@@ -1,6 +1,6 @@
-"""The charts of a run as plain numbers, which the page's script draws, and as Matplotlib files.
+"""The charts of a run: as plain numbers, which the page's script draws, and as Matplotlib files.
 
-A new chart is a function of the cells that returns a Chart, or None without numbers, in CHARTS.
+To add a chart, add a function to CHARTS that returns a Chart, or None if there are no numbers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Of more steps a line is the running mean over a fortieth of them.
+# A line over more steps than _FEW_STEPS shows the running mean over a fortieth of them.
 _FEW_STEPS = 200
 _MOST_POINTS = 400
-# The axis of step times ends here, times the usual step, so that one wild step flattens nothing.
+# The upper end of the step-time axis, as a multiple of the median step time: one very long step
+# would otherwise flatten the lines.
 _MOST_STEP_TIME = 3.0
 
-# One for each cell in the run's order, light and dark. They differ in lightness as well as in hue
-# (after Okabe and Ito), and are at least 3:1 on the ground.
+# A (light mode, dark mode) pair per cell in run order. The colours differ in lightness as well as
+# hue (after Okabe and Ito), with a contrast of at least 3:1 to the background.
 COLOURS = (
     ("#4a525a", "#b9c2cb"),
     ("#0a6ebd", "#5fb4f0"),
@@ -44,13 +45,13 @@ COLOURS = (
 
 @dataclass(frozen=True)
 class Line:
-    """A cell's values over the steps."""
+    """A cell's values by step."""
 
     label: str
     colour: int  # index into COLOURS
     x: list[float]
     y: list[float]
-    is_dashed: bool = False  # another cell has the colour already
+    is_dashed: bool = False  # whether an earlier cell uses the same colour
     is_pale: bool = False
     marks: tuple[tuple[float, float], ...] = ()  # points marked by a triangle
     rules: tuple[float, ...] = ()  # steps marked by a vertical line
@@ -58,7 +59,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """A cell's value, with its interval, the baseline's value, and the published one."""
+    """A cell's value with its interval, the baseline's value and the published value."""
 
     label: str
     colour: int
@@ -73,7 +74,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over the steps, or bars; `low` to `high` in `unit`, a band of ±`band` about 0."""
+    """A chart of lines over steps, or of bars; `low` and `high` are the ends of its axis."""
 
     name: str
     title: str
@@ -83,12 +84,12 @@ class Chart:
     high: float
     lines: tuple[Line, ...] = ()
     bars: tuple[Bar, ...] = ()
-    band: float | None = None
+    band: float | None = None  # half the width of a shaded band about 0
 
 
 @dataclass(frozen=True)
 class _Cell:
-    """A cell with its place in the run, its baseline, and the part of its name that differs."""
+    """A cell with its position in the run, its baseline and its label."""
 
     result: Result
     number: int
@@ -102,9 +103,9 @@ class _Cell:
 
 
 def charts_of(results: RunResults) -> list[Chart]:
-    """Return every chart for which the logs hold the numbers."""
+    """Return every chart whose numbers are in the logs."""
     by_name = {cell.name: cell for cell in results.cells}
-    # Labels leave out the words that all names begin with (`671b-`).
+    # Labels omit the words that all names start with (`671b-`).
     words = [name.split("-") for name in by_name]
     columns = zip(*(one[:-1] for one in words), strict=False)
     alike = [*takewhile(lambda column: len({*column}) == 1, columns)] if len(words) > 1 else []
@@ -117,7 +118,7 @@ def charts_of(results: RunResults) -> list[Chart]:
 
 
 def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """Return a bar for each cell, from 0."""
+    """Chart every cell's throughput as a bar from 0."""
     bars = tuple(map(_bar, cells))
     numbers = [n for bar in bars for n in (bar.high, bar.value, bar.published) if n]
     if not numbers:
@@ -160,7 +161,7 @@ def _bar(cell: _Cell) -> Bar:
 
 
 def _losses(result: Result, kind: str = "loss") -> dict[int, float]:
-    """Return the losses that are numbers, by step."""
+    """Return the finite losses by step."""
     found = ((one.step, getattr(one, kind)) for one in result.curve)
     return {step: loss for step, loss in found if loss is not None and np.isfinite(loss)}
 
@@ -182,7 +183,7 @@ def validation_loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """Return the loss of every comparable cell minus its baseline's, in percent."""
+    """Chart the loss of every comparable cell minus its baseline's loss, in percent."""
     lines, is_mean = [], False
     for cell in cells:
         own, base = cell.result, cell.base
@@ -206,7 +207,7 @@ def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """Return the seconds of every logged step, with stalls and restarts."""
+    """Chart the seconds of every logged step, with stalls and restarts."""
     lines = []
     for cell in cells:
         tokens = cell.result.tokens_per_step_per_gpu or 0.0
@@ -238,7 +239,7 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """Return the busiest expert over the mean: of the median layer, and of the most uneven one."""
+    """Chart the busiest expert's load over the mean, for the median layer and the worst layer."""
     lines = []
     for cell in cells:
         if load := {one.step: one.busiest_over_mean for one in cell.result.loads}:
@@ -275,7 +276,7 @@ def _chart(name: str, title: str, caption: str, unit: str, lines: Sequence[Line]
 
 
 def running_mean(values: Mapping[int, float]) -> Mapping[Any, float]:
-    """Return the centred running mean over a fortieth of many steps; few steps as they are."""
+    """Return the centred running mean over a fortieth of the steps; few steps are unchanged."""
     if len(values) <= _FEW_STEPS:
         return values
     window = np.full(len(values) // 40, 1 / (len(values) // 40))
@@ -288,7 +289,7 @@ def running_mean(values: Mapping[int, float]) -> Mapping[Any, float]:
 
 
 def thin(values: Mapping[int, float]) -> Mapping[int, float]:
-    """Return at most `_MOST_POINTS` points: the lowest and highest of each stretch of steps."""
+    """Return at most `_MOST_POINTS` points: the lowest and highest of every interval of steps."""
     if len(values) <= _MOST_POINTS:
         return values
     kept = set[int]()
@@ -298,7 +299,7 @@ def thin(values: Mapping[int, float]) -> Mapping[int, float]:
 
 
 def draw_chart(chart: Chart) -> dict[str, bytes]:
-    """Return the picture as `svg` and as `png`; ModuleNotFoundError without Matplotlib."""
+    """Return the chart as `svg` and `png`; raise ModuleNotFoundError if Matplotlib is missing."""
     if chart.bars:
         height = 1.0 + 0.6 * len(chart.bars)
         return draw_figure(chart.name, height, lambda axes: _draw_bars(axes, chart), grid="x")

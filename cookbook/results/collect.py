@@ -1,11 +1,11 @@
-"""Collect the results of a run, finished or not: one Result for each cell, in the run's order.
+"""Collect the results of a run, finished or not: one Result per cell, in run order.
 
-- Metrics are those of the loss rank: rank 0, or with PP the first rank of the last stage.
+- Metrics come from the log of the loss rank: rank 0, or with PP the first rank of the last stage.
 - Throughput, TFLOPs and MFU are medians over the logged steps after warm-up. Warm-up is the first
-  quarter of the logged steps of each attempt, at least 1 and at most 10: they hold compilation and
+  quarter of an attempt's logged steps, at least 1 and at most 10, which include compilation and
   allocation.
 - Memory is the peak over all ranks, steps and attempts.
-- The first step of a resumed attempt replaces that step and all later ones of earlier attempts.
+- From its first step on, a resumed attempt replaces the steps of earlier attempts.
 """
 
 import math
@@ -32,13 +32,13 @@ from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json, read_resump
 
 _EMULATED = "emulated numerics: the throughput says nothing about real MXFP8"
 _BY_REFERENCE = "attention by a reference: the throughput says nothing about FlashAttention-4"
-# A result has these of its record as they are.
+# Fields that a Result copies unchanged from the cell's record.
 _OF_RECORD = "recipe precision ep_backend device stand_in_for prediction world repeat_of "
 _OF_RECORD += "published_tokens_per_second_per_gpu published_source tokens_per_step_per_gpu"
 
 
 def collect_results(run: Run, states: Iterable[CellState]) -> RunResults:
-    """Read a run's metrics and logs; `states` are those of its cells."""
+    """Read the metrics and logs of a run whose cells are in `states`."""
     known = {state.cell: state for state in states}
     cells = [_collect_cell(folder, known[folder.name], run.record.baseline) for folder in run.cells]
     return RunResults(run.record, tuple(against_baseline(cells)))
@@ -49,7 +49,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     try:
         record = read_record(folder.record)
     except InputError as error:
-        # The cell must still appear.
+        # Report the cell in spite of its unreadable record.
         record, problem = CellRecord(), str(error)
     attempts = folder.attempts()
     curve, loads = metrics.collect_steps(folder, record), metrics.collect_router_load(folder)
@@ -73,7 +73,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     if status != REFUSED:
         reasons += [_EMULATED] * is_low_precision_emulated + [_BY_REFERENCE] * by_reference
     options = record.options
-    # An sbatch line may have turned it on after the script's name.
+    # Profiling counts if the record has it, or if an sbatch line enabled it and there are traces.
     is_asked = bool(attempts) and options.get("profiling.enable_profiling") is True
     routing = None
     if record.name is not None or record.recipe is not None:
@@ -116,24 +116,24 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
 
 
 def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
-    """Return hours of all attempts times their GPUs, from TorchTitan's first line to its last.
+    """Return the GPU hours of all attempts, from TorchTitan's first log line to its last.
 
-    None on a CPU, and without logs. The minute or so before the first line is not in it.
+    None on a CPU or without logs. The minute or so before the first line does not count.
     """
     if record.device == "cpu":
         return None
     seconds = 0.0
     for attempt in reversed(folder.attempts()):
-        # Those before a change of the request have another one.
+        # Attempts before a change of the request have a record of their own.
         record = read_record(attempt.record) if attempt.record.exists() else record
         seconds += (metrics.logged_seconds(attempt.log) or 0.0) * record.world
     return seconds / 3600 or None
 
 
 def cost_per_billion_tokens(record: CellRecord, throughput: Throughput | None) -> float | None:
-    """Return the cost at the cell's speed with stalls, by the cluster's `price_per_gpu_hour`.
+    """Return the cost per 10^9 tokens at the cell's mean speed, which includes stalls.
 
-    None without a price, or where the cluster's profile is not here.
+    None if the cluster's profile is missing or has no `price_per_gpu_hour`.
     """
     if throughput is None or record.device == "cpu" or not record.cluster:
         return None
@@ -145,21 +145,21 @@ def cost_per_billion_tokens(record: CellRecord, throughput: Throughput | None) -
 
 
 def expected_step(name: str, record: CellRecord) -> StepTime | None:
-    """Return the predicted step of the cell as last asked for; None where it cannot be predicted.
+    """Return the predicted step of the cell as last requested; None if it cannot be predicted.
 
-    A cell that was refused, ran on a CPU, or was emulated has no meaningful time.
+    Cells that were rejected, ran on a CPU or were emulated have no meaningful time.
     """
     if record.device != "cuda" or record.emulated or record.refused:
         return None
     try:
         return predict_step(cell_from_record(name, record, name, None, {}))
     except InputError:
-        # Its files are gone, or its documents or GPU are unknown.
+        # The cell's files are gone, or its documents or GPU are unknown.
         return None
 
 
 def summarize_load(steps: Sequence[metrics.LoadStep]) -> LoadSummary | None:
-    """Summarize the last tenth of the logged steps, at least one; None without any."""
+    """Summarize the router load over the last tenth of the logged steps; None without steps."""
     if not steps:
         return None
     last = steps[-max(1, len(steps) // 10) :]

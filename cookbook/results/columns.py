@@ -1,7 +1,7 @@
-"""The one list of columns: of every table in the terminal, Markdown, the page and `compare`.
+"""The columns of every table in the terminal, Markdown, the page and `compare`.
 
-A new column is a line in COLUMNS: heading, tables, alignment, value, format. `{unit}` in a
-heading is GPU, or rank for a run on CPUs. A column that is unknown in every row is left out.
+To add a column, add a line to COLUMNS: heading, tables, alignment, value, format. `{unit}` in a
+heading is GPU, or rank for a run on CPUs. A column that is unknown in every row is omitted.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from cookbook.results.verdicts import LEVEL, LOSS_LEVEL, STALL, STEPS, SpeedUp
 UNKNOWN = "-"
 CELLS, PUBLISHED, SPEED = "cells", "published", "speed"
 REPEATS, LOSSES, LOAD, COMPARE = "repeats", "losses", "load", "compare"
-# The title of each table of a report, and the text below it.
+# The title of every table of a report, and the text below the table.
 TABLES = {
     CELLS: (
         "Cells",
@@ -51,7 +51,7 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Text by row and column; `align` has a letter for each column: l, or r for numbers."""
+    """Text by row and column; `align` has one letter per column: l, or r for numbers."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -63,16 +63,16 @@ class Table:
 
 class Column(NamedTuple):
     heading: str
-    tables: str  # names of those that have it
+    tables: str  # names of the tables with this column, separated by spaces
     align: str  # l, or r for numbers
     value: str | Callable[[Result], object]  # an attribute such as `throughput.num_steps`
     template: str | Callable[[Any], str] = (
-        "{}"  # a format of it, or a function that returns its text
+        "{}"  # a format string for the value, or a function that returns its text
     )
-    baseline: str = ""  # an attribute; the baseline's row says `baseline` where it is known
+    baseline: str = ""  # an attribute; if it is known, the baseline's row shows `baseline`
 
     def text(self, row: Result) -> str:
-        """Return the row's text, a dash for an unknown value."""
+        """Return the text of the column in `row`; an unknown value is a dash."""
         if self.baseline and row.is_baseline and getattr(row, self.baseline):
             return "baseline"
         found: Any = row
@@ -87,7 +87,7 @@ class Column(NamedTuple):
 
 
 def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
-    """Return the table of that name without the columns that say nothing."""
+    """Return the table named `table` without the columns that have no information."""
     heads: list[str] = []
     columns: list[list[str]] = []
     align = ""
@@ -95,7 +95,7 @@ def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
         if table not in column.tables.split():
             continue
         texts = [column.text(row) for row in rows]
-        # Where all cells agree on their attention or routing, the conditions have it.
+        # Attention and routing that all cells share are among the report's conditions instead.
         fewest = 1 if column.heading in ("attention", "attended tokens", "routing") else 0
         if len(heads) < 2 or len({*texts} - {UNKNOWN}) > fewest:
             heads.append(column.heading.format(unit=unit))
@@ -105,7 +105,7 @@ def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
 
 
 def report_tables(results: RunResults) -> dict[str, Table]:
-    """Return every table of a report with something to show, by name; the main one always."""
+    """Return the tables of a report by name: the main table, and every other one with rows."""
     cells = results.cells
     rows: dict[str, Sequence[Result]] = {
         CELLS: cells,
@@ -120,14 +120,14 @@ def report_tables(results: RunResults) -> dict[str, Table]:
 
 
 def tokens_text(value: float | None) -> str:
-    """Return tokens/s; the few tokens of a CPU or a debug model keep their decimals."""
+    """Format tokens/s; the small numbers of a CPU or a debug model keep decimals."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def gain_text(ratio: float | None) -> str:
-    """Return a ratio as percent more or less: `+30.2%`."""
+    """Format a ratio as a relative difference: `+30.2%`."""
     return UNKNOWN if ratio is None else f"{100 * (ratio - 1):+.1f}%"
 
 
@@ -143,7 +143,7 @@ def _status(row: Result) -> str:
 
 
 def _steps(row: Result) -> str:
-    """Return `20` for a finished cell, else the progress: `7/20`."""
+    """Return the steps of a finished cell (`20`) or the progress of another one (`7/20`)."""
     done = UNKNOWN if row.steps is None else f"{row.steps:,}"
     has_total = row.status not in ("finished", "refused") and row.total_steps
     return f"{done}/{row.total_steps:,}" if has_total else done
@@ -172,7 +172,7 @@ def _basis(speed: SpeedUp) -> str:
 
 
 def _range(template: str) -> Callable[[Any], str]:
-    """Return the text of an interval with `low` and `high` in that format."""
+    """Return a function that formats `low` and `high` of an interval with `template`."""
     return lambda found: (
         UNKNOWN if found.low is None else f"{found.low:{template}} to {found.high:{template}}"
     )

@@ -1,6 +1,6 @@
-"""Compare cells: with the baseline of their run, with another run, or with published numbers.
+"""Compare cells with the baseline of their run, with another run, or with published numbers.
 
-A speed-up needs cells of the same recipe and device that have finished, without emulated numerics.
+A speed-up needs finished cells with the same recipe and device, and without emulated numerics.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ from cookbook.run.status import FINISHED
 
 
 def against_baseline(folders: Iterable[Result]) -> list[Result]:
-    """Merge repeats, a Result each; add speed-ups and loss verdicts where cells are comparable."""
+    """Merge each cell's repeats into one Result; add speed-ups and loss verdicts if comparable."""
     runs = defaultdict[str, list[Result]](list)
     for result in folders:
         runs[result.repeat_of or result.name].append(result)
@@ -53,10 +53,10 @@ def against_baseline(folders: Iterable[Result]) -> list[Result]:
 
 
 def merge_repeats(runs: Sequence[Result]) -> Result:
-    """Return one result for all `runs` of a cell, in the order of their repeats.
+    """Return one result for `runs`, all repeats of a cell in order.
 
-    Throughput is over the steps of all, TFLOPs, MFU and final loss are medians, memory is the peak,
-    and the state is the first that is not `finished`. Stalls, attempts and lost steps are summed.
+    Throughput is over the steps of all repeats; TFLOPs, MFU and final loss are medians; memory is
+    the peak; status is the first that is not `finished`. Stalls, attempts and lost steps add up.
     """
     first = runs[0]
     if len(runs) == 1:
@@ -65,7 +65,7 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
     reasons = [f"repeat {number}: {run.reason}" for number, run in enumerate(runs, 1) if run.reason]
     attempts = tuple(attempt for run in runs for attempt in run.history.attempts)
     lost = sum(run.history.steps_lost for run in runs)
-    # Effective time is relative to the time that all attempts took.
+    # Weight every repeat's effective share by the time that its attempts took.
     effective = elapsed = 0.0
     for history in (run.history for run in runs):
         if history.effective:
@@ -97,7 +97,7 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
 def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
     if unlike(cell, base, ""):
         return None
-    # The median of a few steps is no result: a cell that failed may have been slow, or broken.
+    # Compare finished runs only: a failed cell's few steps may be slow or broken.
     pairs = [*zip(cell.runs, base.runs, strict=False)]
     pairs = [pair for pair in pairs if {run.status for run in pair} == {FINISHED}]
     speeds = [[run.tokens_per_second_per_gpu for run in pair] for pair in pairs]
@@ -108,13 +108,13 @@ def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
 
 
 def _loss_verdicts(cells: dict[str, Result]) -> dict[str, tuple[LossVerdict, LossVerdict]]:
-    """Return the verdicts on every finished cell with a finished baseline, by name."""
+    """Return the verdicts on the finished cells whose baselines have finished, by name."""
     curves = defaultdict[str, dict[str, list[dict[int, float]]]](dict)
     for name, cell in cells.items():
         base = cells.get(cell.baseline or "")
         if base is None or masks_differ(cell, base):
             continue
-        # With unequal batches the same step is at another place in the texts.
+        # With unequal batches the same step trains on different texts.
         if (cell.recipe, cell.batch) != (base.recipe, base.batch):
             continue
         if finished := [losses_of(run.curve) for run in cell.runs if run.status == FINISHED]:
@@ -131,12 +131,12 @@ def _loss_verdicts(cells: dict[str, Result]) -> dict[str, tuple[LossVerdict, Los
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The common cells, in the reference's order, each below the reference's own."""
+    """The rows of a comparison, in the reference's order; a cell follows its reference cell."""
 
     reference: str  # a run's name, or `published`
-    tolerance: float  # how many percent slower a cell may be
+    tolerance: float  # allowed slowdown, in percent
     rows: tuple[Result, ...]
-    differences: tuple[str, ...]  # the other ones between the runs
+    differences: tuple[str, ...]  # differences of configuration and environment between the runs
     unit: str
 
     @property
@@ -145,7 +145,7 @@ class Comparison:
 
 
 def compare_runs(reference: RunResults, other: RunResults, tolerance: float) -> Comparison:
-    """Compare a run with `reference`, cell by cell of the same name."""
+    """Compare the cells of `other` with the cells of the same name in `reference`."""
     rows: list[Result] = []
     own = {cell.name: cell for cell in _rows_of(other)}
     for base in _rows_of(reference):
@@ -157,7 +157,7 @@ def compare_runs(reference: RunResults, other: RunResults, tolerance: float) -> 
 
 
 def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
-    """Compare every cell that has a published number with it."""
+    """Compare every cell that has a published number with that number."""
     rows = []
     for cell in _rows_of(run):
         published, speeds = cell.published_tokens_per_second_per_gpu, speeds_of(cell.curve)
@@ -215,7 +215,7 @@ def _is_slower(speed: SpeedUp | None, tolerance: float) -> bool:
 
 
 def comparison_markdown(comparison: Comparison) -> str:
-    """Return a row for each cell of each run, the differences, and the cells that are too slow."""
+    """Return the comparison as Markdown: cells, differences, and cells that are too slow."""
     head = f"reference: {comparison.reference}; a cell may be {comparison.tolerance:.3g}% slower"
     table = table_of(comparison.rows, COMPARE, comparison.unit).markdown()
     rows = comparison.rows
@@ -230,13 +230,13 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 _JSON = "cell run status tokens_per_second_per_gpu reference_tokens_per_second_per_gpu speed loss "
 _JSON += "loss_last_tenth gpu_hours cost_per_billion_tokens reason is_slower"
-# Those that have another name in a Result.
+# JSON keys whose fields have another name in a Result.
 _KEYS = {"cell": "name", "reason": "incomparable"}
 _KEYS["reference_tokens_per_second_per_gpu"] = "reference_tokens"
 
 
 def comparison_json(comparison: Comparison) -> str:
-    """Return one JSON object; an unknown value is null."""
+    """Return the comparison as a JSON object; unknown values are null."""
     rows = [row.as_mapping() for row in comparison.rows]
     return json_text(
         {

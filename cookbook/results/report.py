@@ -1,7 +1,7 @@
-"""The report of a run: the answer in three sentences, conditions, notes; as Markdown and as a page.
+"""The report of a run as Markdown and as an HTML page: headlines, conditions, tables, notes.
 
-The page needs nothing else: no network, no other file. Every text is escaped, and a value that the
-template lacks is an error. The template lays out, and its script draws the charts.
+The page is self-contained: it needs no network and no other file. All text is escaped, and a value
+missing from the template's context is an error. The template's script draws the charts.
 """
 
 import html
@@ -45,14 +45,15 @@ from cookbook.results.verdicts import (
 from cookbook.run.run import Run
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
-# The model's worst error; a cell beyond it has a cause of its own.
+# The worst error of the predictions; a cell that is slower than that has a cause of its own.
 _PREDICTION_MARGIN = 0.15
-# A loss spike: over so many logged steps before it, by this part and by so many spreads.
+# A loss spike exceeds the median of the _BEFORE logged steps before it by _SPIKE_PART of the median
+# and by _SPIKE_SPREADS spreads.
 _BEFORE, _SPIKE_PART, _SPIKE_SPREADS = 20, 0.1, 10
 
 
 def render_markdown(results: RunResults) -> str:
-    """Return the report as Markdown whose table also reads well in a terminal."""
+    """Return the report as Markdown that also reads well in a terminal."""
     answer, conditions, below = (
         "\n".join(f"- {line}" for line in part(results)) for part in (headlines, facts, notes)
     )
@@ -63,7 +64,7 @@ def render_markdown(results: RunResults) -> str:
 
 
 def partly_finished(results: RunResults) -> str | None:
-    """Return the number of cells by state, where some have not ended; else None."""
+    """Return the number of cells by status if some have not finished; else None."""
     counts = Counter(cell.status or "of unknown status" for cell in results.cells)
     if not counts.keys() - {FINISHED, REFUSED}:
         return None
@@ -93,7 +94,7 @@ def _fastest(results: RunResults) -> Iterator[str]:
             text = f"no cell is faster than the baseline {base}"
             is_close = next_best is None or next_best.verdict in (NOISE, None)
         else:
-            # An interval of the two fastest against one another would need their own comparison.
+            # The two fastest cells were not compared directly, so their intervals decide.
             interval, is_close = "too few steps for an interval", False
             if best is not None and best.low is not None:
                 noise = ", inside the noise" if best.verdict == NOISE else ""
@@ -132,7 +133,7 @@ def _not_compared(cells: Sequence[Result]) -> Iterator[str]:
 
 def _losses(cells: Sequence[Result]) -> Iterator[str]:
     names = defaultdict[tuple[str, str], list[str]](list)
-    # The worse of the whole curve and its last tenth.
+    # A cell's verdict is the worse of those on the whole curve and on its last tenth.
     order = (EQUIVALENT, CANNOT_TELL, DIFFERENT)
     for cell in cells:
         found = [one for one in (cell.loss, cell.loss_last_tenth) if one is not None]
@@ -193,7 +194,7 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
     kinds = {cell.attention for cell in cells if cell.attention}
     shared = [*kinds] if len(kinds) == 1 else []
     if len(shown := {f"{length:,.0f}" for length, _ in known}) == 1:
-        # The lengths at which each token attends to all before it.
+        # The sequence lengths for which tokens attend to whole sequences.
         whole = {f"{2 * length - 1:.0f}" for length, _ in known}
         asked = {cell.asked.get("training.seq_len") for _, cell in known}
         is_whole = len(asked) == 1 and asked == whole
@@ -211,7 +212,7 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
 
 
 def _self_check(cells: Sequence[Result]) -> Iterator[str]:
-    """Yield the largest error of kernels against their reference, and cells without the check."""
+    """Yield the largest kernel error in the self-check, and the cells that skipped the check."""
     active = {cell.name: cell.active or {} for cell in cells}
     checks = {name: one["self_check"] for name, one in active.items() if "self_check" in one}
     done = {name: check for name, check in checks.items() if check}
@@ -227,12 +228,12 @@ def _self_check(cells: Sequence[Result]) -> Iterator[str]:
 
 
 def notes(results: RunResults) -> list[str]:
-    """Return reasons, continued attempts, profiling, and cells that are slower than predicted."""
+    """Return notes on failures, resumed attempts, profiling, troubled steps and slow cells."""
     lines = []
     for cell in results.cells:
         reason = " ".join((cell.reason or "").split())
         if cell.status == CANCELLED:
-            # The signal by which a job is cancelled is no reason.
+            # SIGTERM is how a job is cancelled, not why.
             reason = reason.removeprefix("SIGTERM").lstrip("; ")
         if reason:
             lines.append(f"{cell.name} ({cell.status or 'status unknown'}): {reason}")
@@ -263,10 +264,10 @@ def notes(results: RunResults) -> list[str]:
 
 
 def _troubled_steps(curve: Sequence[StepMetrics]) -> Iterator[str]:
-    """Name steps that were skipped, and loss spikes.
+    """Yield a line about skipped steps and a line about loss spikes.
 
-    A spike is a loss that lies above the median of the 20 logged steps before it by a tenth and by
-    ten times the median distance of these steps from that median (docs/reference/statistics.md).
+    A spike exceeds the median of the 20 logged steps before it by a tenth and by ten times their
+    median absolute deviation (docs/reference/statistics.md).
     """
     skipped = defaultdict[int, float](float)
     for one in curve:
@@ -290,12 +291,12 @@ MARKDOWN, PAGE, FIGURES = "report.md", "report.html", "figures"
 
 
 def save_report(run: Run, results: RunResults) -> str | None:
-    """Write report.md, report.html and figures/ into the run's folder; OSError where it cannot.
+    """Write report.md, report.html and figures/ into the run's folder; may raise OSError.
 
-    Return why there are no figure files, with the remedy; None where there are.
+    Return why there are no figure files, with the remedy; None if they were written.
     """
     missing, charts, folder = None, charts_of(results), run.folder / FIGURES
-    # The printed report, and below it all that only a file has room for.
+    # The printed report, followed by the figures and tables that only the file has.
     parts = [render_markdown(results).rstrip("\n")]
     try:
         for chart in charts:
@@ -303,7 +304,7 @@ def save_report(run: Run, results: RunResults) -> str | None:
                 write_whole(folder / f"{chart.name}.{suffix}", content)
             picture = f"![{chart.title}]({FIGURES}/{chart.name}.svg)"
             parts += [f"## {chart.title}", picture, chart.caption]
-        # Figures of an earlier report, for which the logs no longer hold the numbers.
+        # Delete figures of an earlier report whose numbers are no longer in the logs.
         for name in {*NAMES} - {chart.name for chart in charts}:
             for suffix in ("svg", "png"):
                 (folder / f"{name}.{suffix}").unlink(missing_ok=True)
@@ -338,7 +339,7 @@ def _render_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # A name such as `model.flash_attention` may wrap after a dot or the like.
+    # Names such as `model.flash_attention` may wrap after punctuation.
     jinja.filters["breakable"] = lambda text: Markup(
         re.sub(r"([._/-])", r"\1<wbr>", html.escape(text, quote=True))
     )
@@ -353,7 +354,7 @@ def _render_page(
         notes=notes(results),
         facts=[fact for fact in known if fact not in alerts],
         charts=charts,
-        # In a script element only `<` could end it.
+        # Only `<` could close the script element that holds the JSON.
         chart_data=Markup(numbers.replace("<", "\\u003c")),
         tables=[
             (name, TABLES[name][0], table, TABLES[name][1].format(unit=results.unit))

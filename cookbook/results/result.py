@@ -1,4 +1,4 @@
-"""The results of a run: one row type for the report, the page, the JSON and the comparison."""
+"""The results of a run: one row type for the report, the page, the JSON and comparisons."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -11,7 +11,8 @@ from cookbook.results.verdicts import LossVerdict, SpeedUp, Throughput
 from cookbook.run.run import RunRecord
 from cookbook.run.status import Resumption
 
-# Batches of one corpus differ by less; beyond this factor the masks differ.
+# Mean attended lengths that differ by more than this factor come from different attention masks;
+# batches of one corpus differ by less.
 SAME_MASK = 1.25
 
 
@@ -19,12 +20,12 @@ SAME_MASK = 1.25
 class LoadSummary:
     """The router's load over the last tenth of the logged steps."""
 
-    busiest_over_mean: float  # tokens of a layer's busiest expert over the mean; 1 is even
-    layer: int  # the one where the median of that over these steps is highest
-    median_over_layers: float  # the same of the median layer
-    starved_experts: int  # those below a tenth of their layer's mean, over all layers
+    busiest_over_mean: float  # tokens of the busiest expert over the mean, in `layer`; 1 is even
+    layer: int  # the layer with the highest median of this ratio over the steps
+    median_over_layers: float  # the same ratio in the median layer
+    starved_experts: int  # number of experts below a tenth of their layer's mean, in all layers
     layers: int
-    is_forced: bool  # the balance was, so this says nothing about the router
+    is_forced: bool  # whether the balance was forced, so that the load is not the router's
     steps: tuple[int, int]  # first and last training step
 
 
@@ -32,7 +33,7 @@ class LoadSummary:
 class Result:
     """The result of one cell; an unknown value is None, never 0.
 
-    The fields up to `profiled` are the keys of the JSON; the last four are of a comparison.
+    The fields up to `profiled` are the JSON's keys. Only comparisons set the last four.
     """
 
     name: str
@@ -41,51 +42,51 @@ class Result:
     ep_backend: str | None = None
     status: str | None = None
     reason: str | None = None
-    steps: int | None = None  # the last one reached, of `total_steps`
+    steps: int | None = None  # the last step reached, of `total_steps`
     tokens_per_second_per_gpu: float | None = None
     tflops_per_gpu: float | None = None
     mfu: float | None = None  # percent of the BF16 peak, also for quantized cells; None on a CPU
     memory_gib: float | None = None
     final_loss: float | None = None  # may be NaN or infinite, with a reason; null in JSON
-    validation_loss: float | None = None  # the last one
-    speedup: float | None = None  # throughput over the baseline's
+    validation_loss: float | None = None  # the last logged validation loss
+    speedup: float | None = None  # throughput over the baseline's throughput
     published_tokens_per_second_per_gpu: float | None = None
     attention: str | None = None  # `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU
     mean_attended_length: float | None = None  # tokens that a token of the first step attended to
-    emulated: bool = False  # software ran in place of a kernel, so only the loss counts
-    active: dict[str, Any] | None = None  # the training process's own report of its features
+    emulated: bool = False  # whether software replaced a kernel, so that only the loss counts
+    active: dict[str, Any] | None = None  # active features, as reported by the training process
     resumptions: tuple[Resumption, ...] = ()
     history: History = field(default_factory=History)
     throughput: Throughput | None = None
     speed: SpeedUp | None = None  # `speedup` with its interval; None for the baseline
     loss: LossVerdict | None = None  # verdicts against the baseline's curve; None for the baseline
     loss_last_tenth: LossVerdict | None = None
-    gpu_hours: float | None = None  # as the cost, of all attempts and repeats (collect.py)
+    gpu_hours: float | None = None  # GPU hours of all attempts and repeats
     cost_per_billion_tokens: float | None = None
     predicted_tokens_per_second_per_gpu: float | None = None
     predicted_largest: str | None = None
     router_load: LoadSummary | None = None
-    profiled: bool = False  # TorchTitan's profiler was on in an attempt, which slows it down
+    profiled: bool = False  # whether TorchTitan's profiler was on in an attempt and slowed it down
     total_steps: int | None = None
-    device: str | None = None  # this and the next three: as in the record (run/record.py)
+    device: str | None = None  # from `device` to `prediction`: see run/record.py
     stand_in_for: str | None = None
     baseline: str | None = None
     prediction: str | None = None
     published_speedup: float | None = None
     published_source: str | None = None
-    tokens_per_step_per_gpu: float | None = None  # over `tokens_per_second`: the seconds of a step
+    tokens_per_step_per_gpu: float | None = None  # divided by tokens/s/GPU: the seconds of a step
     world: int = 1
     routing: str | None = None  # trained, round_robin or random
     repeat_of: str | None = None  # the cell that this folder repeats
-    repeats: tuple[Self, ...] = ()  # the folders of a repeated cell
+    repeats: tuple[Self, ...] = ()  # the results of a repeated cell's folders
     asked: Mapping[str, str] = field(default_factory=dict)  # recipe, layout and options, as text
     seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs
-    curve: Sequence[StepMetrics] = ()  # every logged step of the loss rank, rising
-    loads: Sequence[LoadStep] = ()  # the router's
+    curve: Sequence[StepMetrics] = ()  # logged steps of the loss rank, in rising order
+    loads: Sequence[LoadStep] = ()  # logged router loads
     run: str = ""
-    reference_tokens: float | None = None  # throughput of the cell that it is compared with
-    incomparable: str | None = None  # why the two cannot be compared
-    is_slower: bool = False  # than the tolerance allows, or alone without a speed
+    reference_tokens: float | None = None  # throughput of the reference cell
+    incomparable: str | None = None  # why the cell and its reference cannot be compared
+    is_slower: bool = False  # whether it is slower than allowed, or lacks the reference's speed
 
     @property
     def is_baseline(self) -> bool:
@@ -93,17 +94,17 @@ class Result:
 
     @property
     def runs(self) -> Sequence[Self]:
-        """The repeats of the cell, or itself."""
+        """The repeats of the cell, or the cell itself if it has none."""
         return self.repeats or (self,)
 
     @property
     def batch(self) -> float | None:
-        """Tokens of a step over all ranks; with unequal batches equal steps saw other texts."""
+        """Tokens per step over all ranks; cells with unequal batches see different texts."""
         tokens = self.tokens_per_step_per_gpu
         return tokens * self.world if tokens is not None else None
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return plain values, without those of every step."""
+        """Return the fields as plain values, without repeats and the values of every step."""
         return asdict(replace(self, repeats=(), curve=(), loads=()))
 
 
@@ -116,18 +117,18 @@ class RunResults:
 
     @property
     def unit(self) -> str:
-        """The unit that throughput is per: `GPU`, or `rank` where every cell ran on a CPU."""
+        """The divisor of throughput: `GPU`, or `rank` if every cell ran on a CPU."""
         return "rank" if {cell.device for cell in self.cells} == {"cpu"} else "GPU"
 
 
 def masks_differ(one: Result, other: Result) -> bool:
-    """Return whether two cells are known to have trained on texts of other lengths."""
+    """Return whether two cells are known to have trained on texts of different lengths."""
     lengths = [cell.mean_attended_length for cell in (one, other) if cell.mean_attended_length]
     return len(lengths) == 2 and max(lengths) > SAME_MASK * min(lengths)
 
 
 def unlike(cell: Result, base: Result, where: str) -> str | None:
-    """Return why the speeds of two cells, the other one `where`, are not comparable; else None."""
+    """Return why two cells' speeds are not comparable, or None; `where` says where `base` ran."""
     if cell.emulated or base.emulated:
         return "emulated numerics have no speed"
     if cell.recipe != base.recipe:

@@ -1,7 +1,6 @@
 """The conditions of cells: shared facts, and differences among cells or between two runs.
 
-An option that is not set counts as TorchTitan's default, so that no difference is only one of
-writing.
+An unset option counts as TorchTitan's default, so setting it to its default is no difference.
 """
 
 import functools
@@ -17,11 +16,11 @@ from cookbook.results.columns import UNKNOWN, Table
 from cookbook.results.result import Result, RunResults
 from cookbook.run.record import CellRecord
 
-# More nodes than these are counted and not all named.
+# Up to this many nodes are named; a longer list is shortened to its first and last node.
 _MOST_NODES = 4
-# The configuration has these; an active feature of that name may be another thing.
+# Names that belong to the configuration; an active feature of the same name may differ in meaning.
 _ASKED = frozenset({"precision", "ep_backend", "loss"})
-# Facts that differ from run to run, or that a comparison shows elsewhere.
+# Facts that vary from run to run, or that a comparison shows elsewhere.
 _DURATION = "self check seconds"
 _NOISE = re.compile(r"nodes$|gpu$|self check |mean attended length$")
 _KINDS = {
@@ -33,7 +32,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Conditions:
-    """Facts of a run's cells: the shared ones, and a row for each in which two cells differ."""
+    """Facts of a run's cells: those that all cells share, and a table of those that differ."""
 
     shared: tuple[tuple[str, str], ...]
     differing: Table | None
@@ -41,7 +40,7 @@ class Conditions:
 
 
 def configuration(results: RunResults) -> Conditions:
-    """Return the recipe, layout and options that each newest attempt was asked for."""
+    """Return the recipe, layout and options requested for each cell's newest attempt."""
     names = dict.fromkeys(name for cell in results.cells for name in cell.asked)
     cells = {
         cell.name: {name: _asked(cell, name) for name in names} if cell.asked else {}
@@ -51,7 +50,7 @@ def configuration(results: RunResults) -> Conditions:
 
 
 def environment(results: RunResults) -> Conditions:
-    """Return versions, GPUs, driver and nodes of the cells that have come to their first step."""
+    """Return versions, GPUs, driver and nodes of the cells that have reached their first step."""
     seen = {
         cell.name: {name: value for name, value in cell.seen.items() if name != _DURATION}
         for cell in results.cells
@@ -64,7 +63,7 @@ def environment(results: RunResults) -> Conditions:
 
 
 def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
-    """Yield a line for each difference between two runs besides their cells' names."""
+    """Yield a line for every difference between two runs in the cells that both have."""
     by_name = {cell.name: cell for cell in other.cells}
     common = [(cell, by_name[cell.name]) for cell in one.cells if cell.name in by_name]
     differing = defaultdict[tuple[str, str, str], list[str]](list)
@@ -92,7 +91,7 @@ def _asked(cell: Result, name: str) -> str:
 
 @functools.cache
 def _defaults(stack: str) -> Mapping[str, str]:
-    """Return TorchTitan's defaults as text; empty for a stack that is not here."""
+    """Return TorchTitan's defaults as text; empty if the stack is unknown here."""
     try:
         options = load_stack(None if stack == UNKNOWN else stack).options
     except InputError:
@@ -114,14 +113,14 @@ def _conditions(title: str, cells: Mapping[str, Mapping[str, str]]) -> Condition
 
 
 def _devices(run: RunResults) -> str:
-    """Return `256 x NVIDIA B200`, of every number and kind that a cell of the run had."""
+    """Return the distinct devices of a run's cells, such as `256 x NVIDIA B200`."""
     active = ((cell.world, cell.active) for cell in run.cells if cell.active)
     found = dict.fromkeys(f"{world} x {one.get('gpu') or 'CPU rank'}" for world, one in active)
     return " and ".join(found) or UNKNOWN
 
 
 def asked_facts(record: CellRecord) -> dict[str, str]:
-    """Return recipe, layout and options of a record; empty where nothing was recorded."""
+    """Return the recipe, layout and options in a record; empty if nothing was recorded."""
     if record.name is None and record.recipe is None:
         return {}
     facts = {
@@ -139,7 +138,7 @@ def asked_facts(record: CellRecord) -> dict[str, str]:
 
 
 def seen_facts(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return the facts in an attempt's `environment.json`, each with its value in one line."""
+    """Return the facts in an attempt's `environment.json`, each value as one line of text."""
     content = dict(environment)
     versions, nodes = content.pop("versions", {}), content.pop("nodes", [])
     facts = {name.replace("_", " "): content[name] for name in content if name not in _ASKED}
@@ -150,7 +149,7 @@ def seen_facts(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield facts as text, those of a nested one under both names."""
+    """Yield facts as text; a nested fact's name is the outer name and the inner name."""
     for name, value in facts.items():
         if isinstance(value, dict):
             yield from _flat({f"{name} {key.replace('_', ' ')}": value[key] for key in value})
@@ -159,7 +158,7 @@ def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value of an option or a fact in one line."""
+    """Return the value of an option or fact as one line of text."""
     if isinstance(value, list | tuple):
         return ", ".join(map(text_of, value)) or UNKNOWN
     if isinstance(value, dict):

@@ -1,17 +1,17 @@
 """Throughput, speed-ups and loss verdicts, each with a confidence interval.
 
-Neighbouring steps share a slow network or a long document, and an interval that assumes
-independence is too narrow. So the steps are cut into five batches of consecutive ones, and the
-spread of the batches' statistics about that of all steps gives the standard error (sectioning:
-Asmussen and Glynn, Stochastic Simulation, 2007, III.5). Short batches are corrected by the steps'
-autocorrelation. The method fails where steps stay correlated over more than a tenth of the run.
+Neighbouring steps share a slow network or a long document, so an interval that assumes independence
+would be too narrow. The steps are split into five batches of consecutive steps; the spread of the
+batches' statistics about the statistic of all steps gives the standard error (sectioning: Asmussen
+and Glynn, Stochastic Simulation, 2007, III.5). Short batches are corrected by the autocorrelation
+of the steps. The method fails if steps stay correlated over more than a tenth of the run.
 
-Two loss curves are `equivalent` where the 90% interval of the difference of the mean losses lies
-within plus or minus 0.25% of the reference's (two one-sided t-tests at 5% each), `different` where
-it lies outside, else `cannot tell`. Either verdict is wrong in at most 5% of cases. With several
-runs of each cell the variance is that between runs, and the verdict is on the cells. With one run
-of each it comes from the difference step by step, and the verdict is on these two curves alone:
-another seed may fall elsewhere (docs/evidence/convergence.md).
+Two loss curves are `equivalent` if the 90% interval of the difference of their mean losses lies
+within ±0.25% of the reference's loss (two one-sided t-tests at 5% each), `different` if it lies
+outside, else `cannot tell`. Either verdict is wrong in at most 5% of cases. With several runs of
+each cell the variance is that between runs, and the verdict is on the cells. With one run of each
+the variance comes from the step-by-step difference, and the verdict is on these two curves only:
+another seed may change it (docs/evidence/convergence.md).
 """
 
 import math
@@ -23,9 +23,9 @@ from itertools import pairwise
 from cookbook.observe.metrics import StepMetrics
 
 NUM_BATCHES = 5
-# A stall in a batch of three does not move its median.
+# Three values a batch: one stall among them does not move the median.
 LEAST_VALUES = 3 * NUM_BATCHES
-# A higher correlation is a drift, which no factor corrects.
+# A higher autocorrelation is a drift, which no factor corrects.
 _MOST_ALIKE = 0.95
 
 
@@ -37,14 +37,14 @@ class Spread:
     freedom: int
 
     def half_width(self, level: float) -> float:
-        """Return half the two-sided confidence interval at `level`, such as 0.95."""
+        """Return half the width of the two-sided confidence interval at `level`, such as 0.95."""
         # `status` imports this module and must not wait for SciPy.
         from scipy.special import stdtrit
 
         return float(stdtrit(self.freedom, (1 + level) / 2)) * self.error
 
     def of_difference(self, num: int, num_other: int) -> "Spread":
-        """Return the spread of the difference of two means of values with this deviation."""
+        """Return the spread of a difference of means, if `error` is one value's deviation."""
         return Spread(self.error * math.sqrt(1 / num + 1 / num_other), self.freedom)
 
 
@@ -55,13 +55,13 @@ def batches(values: Sequence[float]) -> list[Sequence[float]]:
 
 
 def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) -> Spread:
-    """Return the spread of a statistic of `num` values from those of their `batches`.
+    """Return the spread of `figure`, a statistic of `num` values.
 
-    `alike` is the values' lag-1 autocorrelation, as `correlation` estimates it.
+    `parts`: the statistic of each batch. `alike`: the values' lag-1 autocorrelation.
     """
 
     def variance_of_mean(num: float) -> float:
-        """Of `num` AR(1) values of variance 1."""
+        """Return the variance of the mean of `num` AR(1) values of variance 1."""
         ends = alike * (1 - math.pow(alike, num)) / (num * (1 - alike) ** 2)
         return (1 + 2 * (alike / (1 - alike) - ends)) / num
 
@@ -73,15 +73,15 @@ def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) 
 
 
 def spread_about(figure: float, parts: Sequence[float]) -> Spread:
-    """Return the spread of a mean from at least two independent values."""
+    """Return the spread of `figure`, the mean of at least two independent values `parts`."""
     variance = statistics.variance(parts, xbar=figure)
     return Spread(math.sqrt(variance / len(parts)), len(parts) - 1)
 
 
 def pooled_deviation(groups: Iterable[Sequence[float]]) -> Spread | None:
-    """Return one standard deviation for the values of all groups, each about its group's mean.
+    """Return the pooled standard deviation of all groups' values about the means of their groups.
 
-    None where no group has two values. Groups with a value that is no number are left out.
+    None if no group has two values. Groups with a value that is not finite are excluded.
     """
     known = [group for group in groups if len(group) > 1 and all(map(math.isfinite, group))]
     freedom = sum(len(group) - 1 for group in known)
@@ -92,7 +92,7 @@ def pooled_deviation(groups: Iterable[Sequence[float]]) -> Spread | None:
 def correlation(deviations: Sequence[float]) -> float:
     """Return the lag-1 autocorrelation of deviations from the mean, at least 0.
 
-    The bias of short series, (1 + 3 r) / n, is added back (Kendall 1954).
+    It is corrected for the bias of short series, (1 + 3 r) / n (Kendall 1954).
     """
     squares = sum(one * one for one in deviations)
     products = sum(one * other for one, other in pairwise(deviations))
@@ -103,7 +103,7 @@ def correlation(deviations: Sequence[float]) -> float:
 
 
 LEVEL = 0.95
-# A logged interval is a stall where it took this many times as long as the median one.
+# A logged interval is a stall if it takes at least this many times as long as the median interval.
 STALL = 1.5
 
 FASTER, SLOWER, NOISE = "faster", "slower", "inside the noise"
@@ -118,34 +118,34 @@ class Throughput:
     lower_quartile: float
     upper_quartile: float
     mean: float  # all tokens over all seconds, so that stalls count
-    num_steps: int  # measured ones; `warm_up_steps` were left out before them
-    warm_up_steps: int
-    stalls: tuple[int, ...]  # steps of 1.5 times the median time of their run or more, run by run
-    stall_share: float  # part of the measured time that they took beyond the median: 0 to 1
+    num_steps: int  # number of measured steps
+    warm_up_steps: int  # number of warm-up steps, which are excluded
+    stalls: tuple[int, ...]  # steps of at least 1.5 times the median time of their run, run by run
+    stall_share: float  # share of measured time that stalls took beyond the median: 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """Throughput over that of a reference cell, with its 95% confidence interval."""
+    """Throughput over a reference cell's throughput, with its 95% confidence interval."""
 
     ratio: float
-    low: float | None  # this and the next two: None where the steps are too few for an interval
+    low: float | None  # None, like `high` and `verdict`, if steps are too few for an interval
     high: float | None
-    verdict: str | None  # `inside the noise`: the interval holds 1
+    verdict: str | None  # `inside the noise` if the interval contains 1
     basis: str  # `steps` of one run each, or `repeats` of both
-    num: int  # steps, or repeats, of the cell that has fewer
+    num: int  # number of steps or repeats of the cell that has fewer
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
-    """Return the median of the finite values; None without any."""
+    """Return the median of the finite values; None if there are none."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     return statistics.median(known) if known else None
 
 
 def measured_steps(curve: Sequence[StepMetrics]) -> list[StepMetrics]:
-    """Return the steps after warm-up, the first quarter of each attempt, but 1 to 10 steps.
+    """Return the steps after warm-up: the first quarter of each attempt, but 1 to 10 steps.
 
-    Every attempt compiles and allocates anew.
+    Every attempt has a warm-up, since it compiles and allocates from scratch.
     """
     kept: list[StepMetrics] = []
     for attempt in dict.fromkeys(step.attempt for step in curve):
@@ -155,18 +155,18 @@ def measured_steps(curve: Sequence[StepMetrics]) -> list[StepMetrics]:
 
 
 def speeds_of(curve: Sequence[StepMetrics]) -> list[float]:
-    """Tokens/s/GPU of the measured steps that have one."""
+    """Return the tokens/s/GPU of the measured steps that logged a speed."""
     return [*_speeds(measured_steps(curve)).values()]
 
 
 def _speeds(steps: Iterable[StepMetrics]) -> dict[int, float]:
-    """Return the speeds of the steps that have one, by step."""
+    """Return the speeds by step, without steps that logged none."""
     speeds = ((one.step, one.tokens_per_second) for one in steps)
     return {step: speed for step, speed in speeds if speed and 0 < speed < math.inf}
 
 
 def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
-    """Return the throughput over the curves of one cell, None without a measured step."""
+    """Return the throughput over all curves of one cell; None if no step was measured."""
     kept = [measured_steps(curve) for curve in curves]
     runs = [speeds for speeds in map(_speeds, kept) if speeds]
     if not runs:
@@ -176,7 +176,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
     lower, _, upper = statistics.quantiles(several, n=4, method="inclusive")
     stalls, lost = list[int](), 0.0
     for run in runs:
-        # Of the run's own: a repeat on a slow node has no more stalls than others.
+        # Each run's own median: a repeat on a slow node would otherwise consist of stalls.
         usual = statistics.median(run.values())
         stalled = {step: speed for step, speed in run.items() if speed * STALL <= usual}
         stalls += stalled
@@ -196,7 +196,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
 def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None:
     """Return the ratio of the medians of two runs' speeds.
 
-    Batches are paired: both trained on the same texts there, whose cost cancels.
+    Batches are paired: both runs trained on the same texts in them, so the texts' cost cancels.
     """
     if not own or not reference:
         return None
@@ -207,8 +207,8 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             math.log(statistics.median(one) / statistics.median(other))
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
-        # The autocorrelation of the steps' ratio, or of each run's own where they do not pair; of
-        # the signs alone, as for a median: a stall counts as one slow step.
+        # Autocorrelation of the steps' ratios, or of each run's speeds if steps do not pair. Only
+        # signs count, as in a median: a stall is one slow step, however long.
         usual = [[one / statistics.median(some) for one in some] for some in (own, reference)]
         if len(own) == len(reference):
             usual = [[one / other for one, other in zip(*usual, strict=True)]]
@@ -218,9 +218,9 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
 
 
 def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
-    """Return the speed-up from (own, reference) throughputs of at least two repeats.
+    """Return the speed-up over pairs of (own, reference) throughputs; None for fewer than two.
 
-    Each pair was measured close in time, in alternating order, so a drift of the machine cancels.
+    A pair is measured close in time, in alternating order, so a drift of the machine cancels.
     """
     ratios = [math.log(own / reference) for own, reference in pairs]
     if len(ratios) < 2:
@@ -230,7 +230,7 @@ def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
 
 
 def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
-    """Return the speed-up from several repeats of each, not in turn; both share one variance."""
+    """Return the speed-up over repeats that did not alternate; both cells share one variance."""
     logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
     ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
     deviation = pooled_deviation(logs)
@@ -247,7 +247,7 @@ def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> Spee
     return SpeedUp(math.exp(ratio), low, high, verdict, basis, num)
 
 
-# DeepSeek-V3 (arXiv:2412.19437, section 3.3) holds FP8 training to BF16 by this relative distance.
+# The relative loss error of FP8 training that DeepSeek-V3 accepts (arXiv:2412.19437, section 3.3).
 MARGIN = 0.0025
 LOSS_LEVEL = 0.90
 LAST = 0.1
@@ -255,23 +255,23 @@ LAST = 0.1
 EQUIVALENT, DIFFERENT, CANNOT_TELL = "equivalent", "different", "cannot tell"
 WHOLE, LAST_TENTH = "whole", "last tenth"
 
-# The loss by step.
+# Losses by step.
 Losses = Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class LossVerdict:
-    """The difference of a cell's mean loss from its reference's, over a window of the steps."""
+    """The difference of a cell's mean loss from its reference's, over a window of steps."""
 
     window: str  # `whole`, or `last tenth`
     verdict: str
-    difference: float | None  # mean loss minus the reference's; `low` to `high`: its 90% interval
-    low: float | None
-    high: float | None
+    difference: float | None  # mean loss minus the reference's mean loss
+    low: float | None  # lower end of the difference's 90% interval
+    high: float | None  # upper end of the interval
     limit: float | None  # the margin on both sides of 0: 0.25% of the reference's loss
-    num_steps: int  # those in the window that every run logged
-    runs: int  # of the cell; with one, the verdict is on this curve alone
-    reason: str | None = None  # why there is no difference, interval and limit
+    num_steps: int  # number of steps in the window that every run logged
+    runs: int  # number of the cell's runs; with one, the verdict is on its curve only
+    reason: str | None = None  # why difference, interval and limit are None
 
 
 def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
@@ -279,7 +279,7 @@ def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
 
 
 def judge_curves(own: Losses, reference: Losses) -> tuple[LossVerdict, LossVerdict]:
-    """Return the verdicts on one run of each, over the steps that both logged: all, last tenth."""
+    """Return the verdicts on two runs over the steps that both logged: all, and the last tenth."""
     verdicts = []
     for window, steps in _windows([own, reference]):
         pair = [own[step] for step in steps], [reference[step] for step in steps]
@@ -298,7 +298,7 @@ def judge_curves(own: Losses, reference: Losses) -> tuple[LossVerdict, LossVerdi
 def judge_repeats(
     cells: Mapping[str, Sequence[Losses]], reference: str
 ) -> dict[str, tuple[LossVerdict, LossVerdict]]:
-    """Return the verdicts on every cell but `reference`; one variance is pooled over all runs."""
+    """Return the verdicts on all cells except `reference`; the variance is pooled over all runs."""
     found: dict[str, list[LossVerdict]] = {name: [] for name in cells if name != reference}
     for window, steps in _windows([run for runs in cells.values() for run in runs]):
         means = {
@@ -324,7 +324,7 @@ def _judge(
     num_steps: int,
     runs: int,
 ) -> LossVerdict:
-    """Return the verdict on the difference of two means with that spread."""
+    """Return the verdict on the difference of two means; `reason`: why `spread` is None."""
     verdict = CANNOT_TELL
     if not all(map(math.isfinite, reference)):
         reason = "the reference's loss is no number"
@@ -343,7 +343,7 @@ def _judge(
 
 
 def _windows(runs: Sequence[Losses]) -> list[tuple[str, list[int]]]:
-    """Return the steps that all runs logged, and those of them in the last tenth of training."""
+    """Return the steps that all runs logged, as a whole and in the last tenth of training."""
     common = sorted(set[int].intersection(*map(set, runs)))
     end = common[-1] if common else 0
     return [(WHOLE, common), (LAST_TENTH, [step for step in common if step > end - LAST * end])]
