@@ -1,12 +1,12 @@
-"""Builds cells in a fake world and prints TorchTitan's answer to each: built, or its error.
+"""Builds cells in a fake world and prints for each whether TorchTitan builds it, or its error.
 
     CUDA_VISIBLE_DEVICES= WANDB_MODE=disabled python -m cookbook.titan.dry_build STACK
 
-STACK is the package that the cells' jobs import, `cookbook.titan.tt_0_2_2` for one.
-It answers each JSON line on standard input, a cell, with one line. TorchTitan's own Trainer is made
-from the cell's own argv, in a fake world of the cell's size, for the first rank of every pipeline
-stage, with its parameters on the meta device. Each rank is built in a forked child, which inherits
-all imports; all replacements are made there.
+STACK is the package that the cells' jobs import, such as `cookbook.titan.tt_0_2_2`. Each JSON line
+on standard input is a cell and is answered with one JSON line. The command builds TorchTitan's
+Trainer from the cell's argv for the first rank of every pipeline stage, in a fake process group of
+the cell's size, with parameters on the meta device. Each rank is built in a forked child, which
+inherits all imports; patches are applied only in the child.
 """
 
 import functools
@@ -39,18 +39,18 @@ from torchtitan.train import Trainer
 from cookbook.titan.common.varlen_attention import FLASH_ATTENTION_4
 
 _LIMIT_S = 240.0
-# Words of TorchTitan's warnings about the process that builds.
+# Words in TorchTitan's warnings that concern the dry build's process, not the cell.
 _OWN_WARNINGS = ("already initialized", "env[", "peak flops", "lspci", "fake")
 _FORK = multiprocessing.get_context("fork")
 Answer = dict[str, Any]
 
 
 def build_cell(request: Answer, describe: Callable[..., Answer]) -> Answer:
-    """Build the first rank of every pipeline stage, each in a child.
+    """Build the first rank of every pipeline stage, each rank in a child process.
 
     `request` has `argv`, `world`, `pp`, `ranks_per_node`, `compute_capability` (null for CPU ranks)
-    and `stack`. Return `seconds`, and `ranks`: each `describe`'s answer from a `Build` and the
-    stack, or an `error`.
+    and `stack`. Return `seconds` and `ranks`: for each rank the result of `describe`, which gets a
+    `Build` and the stack, or an `error`.
     """
     start = time.monotonic()
     stage_ranks = max(request["world"] // max(request["pp"], 1), 1)
@@ -72,7 +72,7 @@ def build_cell(request: Answer, describe: Callable[..., Answer]) -> Answer:
                     del running[pipe]
                     answers.append(_read(pipe, rank, child, pipe in ready))
                     if "error" in answers[-1]:
-                        # The other stages mostly fail alike.
+                        # The other stages would mostly fail for the same reason.
                         waiting.clear()
     finally:
         for _, child, _ in running.values():
@@ -82,7 +82,7 @@ def build_cell(request: Answer, describe: Callable[..., Answer]) -> Answer:
 
 
 def _read(pipe: Connection, rank: int, child: Any, is_ready: bool) -> Answer:
-    """Return a child's answer, or why there is none."""
+    """Return a child's answer, or an error if the child timed out or exited without one."""
     if not is_ready:
         child.kill()
         return _failed(rank, f"not built within {_LIMIT_S:.0f} s", "TimeoutError")
@@ -97,8 +97,8 @@ def _read(pipe: Connection, rank: int, child: Any, is_ready: bool) -> Answer:
 
 
 def _answer(request: Answer, rank: int, describe: Callable[..., Answer], pipe: Connection) -> None:
-    """Build one rank in the child, which ends with it."""
-    # Undo the parent's handler: Ctrl-C kills the child.
+    """Build one rank in the child process and send the answer."""
+    # Restore the default handler, so that Ctrl-C kills the child.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # If tyro or the cookbook exits, its last output is the reason to report.
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
@@ -123,7 +123,7 @@ def _build_rank(request: Answer, rank: int, folder: str, describe: Callable[...,
 
 
 def _last_words(text: str) -> str:
-    """Return why a process ended itself: the cookbook's refusal, or tyro's of the argv."""
+    """Return why a process exited: the cookbook's refusal, or tyro's error about the arguments."""
     lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
     refusals = [line for line in lines if "cookbook refuses: " in line]
     if refusals:
@@ -136,20 +136,20 @@ def _failed(rank: int, message: str, kind: str, place: str = "") -> Answer:
 
 
 def _place(filename: str, line: int | None) -> str:
-    """Return `torchtitan/train.py:120` of a path that differs from machine to machine."""
+    """Return a machine-independent place, such as `torchtitan/train.py:120`."""
     found = re.search(r".*/((?:torchtitan|cookbook|torchao|torch)/.+)", filename)
     return f"{found[1] if found else Path(filename).name}:{line}"
 
 
 def main(stack: str, describe: Callable[..., Answer]) -> None:
-    """Answer requests until there are no more."""
-    # Keep libraries' output off the answers' descriptor.
+    """Answer requests until standard input ends."""
+    # Answers keep standard output; what libraries print goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     importlib.import_module(stack)
     torch.set_num_threads(1)
     warm_up(stack)
-    # Forked children share the objects that are never collected.
+    # Freeze the objects, so that garbage collection in a forked child does not copy their pages.
     gc.collect()
     gc.freeze()
     print("{}", file=answers, flush=True)
@@ -159,7 +159,7 @@ def main(stack: str, describe: Callable[..., Answer]) -> None:
 
 
 class Build(NamedTuple):
-    """A Trainer, TorchTitan's warnings, and all stand-ins for something that only the job has."""
+    """A Trainer, TorchTitan's warnings, and what the dry build replaced or did not run."""
 
     trainer: Any
     warnings: list[str]
@@ -167,8 +167,8 @@ class Build(NamedTuple):
 
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
-    """Return one rank's answer; `active` is the report that the job's first step would make."""
-    # The job's own modules.
+    """Return one rank's answer; `active` is what the job would report at its first step."""
+    # Import the modules that the job itself uses for that report.
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.families.parts")
     parts = build.trainer.model_parts
@@ -182,7 +182,7 @@ def describe(build: Build, stack: str) -> dict[str, Any]:
 
 
 def warm_up(stack: str) -> None:
-    """Import in the parent the modules that each child would import again."""
+    """Import and cache in the parent what each child would otherwise import and compute again."""
     import torch.distributed._functional_collectives
     import torch.distributed.pipelining.schedules
     import torchtitan.components.quantization.float8
@@ -192,13 +192,13 @@ def warm_up(stack: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    # tyro reads the sources of all option classes, and remembers them.
+    # Parse once: tyro reads the sources of all option classes and caches them.
     ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
-    # A mesh checks its layout anew for every parameter that FSDP shards; it has a few layouts only.
+    # A mesh checks its layout for every parameter that FSDP shards, but it has only a few layouts.
     layout: Any = _MeshLayout
     layout.check_non_overlap = functools.cache(layout.check_non_overlap)
 
-    # A small use of DTensor and FSDP imports their lazy modules.
+    # Use DTensor and FSDP once, which imports their lazily imported modules.
     dist.init_process_group("fake", rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     with torch.device("meta"):
@@ -208,7 +208,7 @@ def warm_up(stack: str) -> None:
 
 
 def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
-    """Run `Trainer.__init__` as rank `rank` of the cell would; its errors pass."""
+    """Run `Trainer.__init__` as rank `rank` of the cell would; propagate its exceptions."""
     world = request["world"]
     place = {"RANK": rank, "LOCAL_RANK": rank % request["ranks_per_node"], "WORLD_SIZE": world}
     os.environ.update({name: str(number) for name, number in place.items()}, NGPU=str(world))
@@ -222,17 +222,17 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
             warnings.append(text)
         return True
 
-    # To standard error: there the cookbook's own refusals are read.
+    # Log to standard error, where `_last_words` finds the cookbook's refusals.
     handler = logging.StreamHandler()
     handler.addFilter(note_warning)
     logging.getLogger().addHandler(handler)
     config = ConfigManager().parse_args(
         [*request["argv"], f"--job.dump_folder={folder}", "--comm.mode=fake_backend"]
     )
-    # TorchTitan would do this itself, but always as rank 0.
+    # TorchTitan would create the fake process group itself, but always as rank 0.
     dist.init_process_group("fake", rank=rank, world_size=world)
     new_group = dist.new_group
-    # An asynchronous checkpoint asks for gloo, which would wait for the other ranks.
+    # Asynchronous checkpointing creates a gloo group, which would wait for the other ranks.
     dist.new_group = lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "fake"})
     _keep_parameters_on_meta()
     if (capability := request["compute_capability"]) is not None:
@@ -246,7 +246,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     spec = get_train_spec(config.model.name)
     spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(config.model.name) is not spec:
-        # A built-in spec is made anew for every call; a registered one is kept.
+        # TorchTitan creates a built-in spec at every call, so register the changed one.
         register_train_spec(config.model.name, spec)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:
@@ -262,7 +262,7 @@ def _keep_parameters_on_meta() -> None:
     for one in [one for module in _own_modules() for one in vars(module).values()]:
         if isinstance(one, type) and issubclass(one, nn.Module) and "init_weights" in vars(one):
             one.init_weights = lambda self, *args, **kwargs: None  # type: ignore[attr-defined]
-    # Fused optimizers refuse the meta device; the job's parameters are on one that they support.
+    # Fused optimizers reject the meta device, although they support the job's device.
     for name in ("adam", "adamw", "optimizer"):
         optimizer: Any = sys.modules[f"torch.optim.{name}"]
         if hasattr(optimizer, "_get_fused_kernels_supported_devices"):
@@ -270,13 +270,13 @@ def _keep_parameters_on_meta() -> None:
 
 
 def _own_modules() -> list[Any]:
-    """Return the imported modules of TorchTitan and of the cookbook."""
+    """Return the imported modules of TorchTitan and the cookbook."""
     names = [name for name in sys.modules if name.split(".")[0] in ("torchtitan", "cookbook")]
     return [sys.modules[name] for name in names]
 
 
 def _pretend_capability(capability: float) -> None:
-    """Converters and models ask for the GPU's generation; answer with the cluster's."""
+    """Make converters and models see the compute capability of the cluster's GPUs."""
     capable = divmod(round(capability * 10), 10)
     for module in _own_modules():
         if hasattr(module, "has_cuda_capability"):
@@ -284,7 +284,7 @@ def _pretend_capability(capability: float) -> None:
 
 
 def _stand_in_for_deep_ep() -> None:
-    """TorchTitan imports these names for its operations, which nothing calls here."""
+    """Provide the DeepEP names that TorchTitan imports; the dry build calls none of them."""
     names = {"deep_ep": ["Buffer"], "deep_ep.utils": ["EventHandle", "EventOverlap"]}
     for module in names:
         package = sys.modules[module] = ModuleType(module)

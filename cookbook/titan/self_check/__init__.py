@@ -1,7 +1,7 @@
 """A kernel's test case: its errors against a reference in higher precision, and their bounds.
 
-An error is a norm of differences over a norm of the reference, of each whole tensor and of every
-part of it (a row, a column of a group, ...): one lost row of many is as large as a wrong tensor.
+An error is the norm of the difference divided by the norm of the reference. It is computed for each
+whole tensor and for every part (a row, a group's column, ...), so that one wrong row shows.
 """
 
 import math
@@ -15,25 +15,25 @@ import torch
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest error that passes, of a whole tensor and of one part of it."""
+    """The largest allowed errors of a whole tensor and of each part."""
 
     whole: float
     part: float
-    least: float = 0.0  # with less, nothing quantized the operands
+    least: float = 0.0  # smallest plausible error: below it, the operands were not quantized
 
 
-# One rounding to BF16 is 0.0017 on average; the others leave room for a few of them.
+# One rounding to BF16 makes an error of 0.0017 on average; the bounds allow a few roundings.
 BF16 = Bound(0.006, 0.012)
-# E4M3 has 3 bits of mantissa: a product of two rounded operands is 0.036 off, with a scale for each
-# row as with one for each block of 32.
+# E4M3 has 3 mantissa bits: a product of two quantized operands has an error of about 0.036, with
+# one scale per row as well as with one per block of 32.
 FP8 = Bound(0.048, 0.09, least=0.008)
-# One of two factors is rounded to E4M3; a sum over 8 experts has a third of its error.
+# Only one of two factors is rounded to E4M3; summing over 8 experts cuts the error to a third.
 FP8_ONCE = Bound(0.036, 0.06, least=0.004)
 
 
 @dataclass(frozen=True)
 class Error:
-    """The error of one tensor of a kernel, output or gradient; infinite where it holds NaN."""
+    """The errors of one output or gradient of a kernel; infinite if the tensor holds NaN."""
 
     tensor: str
     whole: float
@@ -42,12 +42,12 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The error in units of its bound; above 1 it is too large."""
+        """The larger ratio of an error to its bound; above 1 the tensor is wrong."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property
     def fault(self) -> str | None:
-        """Why the tensor is wrong; None where it is right."""
+        """Why the tensor is wrong; None if it is within its bounds."""
         bound, off = self.bound, f"{self.tensor} is off by {self.whole:.2g}"
         if self.whole < bound.least:
             return f"{off}, its format alone makes {bound.least:g} or more: nothing was quantized"
@@ -65,12 +65,12 @@ class KernelCase(NamedTuple):
     shape: str
     run: Callable[[], Iterable[Error]]  # makes inputs, yields errors of output and gradients
     avoid: str  # how to train without the kernel
-    collective: bool = False  # all ranks must run it together
+    collective: bool = False  # whether all ranks must run the case together
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The errors of one case; none where it did not run to its end, for the reason `failure`."""
+    """The errors of one case; empty if the case failed to run, with the reason in `failure`."""
 
     kernel: str
     shape: str
@@ -81,17 +81,17 @@ class CaseResult:
 
     @property
     def fault(self) -> str | None:
-        """Why the kernel is not to be trusted, in one line; None where it is right."""
+        """Why the kernel failed its case, in one line; None if it passed."""
         found = self.failure or next(filter(None, (error.fault for error in self.errors)), None)
         return f"{self.kernel} at {self.shape}: {found}" if found else None
 
     @property
     def share(self) -> float:
-        """The largest of its errors in units of their bounds."""
+        """The largest ratio of an error to its bound; infinite if there are no errors."""
         return max((error.share for error in self.errors), default=math.inf)
 
     def as_json(self) -> dict[str, Any]:
-        """Return its content for a file; numbers that JSON does not know are null."""
+        """Return the fields as JSON types; NaN and infinity become null."""
         content = asdict(self) | {"ok": self.fault is None}
         for error in content["errors"]:
             for name in ("whole", "part"):
@@ -100,7 +100,7 @@ class CaseResult:
 
 
 def run_case(case: KernelCase, device: str) -> CaseResult:
-    """Run one case; a kernel that raises fails its own case only."""
+    """Run one case; if the kernel raises, only its own case fails."""
     began, failure = time.perf_counter(), None
     errors: tuple[Error, ...] = ()
     try:
@@ -122,11 +122,11 @@ def error_of(
     floor: float = 1e-8,
     sizes: torch.Tensor | None = None,
 ) -> Error:
-    """Return the error of a tensor and of the worst of its parts.
+    """Return the errors of a whole tensor and of its worst part.
 
-    Each of `parts` cuts the tensor, by the dimensions that a part has for itself. `floor` is the
-    least size of a part, in units of the parts' mean over the last dimension; a part that is zero
-    in the reference must be zero. `sizes` stand in for `expected` where that may cancel to nothing.
+    Each tuple in `parts` names the dimensions that index the parts of one partition. A part's norm
+    is at least `floor` times the parts' mean over the last dimension; a part whose reference is
+    zero must be zero. Norms are those of `sizes`, if given: sums in `expected` may cancel to zero.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
@@ -137,7 +137,7 @@ def error_of(
         others = [dim for dim in range(right.dim()) if dim not in cut]
         squares = [wrong, right]
         if cut == (1,):
-            # All rows of a column weigh the same, or a few large ones would decide.
+            # Normalize the rows: otherwise a few large ones would dominate a column's error.
             rows = right.sum(1, keepdim=True).clamp_min(1e-30)
             squares = [wrong / rows, right / rows]
         one, other = (x.sum(others) if others else x for x in squares)
@@ -147,7 +147,7 @@ def error_of(
 
 
 def _root_of_ratio(wrong: float, right: float) -> float:
-    """Return the root of a ratio of squares; infinite for NaN, and for anything over nothing."""
+    """Return the root of a ratio of squares; infinite for NaN, and for nonzero over zero."""
     if math.isnan(wrong) or math.isnan(right):
         return math.inf
     if right == 0:
@@ -155,8 +155,8 @@ def _root_of_ratio(wrong: float, right: float) -> float:
     return math.sqrt(wrong / right)
 
 
-# --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each has a generator
-# of its own, since a case must not move the random numbers of a training.
+# --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each input has a
+# generator of its own, so that a case does not change the random numbers of the training.
 
 
 def generator(device: str, seed: int) -> torch.Generator:
@@ -164,14 +164,14 @@ def generator(device: str, seed: int) -> torch.Generator:
 
 
 def random_rows(rows: int, columns: int, device: str, seed: int) -> torch.Tensor:
-    """Return (rows, columns), BF16, all of one size."""
+    """Return normal random values, (rows, columns) BF16, with the same scale everywhere."""
     return torch.randn(rows, columns, device=device, generator=generator(device, seed)).bfloat16()
 
 
 def uneven_values(rows: int, columns: int, device: str, seed: int) -> torch.Tensor:
-    """Return (rows, columns), BF16; rows and blocks of 32 columns differ by powers of two.
+    """Return random values (rows, columns) BF16, scaled by powers of two per row and block.
 
-    So the scale of another row or block makes a large error.
+    A block is 32 columns. A kernel that uses the scale of another row or block has a large error.
     """
     random = generator(device, seed)
     values = torch.randn(rows, columns, device=device, generator=random)
@@ -182,9 +182,10 @@ def uneven_values(rows: int, columns: int, device: str, seed: int) -> torch.Tens
 
 
 def uneven_counts(experts: int, rows: int) -> list[int]:
-    """Return rows of each expert, about `rows` in all; some have none, one, or one beyond a tile.
+    """Return the number of rows per expert, about `rows` in all.
 
-    The last expert has rows, so that a kernel which stops early is seen.
+    Some experts have no row, one row, or one more than a tile. The last expert has rows, so that a
+    kernel that stops early shows.
     """
     unusual = (0, 1, 31, 33, 129, 7)[:experts]
     counts = [max(1, rows // experts)] * experts
@@ -199,9 +200,10 @@ def uneven_counts(experts: int, rows: int) -> list[int]:
 def random_routing(
     tokens: int, experts: int, top_k: int, device: str, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return experts and scores, (tokens, top k); the experts 1 and experts - 2 get no token.
+    """Return each token's experts and scores, both (tokens, top k).
 
-    Expert 0 is overloaded. Scores are uniform in [0.25, 1), so every copy counts.
+    Expert 0 is overloaded; experts 1 and `experts - 2` get no tokens, if enough others remain.
+    Scores are uniform in [0.25, 1), so a lost copy of a token always shows.
     """
     random = generator(device, seed)
     preference = torch.rand(tokens, experts, device=device, generator=random)

@@ -1,10 +1,10 @@
 """Errors of attention and of matrix products, and of their gradients.
 
-The references are plain PyTorch in float32. Attention is compared by document and head: kernels of
-FlashAttention-4 have had right outputs with wrong gradients, only with several sequences or only on
-activations of trained models (NVIDIA/TransformerEngine#3216), so inputs come in both kinds and
-documents in all packings. Products of linear layers and experts are compared by rows and columns,
-the weight gradient of experts by groups too.
+The references are plain PyTorch in float32. Attention is compared per document and head, on random
+and on trained-like inputs and in all packings: FlashAttention-4 kernels have had correct outputs
+with wrong gradients, only with several sequences or only on activations of trained models
+(NVIDIA/TransformerEngine#3216). Products of linear layers and experts are compared per row and
+column, the experts' weight gradients per group too.
 """
 
 import math
@@ -31,27 +31,27 @@ from cookbook.titan.self_check import (
 )
 
 RANDOM = Bound(0.01, 0.05)
-# Gradients of peaked scores are small differences.
+# With peaked scores, gradients are small differences of large numbers.
 TRAINED = Bound(0.02, 0.1)
-# The reference's scores at a time: 1 GiB in float32, more only where query heads share a key.
+# Scores that the reference computes at once: 1 GiB in float32, or more if query heads share a key.
 SCORES = 1 << 28
-# Around the tiles of FlashAttention-4's kernels (64, 96 and 128 rows) and their common multiples,
-# and as short as can be.
+# Document lengths: the shortest, and those around FlashAttention-4's tiles (64, 96, 128 rows) and
+# their common multiples.
 _EDGES = (
     *(1, 1, 2, 63, 64, 65, 95, 96, 97, 127, 128, 129, 1, 191, 192, 193),
     *(255, 256, 257, 383, 384, 385, 3, 511),
 )
-# Attention of folded q, k and v, (tokens, heads, head_dim), for the ends of their documents.
+# Attention of q, k and v, each (tokens, heads, head_dim), within fixed documents.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The shape of one TP rank's attention; `groups` query heads share one of keys and values.
+    """The shape of one TP rank's attention; `groups` query heads share a key and value head.
 
-    FlashAttention-4 is told the most documents of the whole batch, empty ones included (above 256
-    it runs another kernel), and the most tokens of one. None is what training says of this shape.
+    `max_documents`, of the whole batch with empty ones, and `max_length`, of one document, go to
+    FlashAttention-4, which has another kernel above 256 documents. None: as training computes them.
     """
 
     batch: int
@@ -73,10 +73,10 @@ class AttentionShape:
 
 
 def document_ends(packing: str, batch: int, length: int, most: int | None = None) -> torch.Tensor:
-    """Return (batch, length), bool: the last token of each document, the same in every process.
+    """Mark the last token of each document, (batch, length) bool, the same in every process.
 
-    They are `whole` sequences, or follow one another through the batch in lengths around the
-    kernels' tiles (`edges`), cut where a sequence ends. The last of `most` takes a sequence's rest.
+    With packing `whole`, a document is a sequence. With `edges`, lengths around the kernels' tiles
+    follow one another, split at sequence ends; a sequence's last of `most` takes the rest of it.
     """
     ends = torch.zeros(batch * length, dtype=torch.bool)
     last, lengths = -1, cycle(_EDGES)
@@ -90,9 +90,9 @@ def document_ends(packing: str, batch: int, length: int, most: int | None = None
 
 
 def attention_inputs(shape: AttentionShape, like_trained: bool, device: str) -> Tensors:
-    """Return q, k, v and the gradient of the output, (tokens, heads, head_dim), BF16.
+    """Return q, k, v and the output's gradient, each (tokens, heads, head_dim), BF16.
 
-    `like_trained`: channels have an offset and scores are peaked, as in a trained model.
+    With `like_trained`, channels have an offset and scores are peaked, as in a trained model.
     """
     source = generator(device, 0)
     rows, shared = shape.batch * shape.length, shape.heads // shape.groups
@@ -106,7 +106,7 @@ def attention_inputs(shape: AttentionShape, like_trained: bool, device: str) -> 
         q[..., ::17] += 2
         k[..., ::17] += 3
         k[..., 5] *= 4
-        # A few tokens of large value that many others attend to, and gradients of unequal size.
+        # A few tokens get large values, and a third of the tokens get smaller gradients.
         v[:: shape.length // 4 + 1] *= 8
         grad[1::3] *= 0.125
     return [q, k, v, grad]
@@ -119,7 +119,7 @@ def attention_errors(
     attend_by: Callable[[AttentionShape, torch.Tensor], Attend],
     device: str,
 ) -> Iterator[Error]:
-    """Compare one packing; `attend_by` takes documents' ends, (batch, length), bool."""
+    """Compare one packing; `attend_by` gets the shape and document ends, (batch, length) bool."""
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
     *leaves, grad = attention_inputs(shape, like_trained, device)
@@ -130,12 +130,12 @@ def attention_errors(
     lengths = cu_seqlens.diff()
     document = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
     heads = max(1, min(4, SCORES // int(lengths.max()) ** 2) // shape.groups)
-    # Per tensor: squared differences and squared reference, by document and head.
+    # Per tensor: sums of squared differences and of the squared reference, by document and head.
     sums: dict[str, Tensors] = {name: [] for name in ("out", "dq", "dk", "dv")}
     for begin in range(0, shape.heads // shape.groups, heads):
         shared = slice(begin, begin + heads)
         every = slice(begin * shape.groups, (begin + heads) * shape.groups)
-        # The heads of q, k, v and the gradient; of the output, dq, dk and dv.
+        # Heads of (q, k, v, output gradient), and heads of (output, dq, dk, dv).
         some_of, found_of = (every, shared, shared, every), (every, every, shared, shared)
         q, k, v, dout = (
             x.detach()[:, some].float() for x, some in zip((*leaves, grad), some_of, strict=True)
@@ -150,8 +150,8 @@ def attention_errors(
             parts.append(by_document.index_add_(0, document, both))
     for name, parts in sums.items():
         wrong, right = torch.cat(parts, dim=1).unbind(-1)
-        # The gradient of q and k in a document of one token is zero: measure such a part by the
-        # root mean square of the whole tensor.
+        # In a document of one token the gradients of q and k are zero, so divide the error by the
+        # root mean square of the whole tensor instead.
         mean = right.sum() / (lengths.sum() * right.shape[1])
         part = wrong / torch.maximum(right, lengths[:, None] * mean)
         errors = (float(x.sqrt()) for x in (wrong.sum() / right.sum(), part.max()))
@@ -160,11 +160,11 @@ def attention_errors(
 
 
 def flash_attention_4(shape: AttentionShape, ends: torch.Tensor) -> Attend:
-    """Return the operator that training calls; on a CPU it has an implementation of its own."""
+    """Return the attention that training calls; on a CPU this is the operator's reference."""
     capacity = varlen.bounds_capacity(int(ends.sum(dim=1).max()), shape.length)
     room = shape.max_documents or shape.batch * capacity
     lengths = varlen.cumulative_lengths(varlen.document_bounds(ends, room // shape.batch))
-    # As training makes them, with empty documents.
+    # Pad with empty documents, as training does.
     cu_seqlens = nn.functional.pad(lengths, (0, room + 1 - len(lengths)), value=ends.numel())
     longest = shape.max_length or shape.length
     return lambda q, k, v: varlen.varlen_attention(q, k, v, cu_seqlens, longest, shape.scale)
@@ -172,27 +172,27 @@ def flash_attention_4(shape: AttentionShape, ends: torch.Tensor) -> Attend:
 
 Products = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-# Bounds of output, input gradient and weight gradient, by format.
+# Bounds of the output, the input gradient and the weight gradient, by format.
 BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "bf16": (BF16, BF16, BF16),
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
     "fp8_rowwise": (FP8, FP8, FP8),
-    # Linear layers. One of Float8's recipes multiplies the weight gradient in BF16.
+    # Linear layers. No least error for float8: one of its recipes computes this gradient in BF16.
     "mx": (FP8, FP8, FP8),
     "float8": (FP8, FP8, replace(FP8, least=0)),
-    # One scale for a whole tensor, and E5M2 with 2 bits for gradients.
+    # One scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
     "float8 tensorwise": (Bound(0.1, 0.5), Bound(0.1, 0.5), Bound(0.1, 0.5)),
 }
 NAMES = ("output", "input gradient", "weight gradient")
-# The sum of a few thousand losses; gradients from logits that were rounded to BF16.
+# LOSS: a sum over a few thousand tokens. GRADIENT: computed from logits that are rounded to BF16.
 LOSS = Bound(5e-4, 5e-4)
 GRADIENT = Bound(0.012, 0.04)
 
 
 @dataclass(frozen=True)
 class GroupedShape:
-    """Groups of rows (experts), K of an input row, N of an output row."""
+    """The shape of an expert GEMM: about `rows` rows in all, N output and K input features."""
 
     experts: int
     rows: int
@@ -207,10 +207,10 @@ class GroupedShape:
 def grouped_errors(
     shape: GroupedShape, kind: str, multiply: Callable[..., Products], device: str
 ) -> Iterator[Error]:
-    """Compare the three products of experts with uneven groups.
+    """Compare output, input gradient and weight gradient of experts with uneven groups.
 
-    `multiply` takes x (rows, K), weights (experts, N, K), offsets (experts,) int32 and the output's
-    gradient (rows, N), BF16; it returns output, input and weight gradient.
+    `multiply` returns these three, given x (rows, K), weights (experts, N, K) and the output's
+    gradient (rows, N), all BF16, and the groups' ends (experts,) int32 before that gradient.
     """
     counts = uneven_counts(shape.experts, shape.rows)
     starts = [0, *accumulate(padded_sizes(counts, shape.alignment))]
@@ -218,7 +218,7 @@ def grouped_errors(
     x = uneven_values(starts[-1], shape.k, device, 1)
     grad = uneven_values(starts[-1], shape.n, device, 2)
     for (start, stop), count in zip(groups, counts, strict=True):
-        # As in training: padding rows are zero, in the forward and in the backward.
+        # As in training, padding rows are zero in the input and in the output's gradient.
         x[start + count : stop] = 0
         grad[start + count : stop] = 0
     by_expert = [uneven_values(shape.n, shape.k, device, 100 + e) for e in range(shape.experts)]
@@ -236,7 +236,7 @@ def grouped_errors(
 
 
 def linear_errors(layer: nn.Module, rows: int, kind: str, device: str) -> Iterator[Error]:
-    """Compare the three products of a linear layer without bias, whose weight this replaces."""
+    """Compare output and gradients of a linear layer without bias; overwrites its weight."""
     weight = next(layer.parameters())
     n, k = weight.shape
     with torch.no_grad():
@@ -260,26 +260,26 @@ def loss_errors(
     backend: str | None,
     device: str,
 ) -> Iterator[Error]:
-    """Compare the loss in chunks and its gradients with the cross-entropy of whole logits.
+    """Compare the chunked loss and its gradients with the cross-entropy of unchunked logits.
 
-    The vocabulary is cut over the TP ranks of `group`, who all get the same inputs.
+    The vocabulary is sharded over the TP ranks of `group`, which all get the same inputs.
     """
     random = generator(device, 21)
     hidden = torch.randn(tokens, dim, device=device, generator=random).bfloat16()
-    # Logits of about 2, so that some words are likely.
+    # Logits with a standard deviation of 2, so that some tokens are likely.
     weight = torch.randn(vocabulary, dim, device=device, generator=random) * (2 / dim**0.5)
     weight = weight.bfloat16()
     labels = torch.randint(vocabulary, (tokens,), device=device, generator=random)
     labels[1::7] = IGNORE_INDEX
     labels[0], labels[-1] = 0, vocabulary - 1
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    # As DTensor cuts: all parts of one size but the last.
+    # Shard as DTensor does: only the last shard may be smaller.
     size = -(-vocabulary // ranks)
     words = slice(rank * size, min((rank + 1) * size, vocabulary))
     shard = None if group is None else VocabularyShard(words.start, group)
     x, w = hidden.clone().requires_grad_(), weight[words].clone().requires_grad_()
     loss = chunked_cross_entropy(x[None], w, labels[None], num_chunks, shard, backend)
-    # As TorchTitan divides the sum by the tokens.
+    # TorchTitan divides the summed loss by the number of tokens.
     dx, dw = torch.autograd.grad(loss / tokens, [x, w])
 
     exact = [hidden.float().requires_grad_(), weight.float().requires_grad_()]
@@ -288,7 +288,7 @@ def loss_errors(
     yield error_of("loss", loss.detach()[None], wanted.detach()[None], LOSS)
     yield error_of("gradient of the weight", dw, wanted_dw[words], GRADIENT, [(0,)], floor=0.1)
     if group is not None:
-        # Each rank's is a term of a sum over them.
+        # Each rank has one term of the gradient of the hidden states: sum the terms.
         dx = dx.float()
         dist.all_reduce(dx, group=group)
     yield error_of("gradient of the hidden states", dx, wanted_dx, GRADIENT)

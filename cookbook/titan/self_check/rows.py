@@ -1,7 +1,7 @@
-"""Errors of moving tokens' rows: to their experts' groups, weighted and back, and between ranks.
+"""Errors of moving tokens to their experts' groups and back, on one rank and between ranks.
 
-Each expert multiplies its rows by a factor of its own. So the reference is a sum over a token's
-experts and needs no communication.
+Each test expert multiplies its rows by its own factor. So the reference is a weighted sum over a
+token's experts, which needs no communication.
 """
 
 from collections.abc import Iterator
@@ -33,20 +33,21 @@ from cookbook.titan.self_check import (
     uneven_values,
 )
 
-# A token's row is rounded to BF16 three or four times on its way there, and three times back.
+# A token's row is rounded to BF16 three or four times up to the expert, and three times back.
 MOVED = Bound(0.006, 0.012)
-# Products of two rows, which nearly cancel: of the mean product. From rows sent in FP8.
+# Gradients of scores, relative to the mean: dot products of two rows, whose terms nearly cancel.
+# SCORES_FP8 is for rows sent in FP8.
 SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
-# Of an expert's factor: a sum of products of either sign over its rows. On a rank with one expert
-# the error is one random number: the bound is eight times the usual 0.0025, or 0.05 in FP8.
+# Gradient of an expert's factor: a sum over its rows of products of either sign. On a rank with one
+# expert it is a single number, so bounds are eight times the usual error: 0.0025, or 0.05 in FP8.
 FACTOR = Bound(0.02, 0.04)
 FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
 
 
 class RowsShape(NamedTuple):
-    """Tokens that a rank has received, for its own experts."""
+    """The tokens that a rank has received for its own experts."""
 
     tokens: int
     features: int
@@ -61,19 +62,19 @@ class RowsShape(NamedTuple):
 
 
 def expert_factors(experts: int, device: str) -> torch.Tensor:
-    """Return (experts,), float32; neighbours, and experts a power of two apart, differ."""
+    """Return factors (experts,) float32 that differ between experts a power of two apart."""
     return 0.5 + (torch.arange(experts, device=device) * 5 % 13) / 8
 
 
 def row_errors(
     shape: RowsShape, on_activations: bool, device: str, counted: bool = True
 ) -> Iterator[Error]:
-    """Compare a round trip: tokens to groups, times each group's factor, and back.
+    """Compare a round trip of tokens: to their groups, times each group's factor, and back.
 
-    The rows that fill groups up are poisoned in between: nothing of them may reach a token. Scores
-    weight rows of the groups (`on_activations`), or those on their way back. `counted` as for
-    DeepEP: the host knows the counts, and a third of the copies belong to experts of other ranks.
-    Otherwise all experts are this rank's, the tokens float32.
+    Padding rows are poisoned in between, so that a token that includes one shows. Scores multiply
+    the groups' rows (`on_activations`), or else the rows on their way back. If `counted`, the host
+    knows the counts, and a third of the copies belong to other ranks' experts, as with DeepEP.
+    Otherwise all experts are local, and the tokens are float32.
     """
     others = shape.experts // 2 + 1 if counted else 0
     experts, scores = random_routing(shape.tokens, shape.experts + others, shape.top_k, device, 11)
@@ -105,9 +106,9 @@ def row_errors(
     dx, ds = torch.autograd.grad(out, [x, scores], grad)
 
     filled = grouped.detach()[fill.squeeze(1)].float()
-    if filled.any():  # so is NaN
+    if filled.any():  # true for NaN too
         raise ValueError("rows that fill groups up are not zero")
-    # A copy that belongs to another rank has the factor 0.
+    # A copy for another rank's expert has index -1, which finds the factor 0.
     factor = torch.cat([factors, factors.new_zeros(1)])[experts]
     weights = (scores.detach() * factor).sum(1, keepdim=True)
     wanted = x.detach().float() * weights
@@ -118,7 +119,7 @@ def row_errors(
 
 
 def swiglu_errors(rows: int, hidden: int, device: str) -> Iterator[Error]:
-    """Compare SwiGLU times a score, and its gradients, with PyTorch's in float32."""
+    """Compare SwiGLU times a score, and its gradients, with PyTorch in float32."""
     both = random_rows(rows, 2 * hidden, device, 21).requires_grad_()
     scores = torch.rand(rows, 1, device=device, generator=generator(device, 22)).requires_grad_()
     grad = uneven_values(rows, hidden, device, 23)
@@ -135,7 +136,7 @@ def swiglu_errors(rows: int, hidden: int, device: str) -> Iterator[Error]:
 
 
 def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterator[Error]:
-    """Compare two weights side by side, and their gradients, with PyTorch's own."""
+    """Compare two joined weights, and their gradients, with `torch.cat`."""
     rows, shape = experts * hidden, (experts, hidden, features)
     values = [uneven_values(rows, features, device, seed).view(shape) for seed in (24, 25)]
     weights = [(value.float() * 1.001).requires_grad_() for value in values]
@@ -147,11 +148,11 @@ def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterat
     yield error_of("gradient of the weights", torch.cat(grads, 1), grad.float(), BF16, [(0, 1)])
 
 
-# --- Dispatch and combine between ranks: the cell's own MoE layer, with another router and experts.
+# --- Dispatch and combine between ranks: the cell's MoE layer with a test router and test experts.
 
 
 class ExchangeShape(NamedTuple):
-    """Sequences of one data-parallel rank, all experts of the mesh."""
+    """The sequences of one data-parallel rank, and all experts of the mesh."""
 
     batch: int
     length: int
@@ -169,7 +170,7 @@ class ExchangeShape(NamedTuple):
 
 
 class FixedRouter(nn.Module):
-    """Routes as given; `gate` is there for TP's plan."""
+    """A router with a fixed routing; the TP plan needs a module `gate`."""
 
     def __init__(self, scores: torch.Tensor, experts: torch.Tensor, num_experts: int) -> None:
         super().__init__()
@@ -178,13 +179,13 @@ class FixedRouter(nn.Module):
         self.top_k = experts.shape[1]
 
     def forward(self, x: torch.Tensor, expert_bias: Any = None) -> tuple[torch.Tensor, ...]:
-        """Return scores and experts of all tokens, and how many tokens each expert gets."""
+        """Return the scores and experts of all tokens, and the number of tokens per expert."""
         counts = torch.bincount(self.experts.flatten(), minlength=self.num_experts)
         return self.scores, self.experts, counts.to(torch.float32)
 
 
 class FactorExperts(nn.Module):
-    """Experts that multiply each of their rows by their factor, rounded to the row's type."""
+    """Experts that multiply their rows by a factor and round the result to the rows' dtype."""
 
     def __init__(self, num_experts: int, device: str) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class FactorExperts(nn.Module):
         self.factor = nn.Parameter(expert_factors(num_experts, device))
 
     def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Take rows (rows, features) in groups of `sizes`; those behind the groups become zero."""
+        """Scale rows (rows, features) in groups of `sizes`; rows after the last group become 0."""
         factor = self.factor.to_local() if hasattr(self.factor, "to_local") else self.factor
         ends = sizes.to(torch.int64).cumsum(0)
         rows = torch.arange(len(x), device=x.device)
@@ -202,7 +203,7 @@ class FactorExperts(nn.Module):
 
 
 class Exchanged(NamedTuple):
-    """Tokens, the output's gradient, and the routing of one data-parallel rank."""
+    """The tokens, the output's gradient, and the routing of one data-parallel rank."""
 
     x: torch.Tensor
     grad: torch.Tensor
@@ -211,7 +212,7 @@ class Exchanged(NamedTuple):
 
 
 def inputs_of(shape: ExchangeShape, dp_rank: int, device: str) -> Exchanged:
-    """Return all tokens of a data-parallel rank, the same on all its TP ranks."""
+    """Return the inputs of a data-parallel rank, the same on all its TP ranks."""
     tokens = shape.batch * shape.length
     experts, scores = random_routing(tokens, shape.experts, shape.top_k, device, 31 + 10 * dp_rank)
     x, grad = (random_rows(tokens, shape.features, device, 10 * dp_rank + n) for n in (32, 33))
@@ -223,8 +224,8 @@ def exchange_errors(
     given: Exchanged,
     layer: nn.Module,  # with `FixedRouter(given.scores, ...)` and `FactorExperts`, parallelized
     share: TokenShard | None,  # this TP rank's part of every sequence; None without TP
-    group: dist.ProcessGroup,  # of the ranks that the experts are divided among, in their order
-    quantized: tuple[bool, bool],  # the dispatch of tokens, and that of the output's gradients
+    group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
+    quantized: tuple[bool, bool],  # whether the forward's and the backward's dispatch use FP8
 ) -> Iterator[Error]:
     """Compare the layer's output and gradients for `given`."""
 
@@ -248,8 +249,8 @@ def exchange_errors(
     wanted, wanted_dx, by_copy, experts = mine(
         given.x.float() * weights, given.grad.float() * weights, scores * products, given.experts
     )
-    # An expert's sum of products is often close to zero: measure its error by the root of the sum
-    # of their squares.
+    # The gradient of an expert's factor is often close to zero, because its terms cancel: divide
+    # its error by the root of the sum of squared terms.
     of_experts = torch.zeros(shape.experts, 2, device=device)
     by_copy = by_copy.flatten()
     of_experts.index_add_(0, experts.flatten(), torch.stack([by_copy, by_copy.square()], 1))
