@@ -1,7 +1,7 @@
 """The purpose of each kernel: a table of rules on its name, operation and process group.
 
-The only place that knows names of kernels. A kernel that no rule takes is counted as `other`, and
-the report says so: add a rule here.
+Only this module knows kernel names. A kernel that matches no rule counts as `other`, and the report
+names it, so that a rule can be added here.
 """
 
 import re
@@ -13,7 +13,7 @@ COMPUTE, COMMUNICATION = "compute", "communication"
 
 @dataclass(frozen=True)
 class Category:
-    """What a moment of a step is counted as."""
+    """A category of kernels to which the time of a step is attributed."""
 
     name: str
     title: str
@@ -21,7 +21,7 @@ class Category:
     colour: str
 
 
-# In the order of the report. Where several run at once, the moment is counted for the first.
+# In the order of the report. If kernels of several categories overlap, the first category counts.
 CATEGORIES = (
     Category("attention", "attention", COMPUTE, "#4e79a7"),
     Category("grouped_gemms", "grouped GEMMs", COMPUTE, "#59a14f"),
@@ -42,30 +42,30 @@ CATEGORIES = (
     Category("communication", "communication of an unknown group", COMMUNICATION, "#d37295"),
 )
 BY_NAME = {category.name: category for category in CATEGORIES}
-# Not a category: an operation of the host that only waits, or calls others. It is no work itself.
+# Not a category: a host operation that only waits or calls other operations does no work itself.
 NO_WORK = "no work"
 GEMMS = ("grouped_gemms", "dense_gemms")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Takes a kernel to a category where every pattern that is given is found."""
+    """Assigns a kernel to a category if every nonempty pattern matches."""
 
     category: str
-    kernel: str = ""  # its name; on a CPU the operation's
-    operation: str = ""  # of the host that launched it
-    inside: str = ""  # that, or an event that encloses it in its thread
-    collective: str = ""  # NCCL's word (`allgather`, `all_to_allv`), as PyTorch records it
-    group: str = ""  # the description of its process group (`mesh_ep`)
+    kernel: str = ""  # kernel name; on a CPU the operation's name
+    operation: str = ""  # name of the host operation that launched the kernel
+    inside: str = ""  # name of that operation or of any event that encloses it
+    collective: str = ""  # collective's name as PyTorch records it (`allgather`, `all_to_allv`)
+    group: str = ""  # description of the process group (`mesh_ep`)
 
 
 _NCCL = r"^nccl"
 _GATHERS = r"all_?gather|reduce_?scatter"
 
-# The first that takes a kernel decides.
+# The first rule that matches a kernel decides.
 RULES = (
-    # --- Communication. Meshes are TorchTitan's (parallel_dims.py). One that spans all ranks uses
-    # PyTorch's `default_pg`: there FSDP's own annotations and the kind of collective decide.
+    # --- Communication. Meshes are TorchTitan's (parallel_dims.py). If a mesh spans all ranks, it
+    # uses PyTorch's `default_pg`: then FSDP's annotations and the kind of collective decide.
     # DeepEP: deep_ep::intranode, internode, internode_ll, layout; and NVSHMEM's barrier.
     Rule("ep", kernel=r"\bdeep_ep::|\bnvshmem"),
     # TorchAO's quantized all-to-all: a Triton kernel over symmetric memory.
@@ -73,30 +73,30 @@ RULES = (
     Rule("ep", kernel=_NCCL, group=r"^mesh_ep$"),
     Rule("cp", kernel=_NCCL, group=r"^mesh_cp$"),
     Rule("pp", kernel=_NCCL, group=r"^mesh_pp$", collective=r"send|recv|coalesced"),
-    # The gradient norm's last step; a pipeline's ranks add their parts up.
+    # The last step of the gradient norm sums the parts of all pipeline ranks.
     Rule("reductions", kernel=_NCCL, group=r"^mesh_pp$"),
     Rule("tp", kernel=_NCCL, group=r"^mesh_e?tp$"),
-    # HSDP adds gradients up over the replicas.
+    # HSDP also all-reduces gradients over the replicas.
     Rule("fsdp", kernel=_NCCL, inside=r"^FSDP::"),
     Rule("fsdp", kernel=_NCCL, group=r"^mesh_(e?fsdp|dp_shard\w*)$", collective=_GATHERS),
-    # Loss, gradient norm, tokens by expert: over meshes fsdp, loss, batch, or all ranks.
+    # Loss, gradient norm and tokens per expert are reduced over fsdp, loss, batch or all ranks.
     Rule("reductions", kernel=_NCCL, collective=r"all_?reduce|barrier|broadcast"),
     Rule("ep", kernel=_NCCL, collective=r"all_?to_?all"),
     Rule("pp", kernel=_NCCL, collective=r"send|recv"),
-    # Outside FSDP's annotations only DTensor's redistribution over TP gathers and scatters.
+    # Outside FSDP's annotations, only DTensor's redistribution over TP uses these collectives.
     Rule("tp", kernel=_NCCL, collective=_GATHERS, group=r"^default_pg$"),
     # Asynchronous TP: PyTorch's collectives over symmetric memory.
     Rule("tp", kernel=r"multimem_\w+_kernel|one_shot_all_reduce|two_shot_all_reduce"),
-    # Gloo's thread on a CPU: it records the collective, and no group.
+    # On a CPU gloo's thread records the collective but not the group.
     Rule("ep", inside=r"^gloo:all_to_all"),
     Rule("pp", inside=r"^gloo:(send|recv)"),
     Rule("communication", inside=r"^gloo:"),
     Rule("communication", kernel=_NCCL),
-    # --- On a CPU: the main thread only waits in these, while its gloo thread works; autograd's own
-    # part of a node is its hooks, FSDP's above all.
+    # --- On a CPU the main thread waits in wait_tensor while the gloo thread works. Autograd's own
+    # time in a node is its hooks, mostly FSDP's.
     Rule(NO_WORK, kernel=r"^_c10d_functional::wait_tensor$"),
     Rule(NO_WORK, kernel=r"^autograd::engine::|^(?!Compiled)\w+Backward\d*$|^RegisterPost"),
-    # Python that an operation calls: DTensor, and other subclasses of tensors.
+    # Python code of tensor subclasses such as DTensor, which an operation calls.
     Rule(NO_WORK, kernel=r"^Python(Subclass|TLSSnapshot|Dispatcher)$"),
     Rule("communication", kernel=r"^(_?c10d(_functional(_autograd)?)?)::"),
     # --- Attention. FlexAttention: Inductor's template kernels.
@@ -106,53 +106,53 @@ RULES = (
     Rule("attention", kernel=r"(?i)flash_?att(entio)?n|flash_(fwd|bwd)|fmha"),
     # cuDNN: cudnn_generated_fort_native_sdpa_sm90_flash_fprop and _bprop.
     Rule("attention", kernel=r"^cudnn\w*_sdpa_"),
-    # Whatever an operation of attention launches: also attention that is written out in products,
-    # on a CPU for one. The cookbook's own operation is varlen_attention.
+    # All that an attention operation launches, including the matrix products of attention on a CPU.
+    # The cookbook's own operation is varlen_attention.
     Rule("attention", inside=r"(?i)scaled_?dot_?product|flex_?attention|varlen_attention"),
-    # --- Optimizer and gradient norm: before the GEMMs and copies that the same steps are made of.
+    # --- Optimizer and gradient norm: listed before GEMMs and copies, which they also consist of.
     Rule("optimizer", inside=r"^Optimizer\.(step|zero_grad)#"),
     # Fused AdamW, and the norms and scaling of clip_grad_norm_ (multi_tensor_apply, _foreach_*).
-    # FSDP's copies of lists of tensors are made the same way.
+    # FSDP's _foreach_copy_ uses the same kernels, so its rule comes first.
     Rule("copies", operation=r"^aten::_foreach_copy_"),
     Rule("optimizer", kernel=r"multi_tensor_apply|FusedAdam|FusedSgd"),
     Rule("optimizer", operation=r"^aten::(_foreach_|_fused_adam|linalg_vector_norm)"),
-    # --- Quantization, before the GEMMs, whose operations launch some of it.
+    # --- Quantization: listed before the GEMMs, whose operations launch some of these kernels.
     # TorchAO: MXFP8 casts (CUDA and Triton), scales in the blocked layout, FP8 rowwise casts.
     Rule("quantization", kernel=r"mxfp8_quantize|to_mxfp8_dim|mx_block(_rearrange|ed_layout)"),
     Rule("quantization", kernel=r"triton_scale_swizzle|scale_swizzle|_dequant_mxfp8|nvfp4"),
     Rule("quantization", kernel=r"_triton_fp8_(per_group|rowwise)|fp8_blockwise_\w*quant"),
     Rule("quantization", kernel=r"^_?to_fp8_(row|col)|^_amax_|^_scale_(atomic|reduction)"),
     Rule("quantization", operation=r"torchao::\w*(quantize|to_mx|swizzle|fp8|rearrange)"),
-    # The same, fused by Inductor: a largest absolute value, then a clamp to the format's range.
+    # Quantization fused by Inductor: a maximum absolute value, then a clamp to the format's range.
     Rule("quantization", kernel=r"^triton_\w*(amax\w*clamp|clamp\w*amax|float8)"),
-    # --- Grouped GEMMs: CUTLASS kernels of aten::_grouped_mm, and the kernel that fills in their
-    # problem sizes; TorchTitan's for-loop over experts is dense.
+    # --- Grouped GEMMs: CUTLASS kernels of aten::_grouped_mm, and the kernel that sets their
+    # problem sizes. TorchTitan's for-loop over experts counts as dense GEMMs.
     Rule("grouped_gemms", inside=r"^aten::_(scaled_)?grouped_mm"),
     Rule("grouped_gemms", kernel=r"(?i)grouped_?mm|GroupProblemShape|grouped_?gemm|group_gemm"),
     Rule("grouped_gemms", operation=r"(?i)grouped_mm"),
-    # --- Dense GEMMs. cuBLAS: nvjet_* (Hopper, Blackwell), sm90_xmma_gemm, ampere_*gemm, split-K's
-    # reduction, matrix times vector; CUTLASS; Inductor's templates; FBGEMM's FP8 rowwise.
+    # --- Dense GEMMs. cuBLAS: nvjet_* (Hopper, Blackwell), sm90_xmma_gemm, ampere_*gemm, split-K
+    # reductions, matrix-vector products. CUTLASS; Inductor's templates; FBGEMM's FP8 rowwise.
     Rule("dense_gemms", kernel=r"^nvjet_|(?i:gemm)|^triton_tem_\w*mm|cublasLt|splitKreduce"),
     Rule("dense_gemms", kernel=r"\bgemv|gemv2|gemvx|f8f8bf16|_scaled_mm"),
     Rule("dense_gemms", operation=r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$"),
-    # On a CPU: oneDNN's.
+    # oneDNN's GEMMs on a CPU.
     Rule("dense_gemms", kernel=r"^(mkldnn|onednn)::|mkldnn_linear"),
-    # --- Loss. Eager: aten::_log_softmax and nll_loss, forward and backward; compiled: Inductor's
-    # kernels hold those names; `_softmax` alone is the router's.
+    # --- Loss. Eager: aten::_log_softmax and nll_loss, forward and backward. Compiled: Inductor's
+    # kernels contain these names. `_softmax` without `log` belongs to the router.
     Rule("loss", kernel=r"(?i)log_?softmax|nll_loss|cross_entropy"),
-    # Kernels of a loss in chunks, but for its GEMMs.
+    # The chunked loss's kernels; earlier rules match its GEMMs.
     Rule("loss", inside=r"(?i)log_?softmax|nll_?loss|cross_?entropy"),
-    # --- Moving rows to their experts and back. TorchTitan: _fill_indices_kernel and indexing;
-    # the cookbook: the kernels of `triton_kernels.py`; DeepEP's permutation.
+    # --- Moving rows to their experts and back: TorchTitan's _fill_indices_kernel and indexing, the
+    # cookbook's kernels in `triton_kernels.py`, and DeepEP's permutation.
     Rule(
         "moving_rows", kernel=r"_fill_indices_kernel|^_(count|place|take|spread|collect|dot)_kernel"
     ),
     Rule("moving_rows", kernel=r"permute_(fwd|bwd)?_?kernel|_exchange_row_offsets|unpermute"),
-    # The embedding's gather and its backward are no experts' rows.
+    # The embedding also gathers rows, but not rows of experts.
     Rule("pointwise", operation=r"^aten::embedding"),
     Rule("pointwise", kernel=r"embedding|^aten::embedding"),
-    # aten::sort, argsort, topk (radix sorts of CUB), histc, cumsum, index, gather, scatter_add,
-    # index_put and their backward.
+    # aten::sort, argsort, topk (CUB's radix sorts), histc, cumsum, index, gather, scatter_add,
+    # index_put, and their backward.
     Rule("moving_rows", kernel=r"(?i)radix_?sort|\bsort|histogram|histc|bincount|kthvalue|topk"),
     Rule("moving_rows", kernel=r"index_elementwise|indexing_backward|indexFunc|index_(put|add)"),
     Rule("moving_rows", kernel=r"(?i)gather|scatter"),
@@ -162,15 +162,15 @@ RULES = (
         operation=r"^aten::(sort|argsort|topk|histc|bincount|cumsum|index|index_\w+|_index_put_impl_"
         r"|gather|scatter\w*|repeat_interleave|index_select|take)$",
     ),
-    # --- Copies: FSDP packs and unpacks parameters and gradients; the driver's copies and fills.
+    # --- Copies: FSDP's packing of parameters and gradients; the driver's copies and fills.
     Rule("copies", operation=r"^fsdp::|split_with_sizes_copy|^aten::_?chunk_cat"),
     Rule("copies", kernel=r"^Mem(cpy|set)\b|CatArrayBatchedCopy|chunk_cat|split_with_sizes_copy"),
     Rule("copies", operation=r"^aten::(copy_|_to_copy|clone|contiguous|cat|fill_|zero_)$"),
-    # --- What remains of the model: norms, RoPE, activations, residuals, casts, the router.
-    # Inductor's fused kernels (poi: pointwise, red and per: reductions), and PyTorch's own.
+    # --- The rest of the model: norms, RoPE, activations, residuals, casts, the router. Inductor's
+    # fused kernels (poi: pointwise; red, per: reductions), and PyTorch's own kernels.
     Rule("pointwise", kernel=r"^triton_(poi|red|per|for|spl)_"),
     Rule("pointwise", kernel=r"\bat::native::|\bat_cuda_detail::|\bcub::|\bthrust::"),
-    # On a CPU: every other operation of PyTorch, by its own name.
+    # All other PyTorch operations on a CPU.
     Rule("pointwise", kernel=r"^(aten|prims|torch|autograd|mkl|fsdp)::"),
 )
 
@@ -178,9 +178,9 @@ RULES = (
 def category_of(
     kernel: str, inside: Sequence[str] = (), collective: str = "", group: str = ""
 ) -> str:
-    """Return the name of a kernel's category, or `NO_WORK`; text that is not known is empty.
+    """Return the name of a kernel's category, or `NO_WORK`; pass empty text for unknown values.
 
-    `inside` begins with the operation that launched the kernel, and goes on from the inside out.
+    `inside` starts with the operation that launched the kernel, then its enclosing events outwards.
     """
     texts = {"kernel": [kernel], "collective": [collective], "group": [group]}
     texts |= {"operation": list(inside[:1]), "inside": list(inside)}

@@ -1,6 +1,6 @@
-"""The profile of a job: its ranks' traces, the waits for one another, and the report.
+"""The profile of a job: its ranks' traces, their waits for one another, and the report.
 
-As tables, as one JSON object, and as a picture.
+The report is text tables, one JSON object, or a figure.
 """
 
 import itertools
@@ -24,34 +24,34 @@ from cookbook.profile.rank import RankProfile, profile_rank
 from cookbook.profile.trace import read_header
 from cookbook.run.folder import CellFolder
 
-# The default reads up to this many traces; of more, one rank of each pipeline stage.
+# Up to this many traces are all read by default; beyond it, only one rank of each pipeline stage.
 MOST_TRACES = 8
 _TRACE = re.compile(r"rank[-_]?(\d+).*\.json(\.gz)?")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Where a step of some ranks of one job goes; by stage and rank."""
+    """How some ranks of a job spend a step; ordered by stage and rank."""
 
     source: str
     ranks: tuple[RankProfile, ...]
 
     @property
     def device(self) -> str:
-        """The GPU's name, or its kind."""
+        """The GPU's name, or `GPU` if unknown, or `CPU`."""
         return self.ranks[0].gpu or ("GPU" if self.ranks[0].on_gpu else "CPU")
 
     def name(self, rank: RankProfile) -> str:
-        """`rank 128`, with its stage where there are several."""
+        """Return `rank 128`, prefixed with its stage if there are several."""
         number = "?" if rank.rank is None else rank.rank
         has_stages = len({rank.stage for rank in self.ranks}) > 1
         return f"stage {rank.stage}, rank {number}" if has_stages else f"rank {number}"
 
     def shown(self) -> list[tuple[RankProfile, str]]:
-        """Return the ranks of a report, with their roles.
+        """Return the ranks to report, with their roles.
 
-        Of each pipeline stage the first rank, and where several were read, the slowest and the
-        fastest. All take the same wall time: the slowest computes longest, and the others wait.
+        From each pipeline stage these are the first rank and, if several were read, the slowest and
+        the fastest by compute time: wall time is equal, because the others wait for the slowest.
         """
         chosen: list[tuple[RankProfile, str]] = []
         for _, group in itertools.groupby(self.ranks, key=lambda rank: rank.stage or 0):
@@ -66,7 +66,7 @@ class Profile:
 
 
 def cell_traces(cell: CellFolder) -> dict[int, Path]:
-    """Return the traces of the newest attempt that left some, by rank; empty where none did."""
+    """Return the traces of the newest attempt that has some, by rank; empty if none has."""
     found = (_newest(attempt.traces) for attempt in reversed(cell.attempts()))
     return next((traces for traces in found if traces), {})
 
@@ -91,9 +91,9 @@ def _newest(folder: Path) -> dict[int, Path]:
 
 
 def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
-    """Return the traces that are `asked`: `all`, ranks separated by commas, or None.
+    """Return the traces selected by `asked`: `all`, ranks separated by commas, or None.
 
-    None reads up to `MOST_TRACES`, and of more ranks the first of each pipeline stage.
+    None selects all traces up to `MOST_TRACES`, beyond that the first rank of each pipeline stage.
     """
     if asked is None and len(traces) > MOST_TRACES:
         first = min(traces)
@@ -110,10 +110,10 @@ def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
 
 
 def make_profile(source: str, paths: Sequence[Path]) -> Profile:
-    """Read the traces in parallel; InputError for a broken one, JobError for a killed reader."""
+    """Read traces in parallel; raise InputError for a broken one, JobError for a killed reader."""
     workers = min(len(paths), len(os.sched_getaffinity(0)))
     try:
-        # An interrupt ends the whole command; its readers print no tracebacks.
+        # Ctrl-C kills the reading processes, so that they print no tracebacks.
         with ProcessPoolExecutor(
             workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL)
         ) as pool:
@@ -127,11 +127,11 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
 
 
 def waits_for_others(ranks: Sequence[RankProfile]) -> list[Mapping[str, float] | None]:
-    """Return each rank's waits for other ranks, by category of exposed communication (ms a step).
+    """Return each rank's waits for other ranks: exposed milliseconds per step, by category.
 
-    A collective ends on all its ranks at about the same time, so the rank that came last takes the
-    least time in it, and the others' longer times are waits. No common clock is needed. Where few
-    of a group's ranks were read, this is a lower bound. None for a rank without matched calls.
+    A collective ends on all ranks at about the same time, so the rank that arrived last spends the
+    least time in it, and any longer time of another rank is a wait. No common clock is needed. If
+    only some ranks of a group were read, this is a lower bound. None: no calls could be matched.
     """
     calls: dict[tuple[object, ...], dict[int, list[float]]] = {}
     ran: list[dict[str, float]] = [defaultdict(float) for _ in ranks]
@@ -142,15 +142,15 @@ def waits_for_others(ranks: Sequence[RankProfile]) -> list[Mapping[str, float] |
             ran[index][call.category] += call.duration
     waited: list[dict[str, float]] = [defaultdict(float) for _ in ranks]
     for (name, *_), by_rank in calls.items():
-        # The n-th call of one is the n-th of the others, if they made equally many. A sender
-        # waits for its receiver and the other way round: neither came last.
+        # Match the n-th calls of all ranks if they made equally many calls. Skip PP: a sender and
+        # a receiver wait for each other, so the shorter time does not show who arrived last.
         if name == "pp" or len(by_rank) < 2 or len(set(map(len, by_rank.values()))) > 1:
             continue
         least = sum(map(min, zip(*by_rank.values(), strict=True)))
         for index, durations in by_rank.items():
             waited[index][str(name)] += sum(durations) - least
     for rank, own, total in zip(ranks, waited, ran, strict=True):
-        # As much of the waiting is exposed as of the communication as a whole.
+        # Assume that waits are exposed to the same share as the category's whole communication.
         for name in own:
             own[name] *= rank.counted.get(name, 0.0) / (total[name] or 1)
     return [own or None for own in waited]
@@ -158,14 +158,14 @@ def waits_for_others(ranks: Sequence[RankProfile]) -> list[Mapping[str, float] |
 
 HOST = "idle: the host had launched nothing"
 QUEUED = "idle: launched, not yet started"
-# Beyond this share of a step in unknown kernels the report names them.
+# The report names unknown kernels if they take more than this share of a step.
 _MOST_UNKNOWN = 0.05
 _LEAST_CAUSE = 0.001
 _MOST_CAUSES = 5
 
 
 def step_parts(rank: RankProfile) -> list[tuple[str, str, float]]:
-    """Return title, colour and milliseconds of each part of a step."""
+    """Return the title, colour and milliseconds of each part of a step."""
     parts = [
         (
             category.title + (", exposed" if category.kind == COMMUNICATION else ""),
@@ -179,7 +179,7 @@ def step_parts(rank: RankProfile) -> list[tuple[str, str, float]]:
 
 
 def render_text(profile: Profile, width: int | None = None) -> str:
-    """Return the report's tables; the last column is wrapped to `width` where that is given."""
+    """Return the report's tables; `width`, if given, wraps their last columns."""
     first = profile.ranks[0]
     numbers = ", ".join(map(str, first.steps))
     steps = f"mean of steps {numbers}" if len(first.steps) > 1 else f"step {numbers}"
@@ -205,7 +205,7 @@ def render_text(profile: Profile, width: int | None = None) -> str:
 
 
 def _details(profile: Profile, width: int | None) -> Iterator[str]:
-    """Yield the tables of communication, of GEMMs and of the host in idle times."""
+    """Yield the tables of communication, of GEMMs and of the host's activity during idle time."""
     communication = [["communication", "ran", "hidden", "exposed", "of it waiting"]]
     gemms = [["GEMMs", "ms", "TFLOP/s", "of peak", "shapes known"]]
     idle = [["the host meanwhile", "ms", "was in"]]
@@ -260,7 +260,7 @@ def _notes(profile: Profile) -> Iterator[str]:
 
 
 def render_json(profile: Profile) -> str:
-    """Return one JSON object; times in ms a step, an unknown value is null."""
+    """Return one JSON object; times are in milliseconds per step, and unknown values are null."""
     content = {
         "source": profile.source,
         "device": profile.device,
@@ -304,7 +304,7 @@ def render_json(profile: Profile) -> str:
 
 
 def render_svg(profile: Profile) -> bytes:
-    """Return a bar for each rank of the report, divided as its step is."""
+    """Return an SVG with a bar per reported rank, divided into the parts of its step."""
     shown = profile.shown()
     longest = max(rank.step_ms for rank, _ in shown) or 1.0
 
@@ -322,7 +322,7 @@ def render_svg(profile: Profile) -> bytes:
                 label = None if title in labelled else title
                 labelled.add(title)
                 axes.barh(row, ms, 0.42, left=left, color=colour, label=label)
-                # Narrower parts have no room for their number.
+                # A narrower part is too small for its number.
                 if ms > 0.05 * longest:
                     place = {"ha": "center", "va": "center", "fontsize": 8}
                     axes.text(left + ms / 2, row, f"{ms:,.0f}", color=INK, **place)

@@ -1,7 +1,7 @@
-"""Where a step of one rank goes: each moment counted once, idle time explained, GEMM rates.
+"""How one rank spends a step: time by category, causes of idle time, GEMM rates.
 
-A moment in which something computes belongs to that; one in which only communication runs is
-exposed communication; in the rest the device is idle.
+Each moment counts once: as compute if anything computes, as exposed communication if only
+communication runs, and otherwise as idle.
 """
 
 import re
@@ -17,77 +17,77 @@ from cookbook.base.gpus import peak_tflops
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS
 from cookbook.profile.trace import NOTHING, Column, Host, Trace, kernels_of, read_trace
 
-# A first kernel that waited longer in its queue found the device busy with the step before.
+# If the first kernel was queued for longer, the device was still busy with the previous step.
 _QUEUED_US = 1000.0
 _MOST_KERNELS = 25
 _MOST_CAUSES = 8
 _BLOCKED = re.compile(r"Synchronize|Memcpy")
-# Modules, numbers of regions and the hashes of graphs would make each cause a different one.
+# Details to strip from names (modules, region numbers, graph hashes), so that equal causes add up.
 _PARTICULAR = re.compile(r"\s+\(.*\)|\s+for \S+|(?<=[\w)])#.*|:?\s*\d+/\d+|\bf[0-9a-z]{20,}|#+")
 _IS_COMMUNICATION = np.array([category.kind == COMMUNICATION for category in CATEGORIES])
 
 
 @dataclass(frozen=True)
 class GemmRate:
-    """The speed of GEMMs of one kind; None where no shape, or no peak of the card, is known."""
+    """The speed of GEMMs of one kind; None if no shape, or not the GPU's peak, is known."""
 
-    ms: float
-    known_ms: float  # a step's time in those whose shapes are known
-    tflops: float | None  # per second
-    peak_share: float | None  # of the card's peak for their inputs' format
+    ms: float  # per step
+    known_ms: float  # milliseconds per step of the GEMMs whose shapes are known
+    tflops: float | None  # TFLOP/s of the GEMMs whose shapes are known
+    peak_share: float | None  # share of the GPU's peak for the inputs' formats
 
 
 class Call(NamedTuple):
-    """A communication kernel; other ranks' calls match by category, step and key. Microseconds."""
+    """A communication kernel; calls of different ranks match by category, step and key."""
 
     category: str
     step: int
     key: tuple[str, ...]
-    duration: float
+    duration: float  # microseconds
 
 
 @dataclass(frozen=True, eq=False)
 class RankProfile:
-    """Where a step of one rank goes; times in milliseconds a step, mean of the traced steps."""
+    """How one rank spends a step; times are milliseconds per step, averaged over traced steps."""
 
     path: Path
     rank: int | None
     stage: int | None
     gpu: str | None
-    on_gpu: bool  # kernels were counted; else a CPU's operations
-    steps: tuple[int, ...]  # empty where the trace names none and counts as one
+    on_gpu: bool  # whether kernels were counted, or else a CPU's operations
+    steps: tuple[int, ...]  # step numbers; empty if the trace has none and counts as one step
     step_ms: float
     each_step_ms: tuple[float, ...]
-    counted: Mapping[str, float]  # by category; with the two idle times they make up the step
-    busy: Mapping[str, float]  # by category, also while something else ran
+    counted: Mapping[str, float]  # by category; adds up to the step with the two idle times
+    busy: Mapping[str, float]  # by category, including overlap with other categories
     idle_host_ms: float
     idle_queued_ms: float
     causes: Mapping[str, float]  # host activity while the device waited for the next launch
     gemms: Mapping[str, GemmRate]
     longest: tuple[tuple[str, str, float], ...]  # kernels: name, category and time
-    unknown: tuple[tuple[str, str, float], ...]  # of those in `other`
+    unknown: tuple[tuple[str, str, float], ...]  # longest kernels of category `other`
     calls: tuple[Call, ...] = field(repr=False, default=())
-    # By category of exposed communication, the part that waited for other ranks; None: unknown.
+    # Exposed communication spent waiting for other ranks, by category; None if unknown.
     waited: Mapping[str, float] | None = None
 
     @property
     def exposed_ms(self) -> float:
-        """Time in which only communication ran."""
+        """Time during which only communication ran."""
         return sum(ms for name, ms in self.counted.items() if BY_NAME[name].kind == COMMUNICATION)
 
     @property
     def compute_ms(self) -> float:
-        """Time in which the device computed."""
+        """Time during which the device computed."""
         return sum(self.counted.values()) - self.exposed_ms
 
     @property
     def hidden(self) -> dict[str, float]:
-        """By category, time in which it ran while the moment was counted for something else."""
+        """Time of each category that overlapped with a category that counts first."""
         return {name: ms - self.counted[name] for name, ms in self.busy.items()}
 
     @property
     def accounted(self) -> float:
-        """The share of the step in known categories and explained waits."""
+        """The share of the step outside unknown kernels (category `other`)."""
         return 1 - self.counted.get("other", 0.0) / self.step_ms if self.step_ms else 0.0
 
 
@@ -100,7 +100,7 @@ def profile_rank(path: Path) -> RankProfile:
     counted, busy, gaps = divide(kernels, start, end)
     idle_host, idle_queued, causes = explain_idle(gaps, kernels, host)
     kernels = kernels[(kernels.end > start) & (kernels.start < end)]
-    # On a CPU a call is cut where another operation runs within it, so no two are alike.
+    # On a CPU, nested operations split a call into parts that do not match other ranks' calls.
     is_call = _IS_COMMUNICATION[kernels.category] & trace.on_gpu
     calls = tuple(_calls(trace, kernels[is_call], windows))
     alike, which = np.unique(kernels.name * len(CATEGORIES) + kernels.category, return_inverse=True)
@@ -111,7 +111,7 @@ def profile_rank(path: Path) -> RankProfile:
     }
 
     def per_step(times: Mapping[Any, float]) -> dict[Any, float]:
-        """Return milliseconds a step, from microseconds of all steps."""
+        """Convert microseconds of all steps to milliseconds per step."""
         return {name: us / count / 1000 for name, us in times.items()}
 
     longest = [(*key, ms) for key, ms in _largest(per_step(totals)).items()]
@@ -141,10 +141,10 @@ def _largest(times: Mapping[Any, float], most: int | None = None) -> dict[Any, f
 
 
 def step_windows(trace: Trace, kernels: Column) -> list[float]:
-    """Return the device's boundaries of the traced steps: one more than there are steps.
+    """Return the times of the traced steps' boundaries on the device, one more than steps.
 
-    The host runs ahead of the device. A step begins on the device when the host has begun it and
-    the device has finished the one before. So the windows are wall time, without gap or overlap.
+    The host runs ahead of the device. A step begins on the device once the host has begun it and
+    the device has finished the previous step. So the steps cover wall time without gap or overlap.
     """
     if not trace.steps:
         source = kernels if len(kernels) else trace.host
@@ -166,10 +166,10 @@ def step_windows(trace: Trace, kernels: Column) -> list[float]:
 def divide(
     kernels: Column, start: float, end: float
 ) -> tuple[dict[str, float], dict[str, float], Column]:
-    """Divide the microseconds from `start` to `end` among the kernels.
+    """Divide the microseconds from `start` to `end` among the categories of kernels.
 
-    Return by category the time counted for it, where the first of several in CATEGORIES gets the
-    moment; by category the time in which it ran at all; and the gaps of shape (gaps, 2).
+    Return the time counted for each category, the time for which each category ran at all, and the
+    idle gaps, (gaps, 2). Overlapping time counts for the first category in CATEGORIES.
     """
     first, last = np.clip(kernels.start, start, end), np.clip(kernels.end, start, end)
     edges = np.unique(np.concatenate([[start, end], first, last]))
@@ -195,8 +195,8 @@ def explain_idle(
 ) -> tuple[float, float, dict[str, float]]:
     """Explain the idle time in `gaps` by the next kernel's launch and the host's activity.
 
-    Return the microseconds in which the device waited for the host to launch the next kernel (one
-    after the last gap too), in which a launched one had not started, and the first by cause.
+    Return three values in microseconds: the time before the host had launched the next kernel, the
+    time between a launch and the kernel's start, and the former by cause.
     """
     start, end = gaps.T
     events = host.trace.host
@@ -217,7 +217,7 @@ def explain_idle(
         before = host.innermost(one, start[own])
         during = host.innermost(one, (start[own] + launched[own]) / 2)
         for first, middle, us in zip(before, during, (launched - start)[own], strict=True):
-            # The host had waited for the device itself, and so could launch nothing ahead.
+            # The host was waiting for the device as the gap began, so it could not launch ahead.
             waited = first != NOTHING and _BLOCKED.search(host.trace.names[events.name[first]])
             name = _activity(host, first if waited else middle)
             causes[f"had waited for the GPU in {name}" if waited else name] += float(us)
@@ -225,7 +225,7 @@ def explain_idle(
 
 
 def _activity(host: Host, event: int) -> str:
-    """Return the operation that `event` lies in, else a call of CUDA."""
+    """Return the name of the operation that contains `event`, or else of the CUDA call."""
     if event == NOTHING:
         return "Python, in no operation"
     operation = int(host.operation(np.array([event]))[0])
@@ -234,12 +234,12 @@ def _activity(host: Host, event: int) -> str:
 
 
 def _calls(trace: Trace, kernels: Column, windows: list[float]) -> list[Call]:
-    """Return the communication calls, with the keys that they have on every rank of their group."""
+    """Return the communication calls; a call has the same key on every rank of its group."""
     steps = np.searchsorted(windows[1:-1], kernels.start, side="right")
     ep_ranks = str(trace.header.group_ranks("mesh_ep"))
     calls = []
     for kernel, step in zip(kernels, steps.tolist(), strict=True):
-        # DeepEP's kernels name no group.
+        # DeepEP's kernels record no process group, so use the EP ranks.
         key: tuple[str, ...] = trace.names[kernel.name].split("<")[0].split("(")[0], ep_ranks
         if kernel.collective != NOTHING:
             key = trace.collectives[kernel.collective]
@@ -255,7 +255,7 @@ def _gemm_rates(trace: Trace, host: Host, kernels: Column, count: int) -> dict[s
         own = kernels[kernels.category == list(BY_NAME).index(category)]
         if not len(own):
             continue
-        # The outermost GEMM around each: on a CPU a grouped one is made of others.
+        # Find the outermost GEMM around each kernel: on a CPU, a grouped GEMM calls dense ones.
         gemm, event = np.full(len(own), NOTHING), own.operation.copy()
         while (inside := event != NOTHING).any():
             found = inside & (flops[event] > 0)
@@ -263,7 +263,7 @@ def _gemm_rates(trace: Trace, host: Host, kernels: Column, count: int) -> dict[s
             event[inside] = host.parent[event[inside]]
         duration = own.end - own.start
         seconds = float(duration[gemm != NOTHING].sum()) / 1e6
-        # One operation may launch several kernels.
+        # Count each operation's FLOPs once, even if it launched several kernels.
         work = np.unique(gemm[gemm != NOTHING])
         peaks = [peak_tflops(trace.gpu, int(size)) if trace.gpu else None for size in bits[work]]
         known = [

@@ -1,8 +1,7 @@
-"""Read one rank's trace of PyTorch's profiler into NumPy columns, and find the device's work.
+"""Read one rank's PyTorch profiler trace into NumPy columns, and find the device's work.
 
-Times are microseconds on the trace's own clock. On a GPU its work is kernels, copies and fills. A
-CPU has none: there the operations of all threads count, each for the time in which no operation ran
-inside it.
+Times are microseconds on the trace's own clock. A GPU's work is kernels, copies and fills. A CPU's
+work is the operations of all threads, each without the time of the operations nested in it.
 """
 
 import gzip
@@ -22,16 +21,16 @@ from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
 from cookbook.profile.kernels import CATEGORIES, NO_WORK, category_of
 
-# A one-dimensional array: of numbers, or of records of one of the types below.
+# A one-dimensional array of numbers, or of records of dtype HOST, DEVICE or KERNEL.
 Column: TypeAlias = np.ndarray
 
 NOTHING = -1
-# Calls of CUDA's runtime and driver in which the host may wait for the GPU, and those that launch.
+# CUDA runtime and driver calls in which the host may wait for the GPU, and calls that launch work.
 _BLOCKING = re.compile(r"Synchronize|cudaMemcpy$|cudaMemcpyAsync|Malloc|cudaFree|HostAlloc")
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
-# Kineto writes rank, groups and device before the first event.
+# Bytes to read for the header: Kineto writes rank, groups and device before the first event.
 _HEADER_SIZE = 1 << 22
 
 # Index of the left matrix among the inputs of each GEMM operation.
@@ -45,24 +44,24 @@ _BITS = {"BFloat16": 16, "Half": 16, "float": 32, "Float": 32, "double": 64}
 
 
 class Step(NamedTuple):
-    """A training step as the host saw it."""
+    """A training step on the host's timeline, in microseconds."""
 
     number: int
     start: float
     end: float
 
 
-# Operations, annotations and blocking calls: by thread, start, outer before inner. `name` is an
-# index into the trace's names; annotations are no work, they only enclose it; `flops` are of a GEMM
-# with known shapes, else 0, and `bits` of an element of its inputs.
+# Operations, annotations and blocking calls, sorted by thread and start, outer before inner. `name`
+# is an index into the trace's names; annotations are not work (`is_work`), they only enclose it.
+# `flops` is 0 unless it is a GEMM with known shapes; `bits` is the size of its inputs' elements.
 HOST = np.dtype(
     [
         *[("name", int), ("start", float), ("end", float), ("thread", float)],
         *[("is_work", bool), ("flops", float), ("bits", int)],
     ]
 )
-# Kernels, copies and fills. `launched`: when the host launched it, NaN where the trace does not
-# say; `thread`: by whom; `collective`: index into the trace's collectives, or NOTHING.
+# Kernels, copies and fills. `launched` is the time of the host's launch, NaN if unknown, and
+# `thread` the launching thread. `collective` is an index into the trace's collectives, or NOTHING.
 DEVICE = np.dtype(
     [
         *[("name", int), ("start", float), ("end", float), ("launched", float)],
@@ -72,7 +71,7 @@ DEVICE = np.dtype(
 
 
 class Header:
-    """A trace's keys beside its events."""
+    """The metadata of a trace: its rank, GPU, process groups and pipeline."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         info: Mapping[str, Any] = content.get("distributedInfo") or {}
@@ -82,28 +81,28 @@ class Header:
         self.rank: int | None = info.get("rank", int(named[1]) if named else None)
         self._groups: Sequence[Mapping[str, Any]] = info.get("pg_config", ())
         meshes = {group["pg_desc"] for group in self._groups}
-        # The ranks of this rank's pipeline, its own alone without one; empty where unknown.
+        # The ranks of this rank's pipeline; without PP only its own rank. Empty if unknown.
         self.pipeline: list[int] = []
         if "mesh_pp" in meshes:
             own = [] if self.rank is None else [self.rank]
             self.pipeline = self.group_ranks("mesh_pp") or own
         elif any(mesh.startswith("mesh_") for mesh in meshes):
-            # A mesh that spans all ranks has no group of its own.
+            # A mesh that spans all ranks has no process group of its own, so PP spans all ranks.
             self.pipeline = list(range(info.get("world_size", 0)))
         places = {rank: place for place, rank in enumerate(self.pipeline)}
         self.stage = None if self.rank is None else places.get(self.rank)
 
     def group_ranks(self, description: str) -> list[int]:
-        """Return the ranks of a process group of this rank; empty for one rank, and for all."""
+        """Return the ranks of this rank's process group; empty if it has one rank or all."""
         named = (one["ranks"] for one in self._groups if one["pg_desc"] == description)
         return next((list(ranks) for ranks in named if len(ranks) > 1), [])
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's trace. `on_gpu`: kernels are the work; else the host's operations are.
+    """One rank's trace.
 
-    A collective has PyTorch's record of it: its name, its group's description and ranks.
+    Each of `collectives` is PyTorch's record: name, and the group's description and ranks.
     """
 
     header: Header
@@ -123,7 +122,7 @@ class Trace:
 
 
 def read_header(path: Path) -> Header:
-    """Read the part of a trace before its first event."""
+    """Read a trace's metadata, which precedes its first event."""
     with _open(path) as file:
         found = _EVENTS.split(file.read(_HEADER_SIZE), maxsplit=1)
     return Header(path, json.loads(found[0] + '"traceEvents": []}') if len(found) > 1 else {})
@@ -132,8 +131,8 @@ def read_header(path: Path) -> Header:
 def read_trace(path: Path) -> Trace:
     place = shown_path(path)
     reader = _Reader()
-    # The hook takes each event as it is parsed, so that events are never in memory all at once.
-    # Kernel names may hold characters that JSON would have escaped.
+    # The hook consumes each event when it is parsed, so the parsed events are never all in memory.
+    # Not strict, because kernel names may contain unescaped control characters.
     decoder = json.JSONDecoder(object_hook=reader.take, strict=False)
     try:
         with _open(path) as file:
@@ -164,7 +163,7 @@ def _open(path: Path) -> IO[str]:
 
 
 class _Reader:
-    """Collects events in columns of numbers."""
+    """Collects a trace's events in compact numeric columns."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
@@ -209,11 +208,11 @@ class _Reader:
         name, start = event["name"], float(event["ts"])
         end = start + float(event["dur"])
         if not is_work and (step := _STEP.fullmatch(name)):
-            # It encloses everything, so it would explain nothing.
+            # The step's annotation encloses every event, so it would explain nothing as a cause.
             self._steps.append(Step(int(step[1]), start, end))
             return
         flops, bits = _gemm_work(name, event.get("args", {})) if name in _MATRICES else (0.0, 0)
-        # Gloo's own annotation is all that is known of its work.
+        # Gloo's work has no operation, only an annotation, so count the annotation as work.
         is_work = is_work or name.startswith("gloo:")
         number = self._names.setdefault(name, len(self._names))
         self._host.extend((number, start, end, self._thread(event["tid"]), is_work, flops, bits))
@@ -236,9 +235,9 @@ class _Reader:
 
 
 def _gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int]:
-    """Return the FLOPs of a GEMM operation and the bits of its inputs; 0 FLOPs without shapes.
+    """Return a GEMM operation's FLOPs (0 without shapes) and the bits of an input element.
 
-    A grouped GEMM's rows include the padding of its groups: the kernel multiplies that too.
+    A grouped GEMM's rows include its groups' padding, which the kernel multiplies too.
     """
     first = _MATRICES[operation]
     dims, types = arguments.get("Input Dims", ()), arguments.get("Input type", ())
@@ -249,12 +248,12 @@ def _gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int
     bits = 8 if kind.startswith("Float8") else _BITS.get(kind, 0)
     if operation in ("aten::bmm", "aten::baddbmm"):
         return 2.0 * math.prod(left) * right[-1], bits
-    # (M, K) x (K, N); grouped: (M, K) x (groups, K, N), and for weight gradients (M, K) x (K, N),
-    # where the groups share K out. (groups, M, K) x (K, N) shares N out.
+    # Dense: (M, K) x (K, N). Grouped: (M, K) x (groups, K, N), where the groups divide M; weight
+    # gradients (M, K) x (K, N), where they divide K; (groups, M, K) x (K, N), where they divide N.
     return 2.0 * left[-2] * left[-1] * right[-1], bits
 
 
-# CUDA's runtime and driver: cudaMemcpyAsync, cuLaunchKernel.
+# Names of CUDA runtime and driver calls, such as cudaMemcpyAsync and cuLaunchKernel.
 _CALL = re.compile(r"cu(da)?[A-Z]")
 _NUMBERS = {category.name: number for number, category in enumerate(CATEGORIES)} | {NO_WORK: -1}
 
@@ -283,7 +282,7 @@ class Host:
         self._is_call = np.array([bool(_CALL.match(name)) for name in trace.names], dtype=bool)
 
     def innermost(self, thread: float, times: Column) -> Column:
-        """Return the innermost event of `thread` at each of `times`, NOTHING for none."""
+        """Return the innermost event of `thread` at each of `times`, or NOTHING."""
         events = self.trace.host
         first, last = np.searchsorted(events.thread, [thread, np.nextafter(thread, np.inf)])
         if first == last:
@@ -295,7 +294,7 @@ class Host:
         return at
 
     def operation(self, events: Column) -> Column:
-        """Return the operations that `events` are or lie in, CUDA calls aside; NOTHING for none."""
+        """Return for each event itself or the nearest enclosing one that is not a CUDA call."""
         found = np.array(events)
         if len(self.parent):
             names = self.trace.host.name
@@ -304,7 +303,7 @@ class Host:
         return found
 
     def enclosing(self, event: int) -> tuple[str, ...]:
-        """Return the names of `event` and of all that encloses it, from the inside out."""
+        """Return the names of `event` and of its enclosing events, from the inside out."""
         names = []
         while event != NOTHING:
             names.append(self.trace.names[self.trace.host.name[event]])
@@ -312,13 +311,13 @@ class Host:
         return tuple(names)
 
 
-# All work, by start. `operation`: the host's event that it belongs to, or NOTHING; `category`:
-# index into CATEGORIES.
+# The device's work, sorted by start. `operation` is the index of the host event that it belongs to,
+# or NOTHING; `category` is an index into CATEGORIES.
 KERNEL = np.dtype([*DEVICE.descr, ("operation", int), ("category", int)])
 
 
 def kernels_of(trace: Trace, host: Host) -> Column:
-    """Return the work on the device, without operations that only wait or call others."""
+    """Return the device's work, without operations that only wait or call other operations."""
     device = trace.device
     if trace.on_gpu:
         launcher = np.full(len(device), NOTHING)
@@ -337,7 +336,7 @@ def kernels_of(trace: Trace, host: Host) -> Column:
     operation = kernels.operation
     chain = np.full(len(operation), NOTHING)
     chain[operation != NOTHING] = host.chain[operation[operation != NOTHING]]
-    # Kernels that are alike in all that rules look at are classified once.
+    # Classify kernels once per combination of the values that rules match.
     alike = np.stack([kernels.name, chain, kernels.collective])
     _, first, inverse = np.unique(alike, axis=1, return_index=True, return_inverse=True)
     found = []
@@ -352,7 +351,7 @@ def kernels_of(trace: Trace, host: Host) -> Column:
 
 
 def _own_time(host: Host, thread: float) -> tuple[Column, Column, Column]:
-    """Return when `thread` was in an operation itself, not in one inside it: start, end, event."""
+    """Return `thread`'s time in operations without nested ones, as starts, ends and events."""
     events = host.trace.host
     own = events.thread == thread
     edges = np.unique([events.start[own], events.end[own]])
