@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from cookbook.run.record import read_record
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise.__main__ import CHECKED, Start, main, start_run
 from cookbook.supervise.resume_point import prepare
+from cookbook.supervise.supervisor import SignalReceivedError
 from tests.cells import Point
 from tests.saved import FILES, cut, save
 from tests.submit import listing, submit
@@ -118,6 +120,17 @@ def test_a_damaged_one_is_moved_aside_whole_and_named(cell: Started, kind: str) 
     assert cell.folder.attempt(0).log.read_text() == words
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == content
     assert [path.name for path in cell.saved.iterdir()] == ["step-4"]
+
+
+def test_a_signal_while_one_is_read_is_no_damage(
+    cell: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = save(cell.saved, 6)
+    signals = Mock(side_effect=SignalReceivedError)
+    monkeypatch.setattr("cookbook.run.folder._InertUnpickler.load", signals)
+    with pytest.raises(SignalReceivedError):
+        cell.start()
+    assert newest.is_dir()
 
 
 def test_status_and_report_say_what_was_passed_over(cell: Started) -> None:

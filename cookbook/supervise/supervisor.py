@@ -40,8 +40,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MOST_SPAWNS = 5
 
 
-class SignalReceivedError(Exception):
-    """The job received a stop signal while an attempt was being prepared."""
+class SignalReceivedError(BaseException):
+    """The job received a stop signal while an attempt was being prepared.
+
+    No Exception, which the reader of a checkpoint would take for damage.
+    """
 
 
 class Supervisor:
