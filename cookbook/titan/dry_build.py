@@ -69,8 +69,8 @@ def build_cell(request: Answer, describe: Callable[..., Answer]) -> Answer:
             ready = wait(running, timeout=0.2)
             for pipe, (rank, child, deadline) in list(running.items()):
                 if pipe in ready or time.monotonic() >= deadline:
-                    del running[pipe]
                     answers.append(_read(pipe, rank, child, pipe in ready))
+                    del running[pipe]
                     if "error" in answers[-1]:
                         # The other stages would mostly fail for the same reason.
                         waiting.clear()

@@ -255,8 +255,11 @@ def main() -> None:
 
 
 def _fold(found: re.Match[str]) -> str:
-    pairs = " ".join(found[1].split()).replace(": ", ":\0")
-    lines = textwrap.fill(pairs, 78, subsequent_indent="     ", break_on_hyphens=False)
+    # A string stays whole, whatever its length and spaces.
+    items = " ".join(line.strip().replace(" ", "\0") for line in found[1].splitlines())
+    lines = textwrap.fill(
+        items, 78, subsequent_indent="     ", break_long_words=False, break_on_hyphens=False
+    )
     return lines.replace("\0", " ")
 
 
