@@ -1,24 +1,24 @@
-"""The cookbook's part in a training process of stack 2026.02: its parts, and the door of each.
+"""The cookbook's extensions of TorchTitan in a training process of stack 2026.02.
 
-TorchTitan imports this package, before its Trainer exists, with `--job.custom_config_module`
-(`.job_config`) and `--experimental.custom_import`. A registered spec wins over the built-in one of
-the same name, so a job of one of the `families` gets this one, and a job of another family gets
-TorchTitan's own. A new part enters here: a function or a class in a file of its own, and one line
-below. Nothing in site-packages is edited; other versions of TorchTitan are refused.
+TorchTitan imports this package before it builds a Trainer: `--job.custom_config_module` imports
+`.job_config`, `--experimental.custom_import` the package itself. A registered spec overrides the
+built-in spec of the same name, so the `families` use the cookbook's spec and all other families use
+TorchTitan's. To extend TorchTitan, write a function or a class in a file of its own and add one
+line below. Nothing in site-packages is edited; other versions of TorchTitan are refused.
 
-Some things have no door. Each is replaced in one place, which says why:
+TorchTitan has no extension point ("door") for the following. Each is patched in one file:
 
-- the names that a family's `parallelize_fn` and its `apply_moe_ep_tp` look up: `parallelize.py`,
+- names that a family's `parallelize_fn` and its `apply_moe_ep_tp` look up: `parallelize.py`, only
   while these functions run
-- the converters called `quantize.*.mx`: `mxfp8.py`, when a job of this model starts
-- functions that TorchAO's emulation calls: `mxfp8.py`, where a job uses them
+- the converters called `quantize.*.mx`: `mxfp8.py`, when a job of one of the families starts
+- functions that TorchAO's emulation calls: `mxfp8.py`, if the job uses them
 - the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
-- when a checkpoint is saved, whether another step follows, how failures are named: `checkpoint.py`
-- clipping, which knows whether gradients are finite: `loss_and_optimizer.py`, where a job asks
-- the end of the process: `common/process.py`
+- when to save, whether to continue training, and error messages of saves: `checkpoint.py`
+- gradient clipping, to see the norm: `loss_and_optimizer.py`, if the job allows skipped steps
+- the exit of the process: `common/process.py`
 """
 
-# ruff: noqa: E402  (TorchTitan's internals are imported once the version is known to be right)
+# ruff: noqa: E402  (TorchTitan's internals must not be imported before the version check)
 from cookbook.titan.tt_0_2_2.versions import check_versions, refuse
 
 check_versions()
@@ -43,38 +43,38 @@ from cookbook.titan.tt_0_2_2.text_data import build_dataloader, build_validator
 
 
 def register() -> None:
-    """Register TorchTitan's own specs, but for the doors named here, once in a process."""
+    """Register each family's released spec with the fields below replaced, once per process."""
     for name, parts in FAMILIES.items():
         released = parts.released()
         spec = replace(
             released,
-            # A choice of attention, and its mask.
+            # `model.attention` selects the attention and its mask.
             model_cls=parts.model,
-            # The cookbook's flavors; and a job's options are checked before its model is built.
+            # Adds the cookbook's flavors, and checks the job's options before the model is built.
             model_args=parts.flavors(),
-            # TP and EP with the right sums, DeepEP, the quantized all-to-all; plain checkpoints.
+            # Corrects gradients under TP and EP; adds DeepEP, MXFP8 all-to-all, plain checkpoints.
             parallelize_fn=parallelize,
-            # A pipeline's gradients are per token.
+            # Divides a pipeline's gradients by the number of tokens.
             build_loss_fn=build_loss,
-            # The first step reports the options in force, and ends a job that differs from its
-            # overlays' declaration; each logged step writes metrics and the router's load.
+            # Reports the active options after the first step, and stops a job whose options differ
+            # from the overlays' declaration; writes metrics and router load at each logged step.
             build_metrics_processor_fn=build_metrics_processor,
             # Move the routing bias, which released Qwen3 does not; steps with infinite gradients
             # can be skipped.
             build_optimizers_fn=build_optimizers,
-            # A resumed run with more steps keeps its schedule.
+            # Keeps the schedule of a run that is resumed with more steps.
             build_lr_schedulers_fn=build_lr_schedulers,
-            # Published weights may lack the routing bias.
+            # Loads published weights that lack the routing bias.
             state_dict_adapter=without_missing_bias(released.state_dict_adapter),
-            # The user's own texts.
+            # Reads the user's own texts.
             build_dataloader_fn=build_dataloader,
-            # The same batches each time; some of TorchTitan's models have none.
+            # Validates on the same batches each time; TorchTitan's DeepSeek-V3 has no validator.
             build_validator_fn=build_validator,
         )
         try:
             register_train_spec(name, spec)
         except ValueError:
-            # TorchTitan takes a name once. A second import of this package changes nothing.
+            # TorchTitan registers a name only once, which a second import of this package may hit.
             if get_train_spec(name).parallelize_fn.__module__ != parallelize.__module__:
                 raise refuse(
                     f"another module has registered its own {name} with TorchTitan; remove that, "

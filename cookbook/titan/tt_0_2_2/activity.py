@@ -1,8 +1,8 @@
-"""The options in force: each rank's observation, merged over ranks and held to the declaration.
+"""The active options, observed on each rank, merged over ranks and compared with the declaration.
 
-The model's own weights and layers say how GEMMs quantize: a scaling type of TorchAO for the routed
-experts (`mxfp8`, ...), a kind of linear layers (`mx`, `float8`), or `bf16`. Running code notes the
-rest here.
+The quantization of GEMMs is read from the model's weights and layers: TorchAO's scaling type of the
+routed experts (`mxfp8`, ...), the kind of linear layer (`mx`, `float8`), or `bf16`. Everything else
+is recorded in this module's sets by the code as it runs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,12 +20,12 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from cookbook.titan.tt_0_2_2.versions import refuse
 
-# One training step makes both exchanges of the quantized all-to-all.
+# The two halves of the quantized all-to-all; a training step that runs both reports `mxfp8`.
 MXFP8_DISPATCH = "mxfp8 in the dispatch only"
 MXFP8_COMBINE = "mxfp8 in the combine only"
 
-# Filled while the code runs: the dispatch that sent tokens, the mover of their rows, the loss, the
-# operators that selective recomputation saved, the patches of TorchTitan that took effect.
+# Filled while the code runs: EP dispatch backends, row kernels, losses, kinds of operators saved by
+# selective recomputation, and patches of TorchTitan that took effect.
 dispatches: set[str] = set()
 rows: set[str] = set()
 losses: set[str] = set()
@@ -36,32 +36,32 @@ KINDS = {"precision": "precision", "ep_backend": "EP backend"}
 
 
 class ModelActivity(NamedTuple):
-    """The scaling types of one rank's routed experts, and the kinds of its linear layers."""
+    """The quantization of one rank's routed experts and linear layers."""
 
     grouped_gemms: frozenset[str]
     linear_layers: frozenset[str]
-    emulated: bool  # whether one of them multiplies in high precision
+    emulated: bool  # whether any of these layers emulates its low precision
 
 
 @dataclass(frozen=True)
 class RankActivity:
     """One rank's observations in its first step."""
 
-    stage: int  # its place in the pipeline
-    found: dict[str, frozenset[str]]  # the words for each aspect, such as `dispatch`
+    stage: int  # the rank's pipeline stage
+    found: dict[str, frozenset[str]]  # the observed values of each aspect, such as `dispatch`
     emulated: bool
-    mean_attended_length: float | None  # in tokens; None where the rank saw no mask
+    mean_attended_length: float | None  # in tokens; None if the rank saw no attention mask
     patches_applied: frozenset[str]
     node: str
 
 
 def words(found: Iterable[str]) -> str | None:
-    """Join the words into one text; None for none."""
+    """Join the words with "and"; return None if there are none."""
     return " and ".join(sorted(found)) or None
 
 
 def observe_model(model_parts: Iterable[nn.Module]) -> ModelActivity:
-    """Look at the weights and layers themselves, not at the options that made them."""
+    """Read the quantization from the weights and layers themselves, not from the job's options."""
     grouped, linear, emulated = set(), set(), False
     for module in (module for part in model_parts for module in part.modules()):
         if isinstance(module, MXLinear):
@@ -73,7 +73,7 @@ def observe_model(model_parts: Iterable[nn.Module]) -> ModelActivity:
         elif isinstance(module, GroupedExperts):
             for one in module.parameters(recurse=False):
                 weight = one._local_tensor if isinstance(one, DTensor) else one.data
-                # The for-loop over experts multiplies without torch._grouped_mm: nothing quantizes.
+                # TorchAO quantizes torch._grouped_mm only, not the for-loop over experts.
                 if isinstance(weight, ScaledGroupedMMTensor) and module.use_grouped_mm:
                     grouped.add(weight.scaling_type.value)
                     emulated |= weight.kernel_preference == KernelPreference.EMULATED
@@ -83,27 +83,27 @@ def observe_model(model_parts: Iterable[nn.Module]) -> ModelActivity:
 
 
 def observe_dispatch() -> frozenset[str]:
-    """Return how this rank sent tokens: `standard`, `deepep`, `mxfp8`; empty where it sent none."""
+    """Return the dispatches this rank used (`standard`, `deepep`, `mxfp8`); empty if none."""
     both = {MXFP8_DISPATCH, MXFP8_COMBINE}
     return frozenset(dispatches - both | {"mxfp8"} if both <= dispatches else dispatches)
 
 
 def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
-    """Merge the ranks' observations; values on which ranks differ are joined, `a and b`.
+    """Merge the ranks' observations; differing values are joined as `a and b`.
 
-    An aspect that no rank has is null; `mean_attended_length` is in tokens.
+    An aspect that no rank observed is None; `mean_attended_length` is in tokens.
     """
 
     def joined(name: str) -> frozenset[str]:
         return frozenset().union(*(view.found[name] for view in views))
 
     linear = joined("linear_layers")
-    # A filter may leave no layer to quantize on one stage of a pipeline. Ranks of one stage hold
-    # the same layers and must agree: `bf16` counts only where nothing is quantized, or they differ.
+    # `filter_fqns` may exclude all linear layers of one pipeline stage, which then reports `bf16`.
+    # Drop this `bf16` if another stage quantizes, unless ranks of the same stage disagree.
     by_stage = {(view.stage, view.found["linear_layers"]) for view in views}
     if len(by_stage) == len({view.stage for view in views}):
         linear = linear - {"bf16"} or linear
-    # Ranks have batches of one size, so the mean of their means is that of all tokens.
+    # All ranks have batches of the same size, so the mean of their means is the mean over tokens.
     lengths = [view.mean_attended_length for view in views]
     means = [length for length in lengths if length is not None]
     return {
@@ -115,9 +115,9 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
 
 
 def check(job_config: Any, found: dict[str, Any]) -> None:
-    """End this rank where `found`, from `merge`, differs from the declaration of the overlays.
+    """Exit this rank if `found`, the result of `merge`, differs from the overlays' declaration.
 
-    Empty options declare nothing. At one EP rank, where no token is sent, the dispatch is ignored.
+    Empty options declare nothing. With EP 1 no tokens are sent, so `dispatch` is not compared.
     """
     options = job_config.cookbook
     names = ("grouped_gemms", "linear_layers", "dispatch")

@@ -1,17 +1,17 @@
-"""Checkpoints: when all ranks save, and stop, together; plain weights; failures with their cause.
+"""Checkpoints: coordinated saves and stops, plain weights, and errors that name their cause.
 
-- To end a run, someone puts the file `stop` into the attempt's folder. No signal would do: torchrun
-  answers SIGTERM by killing the ranks within 30 s, and Slurm's USR1 kills helper processes too.
-- After each step an all-reduce of one number tells every rank what any rank wants. TorchTitan's own
-  loop waits for a sum over ranks in each step already, so this adds no wait.
-- A checkpoint holds plain tensors, so that an MXFP8 run can be resumed, in another precision too.
-  TorchTitan 0.2.2 saves TorchAO's wrapper, which PyTorch, loading weights only, refuses to read.
+- To stop a run, create the file `stop` in the attempt's folder. A signal does not work: on SIGTERM
+  torchrun kills the ranks within 30 s, and Slurm's USR1 kills helper processes too.
+- After each step an all-reduce of one number makes all ranks agree to save or to stop. TorchTitan's
+  loop already waits for an all-reduce in each step, so this adds no wait.
+- A checkpoint holds plain tensors, so an MXFP8 run can be resumed, in another precision too.
+  TorchTitan 0.2.2 saves TorchAO's wrapper, which PyTorch refuses to load with `weights_only`.
 - DCP's `CheckpointException` is a `BaseException`, for which torchrun's `@record` writes no
-  `error.json`, and its first line names no cause. It is raised again as an ordinary exception.
-- Published weights of models that were trained with a balance loss, as DeepSeek-V2-Lite, have no
-  routing bias, which TorchTitan asks for. The bias then stays zero, as initialized. A checkpoint
-  that lacks the bias of some layers is damaged, and so is one without any whose scores are a
-  sigmoid, as DeepSeek-V3's.
+  `error.json`, and its first line names no cause. It is re-raised as an ordinary exception.
+- TorchTitan requires a routing bias. Published softmax models, such as DeepSeek-V2-Lite, have none
+  because they were trained with a balance loss; their bias stays zero, as initialized. A checkpoint
+  is damaged if it lacks the bias of only some layers, or if it has no bias although its scores are
+  a sigmoid, as DeepSeek-V3's are.
 """
 
 import os
@@ -37,7 +37,7 @@ STOP, STOPPED = "stop", "stopped"
 
 
 class Wish(IntEnum):
-    """A rank's request after a step; the ranks act on the largest."""
+    """A rank's request after a step; all ranks act on the largest request."""
 
     NOTHING = 0
     SAVE = 1
@@ -45,11 +45,11 @@ class Wish(IntEnum):
 
 
 class CheckpointPolicy:
-    """Decide after each step whether to save; TorchTitan's `manager` knows the step number only."""
+    """Decide after each step whether to save; TorchTitan's `manager` considers step numbers."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
-        # The Trainer is one of the states that are saved.
+        # TorchTitan registers the Trainer itself as a state to save.
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
         self.attempt = attempt_folder()
@@ -61,7 +61,7 @@ class CheckpointPolicy:
         manager.maybe_wait_for_staging = self.wait_for_copy
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save or end the run if that is due; TorchTitan calls it after every step."""
+        """Save, or save and stop, if due; TorchTitan calls this after every step."""
         largest = torch.tensor(self._wish(), dtype=torch.int32, device=self.trainer.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         wish = int(largest.item())
@@ -72,14 +72,14 @@ class CheckpointPolicy:
             logger.info(f"{reason}; the run ends at a checkpoint of step {curr_step}")
         if self.should_save(curr_step, last_step):
             self.saved_at = time.monotonic()
-        # Before a stop as at any other step: TorchTitan may save its last step without optimizer,
-        # and over NCCL, whose timeout is shorter than a large save takes.
+        # Before a stop, pass the real `last_step` (False): TorchTitan may save its last step
+        # without the optimizer, and over NCCL, which can time out during a large save.
         self._save(curr_step, last_step=last_step)
         if last_step:
-            # TorchTitan counts no last step among the `keep_latest_k`.
+            # TorchTitan does not purge after the last step, and would exceed `keep_latest_k`.
             self.manager._purge_stale_checkpoints()
         if stops:
-            # "Finished saving" in TorchTitan's log means copied.
+            # TorchTitan logs "Finished saving" after the copy, before the write.
             if self._is_writing():
                 logger.info("cookbook: waiting until the checkpoint is written")
             self.manager._async_wait()
@@ -89,7 +89,7 @@ class CheckpointPolicy:
             self.trainer.should_continue_training = lambda: False
 
     def should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Return whether this step is saved."""
+        """Return whether to save this step."""
         if self.is_due or last_step:
             return True
         if self.interval_s:
@@ -97,10 +97,10 @@ class CheckpointPolicy:
         return bool(self._is_a_step_to_save(curr_step))
 
     def wait_for_copy(self) -> None:
-        """Wait for weights that are still being copied; TorchTitan calls it before changing them.
+        """Wait until the weights are copied; TorchTitan calls this before the optimizer step.
 
-        The first copy takes long, since its memory is pinned. The supervisor reads these lines, so
-        as not to take it for a hang.
+        The first copy is slow because it pins memory. The supervisor reads the log lines, and so
+        does not mistake the wait for a hang.
         """
         copy = self.manager.staging_future if self.manager.staging else None
         waits = copy is not None and not copy.done()
@@ -111,10 +111,10 @@ class CheckpointPolicy:
             logger.info("cookbook: the checkpoint is copied")
 
     def _wish(self) -> Wish:
-        # One rank of each node looks: a file that another machine wrote may be seen late.
+        # One rank per node checks: a file from another node may become visible late.
         if self.attempt and os.environ.get("LOCAL_RANK") == "0" and (self.attempt / STOP).exists():
             return Wish.STOP
-        # While a checkpoint is being written, another save would make training wait.
+        # Skip while a checkpoint is being written: another save would block training.
         decides = self.interval_s and dist.get_rank() == 0 and not self._is_writing()
         if decides and time.monotonic() - self.saved_at >= self.interval_s:
             return Wish.SAVE
@@ -136,9 +136,9 @@ def _initialize_and_decide(manager: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def save_when_ranks_agree() -> None:
-    """Let the ranks of every later Trainer decide together when to save and end; name failures.
+    """Patch CheckpointManager so that ranks save and stop together and errors name their cause.
 
-    No door: the Trainer makes its CheckpointManager itself.
+    No door: the Trainer constructs its CheckpointManager itself.
     """
     if CheckpointManager.__init__ is not _initialize_and_decide:
         CheckpointManager.__init__ = _initialize_and_decide
@@ -146,7 +146,7 @@ def save_when_ranks_agree() -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return the tensor inside TorchAO's wrapper, sharing its memory; other values unchanged."""
+    """Return the tensor inside TorchAO's wrapper, without a copy; return other values unchanged."""
     if isinstance(value, ScaledGroupedMMTensor):
         return value._data
     if isinstance(value, DTensor) and isinstance(value._local_tensor, ScaledGroupedMMTensor):
@@ -155,7 +155,7 @@ def plain(value: Any) -> Any:
 
 
 def save_plain_weights(model: nn.Module) -> None:
-    """Unwrap the weights in the state dict of `model`, for saving and for loading."""
+    """Make the state dict of `model` hold plain tensors, for both saving and loading."""
 
     def unwrap(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, value in state.items():
@@ -169,7 +169,7 @@ class CheckpointFailedError(RuntimeError):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the first failed rank's error, followed down to its first cause."""
+    """Return the root cause of the error on the lowest failed rank."""
     if isinstance(error, CheckpointException) and error.failures:
         first, _ = error.failures[min(error.failures)]
         return root_cause(first)
@@ -177,7 +177,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def name_checkpoint_causes() -> None:
-    """Let saving and loading raise CheckpointFailedError with the root cause in its message."""
+    """Make saving and loading raise CheckpointFailedError, whose message names the root cause."""
 
     def naming_the_cause(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -197,7 +197,7 @@ def name_checkpoint_causes() -> None:
 
 
 def without_missing_bias(adapter: Any) -> Any:
-    """Return TorchTitan's adapter of a family, asking a softmax model for no bias it never had."""
+    """Return a subclass of a family's adapter that loads softmax models without a routing bias."""
 
     class Adapter(adapter):
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +205,8 @@ def without_missing_bias(adapter: Any) -> Any:
             return self._asked
 
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-            # TorchTitan loads into the last result of `to_hf`.
+            # TorchTitan loads into the last dict that `to_hf` returned, so a deleted key is not
+            # loaded.
             reader = super().get_hf_storage_reader(path, from_quantized)
 
             def biases(names: Iterable[str]) -> list[str]:

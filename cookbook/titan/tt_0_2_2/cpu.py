@@ -1,14 +1,14 @@
-"""TorchTitan on the CPU and gloo, for a machine without CUDA.
+"""Run TorchTitan on the CPU with gloo, on a machine without CUDA.
 
-No door: TorchTitan's modules take their device when they are imported, and it supports no CPU. On
-such a machine the whole process is bound to it, whatever it trains.
+No door: TorchTitan supports no CPU, and its modules store their device when they are imported. On a
+machine without CUDA the whole process is therefore bound to the CPU, whatever it trains.
 
-- BF16 products go by float32 where the CPU has no BF16 instructions (no AVX-512, say): PyTorch's
-  plain loops reach 1 GFLOP/s a core where float32 reaches 70. Products of BF16 numbers are exact in
-  float32, and both sum in float32, so that results differ by the order of the sum alone.
-- Each shard of a DTensor draws its own random numbers. PyTorch keeps shards apart by offsets into a
-  CUDA generator; on CPU meshes every rank would draw the same numbers, and with EP 2 the second
-  half of the experts would start as a copy of the first.
+- BF16 GEMMs are computed in float32 if the CPU has no BF16 instructions (for example no AVX-512):
+  PyTorch's fallback loops reach 1 GFLOP/s per core, float32 reaches 70. Products of BF16 numbers
+  are exact in float32, and both variants sum in float32, so only the order of summation differs.
+- Each shard of a DTensor draws its own random numbers. PyTorch offsets a CUDA generator per shard;
+  on CPU meshes every rank would draw the same numbers, and with EP 2 the second half of the experts
+  would start as a copy of the first.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ _DEVICE_HOLDERS: tuple[ModuleType, ...] = (
 
 
 class CpuDevice(ModuleType):
-    """The part of `torch.cuda` that TorchTitan calls, answered for the host."""
+    """The functions of `torch.cuda` that TorchTitan calls, implemented for the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -65,7 +65,7 @@ class CpuDevice(ModuleType):
         return SimpleNamespace(name=self.get_device_name(), total_memory=pages * page_size)
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        # The process's own memory is nearest to a CUDA allocator's reserve; ru_maxrss is in KiB.
+        # Peak RSS is the closest equivalent of CUDA's reserved memory; ru_maxrss is in KiB.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peaks = dict.fromkeys(("active_bytes.all.peak", "reserved_bytes.all.peak"), peak)
         return peaks | {"num_alloc_retries": 0, "num_ooms": 0}
@@ -73,32 +73,32 @@ class CpuDevice(ModuleType):
     def nothing(self, device: Any = None) -> None:
         pass
 
-    # torch.cpu.set_device warns about every index; the host is one device for all ranks.
+    # torch.cpu.set_device warns about any index; all ranks share the one CPU device.
     set_device = reset_peak_memory_stats = empty_cache = synchronize = nothing
 
 
 def prepare_cpu() -> None:
-    """Bind TorchTitan to the CPU; called once, before a Trainer exists."""
+    """Bind TorchTitan to the CPU; call once, before a Trainer exists."""
     own = {"device_type": "cpu", "device_module": CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")}
     for holder in _DEVICE_HOLDERS:
         vars(holder).update({name: one for name, one in own.items() if hasattr(holder, name)})
 
-    # No peak is known for a CPU; TorchTitan would print the MFU of an A100.
+    # TorchTitan would report MFU against an A100's peak; with an infinite peak it is 0.
     torchtitan.tools.utils.get_peak_flops = lambda device_name: float("inf")
 
-    # Models fall back to a Python loop over experts below SM90, and quantization hooks into
-    # torch._grouped_mm alone; the CPU has that operation too, so it takes the same path as a GPU.
+    # Below SM90, models fall back to a Python loop over experts, but quantization hooks only into
+    # torch._grouped_mm. The CPU has this operation too, so it takes the GPU's path.
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.models.") and hasattr(module, "has_cuda_capability"):
             vars(module)["has_cuda_capability"] = lambda major, minor: True
 
-    # The Triton kernel that fills the permutation has a CPU reference beside it.
+    # Use the CPU reference of the Triton kernel that fills the permutation.
     utils: Any = torchtitan.models.moe.utils
     utils.generate_permute_indices = partial(utils.generate_permute_indices, use_cpu=True)
 
-    # Let glibc map every large tensor by itself, and unmap it when it is freed. By default it soon
-    # takes them from its heap, whose holes grow by 90 MB a step of the debug model: after 100 steps
-    # a rank had 10 GiB.
+    # Make glibc mmap every large tensor and unmap it when freed. By default glibc raises its mmap
+    # threshold and allocates tensors from its heap, whose fragmentation grew by 90 MB per step of
+    # the debug model: after 100 steps a rank used 10 GiB.
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD of malloc.h
 
@@ -116,7 +116,7 @@ def prepare_cpu() -> None:
 
     torch.histc = counting_histc
 
-    # TorchTitan names its device in a barrier, before it shortens the timeouts; gloo refuses it.
+    # TorchTitan passes `device_ids` to a barrier before it shortens timeouts; gloo rejects them.
     barrier = torch.distributed.barrier
 
     @wraps(barrier)
@@ -127,22 +127,22 @@ def prepare_cpu() -> None:
 
 
 def sum_gradients_in_fsdp(model: nn.Module) -> None:
-    """Let FSDP reduce by plain sums: gloo lacks PREMUL_SUM, which TorchTitan's factor needs."""
+    """Make FSDP use plain sums: TorchTitan's divide factor needs PREMUL_SUM, which gloo lacks."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
 
 
 def cpu_has_bf16() -> bool:
-    """Return whether oneDNN, PyTorch's library of products, has BF16 on this CPU."""
+    """Return whether oneDNN, PyTorch's GEMM library, supports BF16 on this CPU."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @functools.cache
 def multiply_bf16_in_float32() -> torch.library.Library | None:
-    """Replace the dispatcher's kernels of BF16 products, for autograd and compiled code too.
+    """Replace PyTorch's CPU kernels of BF16 GEMMs, which autograd and compiled code then use too.
 
-    Return the library that keeps the kernels alive; None where the CPU has BF16.
+    Return the library that keeps the new kernels alive, or None if the CPU supports BF16.
     """
     if cpu_has_bf16():
         return None
@@ -159,7 +159,7 @@ def _replace(library: torch.library.Library, name: str) -> None:
     into = torch.library.get_kernel(f"aten::{name}.out", "CPU")
 
     def are_bf16(*args: Any) -> bool:
-        # PyTorch keeps its own kernels and refusals for others.
+        # Other dtypes, and mixed dtypes, keep PyTorch's own kernels and errors.
         return all(one.dtype is torch.bfloat16 for one in args if isinstance(one, Tensor))
 
     def in_float32(keys: Any, args: Any, kwargs: Any) -> Tensor:
@@ -182,10 +182,10 @@ def _replace(library: torch.library.Library, name: str) -> None:
 
 
 class ShardSeededTracker:
-    """DTensor's tracker of random state, for CPU meshes.
+    """A DTensor RNG tracker for CPU meshes.
 
-    The numbers depend on the seed, on the count of earlier random operations, and on the shard;
-    replicas of a shard draw the same ones.
+    Random numbers depend on the seed, on the number of earlier random operations, and on the shard.
+    Replicas of a shard draw the same numbers.
     """
 
     distribute_region_enabled = True
@@ -206,6 +206,6 @@ class ShardSeededTracker:
 
 def seed_shards_apart() -> None:
     """Give every shard of a DTensor on a CPU mesh its own random numbers, in this process."""
-    # DTensor warns that this tracker is missing.
+    # DTensor warns that CPU meshes have no RNG tracker, which this function provides.
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu")
     _random._rng_tracker = ShardSeededTracker()

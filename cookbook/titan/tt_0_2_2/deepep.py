@@ -1,10 +1,10 @@
-"""The EP backend `deepep`: its MoE layer and its two exchanges, under the shared experts' work.
+"""The EP backend `deepep`: an MoE layer that overlaps dispatch and combine with shared experts.
 
-TorchTitan waits at once for all exchanges but the combine of the forward. Here the start of an
-exchange and the wait for it are separate autograd nodes, with half of the shared experts between:
+TorchTitan starts each transfer and waits at once, except for the forward's combine. Here start and
+wait are separate autograd nodes, with half of the shared experts' work between them:
 
     node        forward                          backward
-    leave       notes when the rows are ready    waits for the rows' gradients
+    leave       records when rows are ready      waits for the rows' gradients
       first half of the shared experts
     dispatch    sends the rows, and waits        starts to send their gradients back
       routed experts
@@ -12,10 +12,10 @@ exchange and the wait for it are separate autograd nodes, with half of the share
       second half of the shared experts
     arrive      waits for the rows               starts to send their gradients
 
-The first half is in the GPU's queue before the host waits for DeepEP's counts. In the backward
-autograd runs the latest node first, which is this order from below. Another order would only cost
-time: each reader waits for the data that it reads. Each part of the tokens has its own exchange.
-Importable only where DeepEP is installed.
+The first half is queued on the GPU before the host waits for DeepEP's counts. In the backward
+autograd runs the most recent node first, so the table's order is reversed. Another order would cost
+time but stay correct, because each reader waits for the data that it reads. Each chunk of the
+tokens has its own dispatch and combine. This module can be imported only if DeepEP is installed.
 """
 
 from dataclasses import dataclass
@@ -38,27 +38,28 @@ from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 from cookbook.titan.tt_0_2_2.row_kernels import experts_with_probs, mix_in
 
-# Both ends of an exchange on DeepEP's stream; its tensors are allocated there and kept for both.
+# Run transfers asynchronously on DeepEP's stream and allocate their results there; DeepEP keeps the
+# tensors alive for both streams.
 _STREAMS = {"async_finish": True, "allocate_on_comm_stream": True}
 
 
 @dataclass(eq=False)
 class Exchange:
-    """The state shared by the nodes of one layer and one forward."""
+    """The state shared by the autograd nodes of one layer's chunk of tokens."""
 
-    ready: Any = None  # the event after which the rows may be sent
-    handle: Any = None  # DeepEP's, of the dispatch
-    sent: Any = None  # the event after which the latest transfer has arrived
-    received_gradients: Tensor | None = None  # from `arrive` to `combine`
+    ready: Any = None  # CUDA event: the rows may be sent
+    handle: Any = None  # DeepEP's handle of the dispatch
+    sent: Any = None  # CUDA event: the latest transfer has finished
+    received_gradients: Tensor | None = None  # gradients passed from `arrive` to `combine`
 
 
 class Routing(SimpleNamespace):
     """The destinations of a layer's rows.
 
-    Neither a tuple nor a dataclass, in which FSDP would cast the scores to BF16.
+    It is neither a tuple nor a dataclass because FSDP would cast the scores inside those to BF16.
     """
 
-    experts: Tensor  # (tokens, top k) int64, -1 for none
+    experts: Tensor  # (tokens, top k) int64, -1 for no expert
     scores: Tensor  # (tokens, top k) float32
     num_experts: int
     exchange: Exchange
@@ -67,9 +68,9 @@ class Routing(SimpleNamespace):
 def leave(
     rows: Tensor, scores: Tensor, experts: Tensor, num_experts: int
 ) -> tuple[Tensor, Routing]:
-    """Note that (tokens, features) and their routing are ready; no copy without a score is sent."""
+    """Record that `rows` (tokens, features) and their routing are ready; drop zero scores."""
     exchange = Exchange()
-    # All that is sent must have been asked for by now: float32, as DeepEP carries it, and dense.
+    # Convert before `ready` is recorded: DeepEP sends float32 scores and contiguous tensors.
     experts = experts.masked_fill(scores == 0, -1).contiguous()
     rows, scores = _Leave.apply(rows.contiguous(), scores.float().contiguous(), exchange)
     return rows, Routing(experts=experts, scores=scores, num_experts=num_experts, exchange=exchange)
@@ -80,8 +81,8 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Send the rows that `leave` returned to the ranks of their experts.
 
-    Return the rows received (received, features), their local experts (received, top k), -1 for
-    experts elsewhere, their scores, and the number of copies for each local expert.
+    Return the received rows (received, features), their local experts (received, top k; -1 for an
+    expert on another rank), their scores, and the number of rows for each local expert.
     """
     deepep.get_buffer(group, deepep.get_hidden_bytes(rows))
     received, experts, scores, counts = _Dispatch.apply(rows, routing.scores, routing)
@@ -89,17 +90,17 @@ def dispatch(
 
 
 def arrive(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Wait for the result of `combine`: (tokens, features), summed over each token's ranks."""
+    """Wait for `combine` and return its result: (tokens, features), summed over experts' ranks."""
     return _Arrive.apply(rows, exchange)
 
 
 def _now() -> Any:
-    """Record an event behind all work that the GPU has been given so far."""
+    """Record an event after all work queued on the current stream."""
     return deepep.EventOverlap(deepep.EventHandle())
 
 
-# The exchange of the layer that is running. Selective recomputation saves the results of operators,
-# and operators take only tensors and numbers.
+# The exchange of the running layer, passed as a global: selective recomputation saves only results
+# of custom operators, and these take only tensors and numbers.
 _current = Exchange()
 
 
@@ -108,8 +109,8 @@ def _send(
     rows: Tensor, scores: Tensor, experts: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exchange, buffer = _current, deepep._buffer
-    # Allocated on DeepEP's stream too: with `--debug.deterministic` PyTorch fills new tensors, and
-    # on another stream it would overwrite the counts (device asserts in TorchTitan as released).
+    # Allocate the layout on DeepEP's stream: `--debug.deterministic` makes PyTorch fill new memory,
+    # and a fill on another stream overwrites counts (device asserts in released TorchTitan).
     per_rank, per_rdma_rank, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
         experts, num_experts, previous_event=exchange.ready, **_STREAMS
     )
@@ -174,12 +175,12 @@ class _Dispatch(torch.autograd.Function):
             previous_event=_now(),
             **_STREAMS,
         )
-        # Still on their way: only `leave` reads them.
+        # No wait: only `leave` reads these gradients, and it waits for them.
         return rows, scores, None
 
 
 class _Combine(torch.autograd.Function):
-    """Start to send (received, features) back, if any rank needs it; the result is for `arrive`."""
+    """Start to send rows (received, features) back, if needed; `arrive` waits for the result."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routing: Routing, is_needed: bool) -> Tensor:
@@ -201,7 +202,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        # Nothing was sent if selective recomputation had saved the rows.
+        # No transfer was started if selective recomputation had saved the rows.
         if exchange.sent is not None:
             exchange.sent.current_stream_wait()
         return rows.view_as(rows)
@@ -209,8 +210,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
-        # They have the shape of the received rows, which autograd would not accept as gradients of
-        # the input: `combine` takes them from the exchange.
+        # `combine` reads the gradients from the exchange: autograd would reject them here, because
+        # they have the shape of the received rows, not of this node's input.
         exchange.received_gradients, *_, exchange.sent = deepep._buffer.dispatch(
             x=rows.contiguous(), handle=exchange.handle, previous_event=_now(), **_STREAMS
         )
@@ -218,11 +219,11 @@ class _Arrive(torch.autograd.Function):
 
 
 class SendingExperts(nn.Module):
-    """Mixed into the class of the routed experts, which then fetch tokens and send them back.
+    """A mixin for the routed experts that dispatches tokens, computes, and combines.
 
-    A layer's tokens come in one or more parts. While the experts compute one part, the next is on
-    its way to them and the previous one on its way back. One call takes all parts, so that FSDP
-    gathers the weights once.
+    A layer's tokens come in one or more chunks. While the experts compute one chunk, the next is
+    being dispatched and the previous one combined. One call takes all chunks, so that FSDP gathers
+    the weights once.
     """
 
     cookbook_group: ProcessGroup
@@ -231,12 +232,12 @@ class SendingExperts(nn.Module):
     def forward(
         self, rows: tuple[Tensor, ...], routings: tuple[Routing, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the result of `combine` for each part of (tokens, features)."""
+        """Return the result of `combine` for each chunk of rows (tokens, features)."""
         returned: list[Tensor] = []
         computed: Tensor | None = None
         for index, (part, routing) in enumerate(zip(rows, routings, strict=True)):
-            # First, because this part would have to wait for the previous one on its way back. The
-            # host waits for DeepEP's counts while the GPU computes the previous part.
+            # Dispatch this chunk before combining the previous one, or it would queue behind that
+            # combine. The host waits for DeepEP's counts while the GPU computes the previous chunk.
             arrived = dispatch(part, routing, self.cookbook_group)
             activity.dispatches.add("deepep")
             if computed is not None:
@@ -252,7 +253,7 @@ class SendingExperts(nn.Module):
             return _Combine.apply(computed, routing, not in_recompute())
 
     def _compute(self, rows: Tensor, experts: Tensor, scores: Tensor, counts: list[int]) -> Tensor:
-        """Compute the experts' outputs, summed for each row over its local experts."""
+        """Return the experts' outputs, summed for each row over its local experts."""
         plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         activity.patches_applied.add("deepep-padded-groups")
         grouped = spread(rows, plan)
@@ -263,10 +264,10 @@ class SendingExperts(nn.Module):
 
 
 class HalvedFeedForward(FeedForward):
-    """TorchTitan's shared experts in two halves, each under one of DeepEP's exchanges."""
+    """TorchTitan's shared experts in two halves, overlapped with dispatch and with combine."""
 
     def forward(self, x: Any = None, halves: Any = None) -> Any:
-        """Compute gate and up projections of `x` (tokens, features), or the output of `halves`."""
+        """Return gate and up projections of `x` (tokens, features), or the output from `halves`."""
         if x is not None:
             return self.w1(x), self.w3(x)
         gate, up = halves
@@ -274,7 +275,7 @@ class HalvedFeedForward(FeedForward):
 
 
 def cut(values: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """Cut (tokens, ...) into parts of almost equal length; their gradients are joined once."""
+    """Split (tokens, ...) into chunks of almost equal length, by one autograd node for all."""
     if chunks == 1:
         return (values,)
     least, more = divmod(len(values), chunks)
@@ -282,9 +283,9 @@ def cut(values: Tensor, chunks: int) -> tuple[Tensor, ...]:
 
 
 class SplitMoE(DeepEPMoE):
-    """TorchTitan's DeepEP layer, which sends each token from one TP rank only.
+    """TorchTitan's DeepEP layer, changed to send each token from only one TP rank.
 
-    Its experts are `SendingExperts`, its shared experts `HalvedFeedForward`.
+    Its routed experts are `SendingExperts`, its shared experts `HalvedFeedForward`.
     """
 
     cookbook_chunks: int
@@ -293,8 +294,8 @@ class SplitMoE(DeepEPMoE):
         """Return the layer's output for this rank's tokens.
 
         Under TP, `x` and the output are this rank's shard of every sequence, (batch, length / TP,
-        features). The experts get the shard itself, before any gather. The shared experts' gradient
-        of the whole is summed over TP once, while the gradients of the rows are on their way.
+        features). The routed experts get this shard; router and shared experts get the gathered
+        sequence. The latter's gradient is summed over TP once, overlapped with the rows' gradients.
         """
         tp_mesh = getattr(self, "cookbook_tp_mesh", None)
         mine = x.to_local() if isinstance(x, DTensor) else x
@@ -303,7 +304,7 @@ class SplitMoE(DeepEPMoE):
 
         tokens = whole.view(-1, features)
         top_scores, experts, counts = self.router(tokens, self.expert_bias)
-        # Count all tokens on every TP rank: the sum for the expert bias is over other ranks only.
+        # Count all tokens on every TP rank: the expert bias update does not sum over TP ranks.
         if self.load_balance_coeff is not None:
             with torch.no_grad():
                 self.tokens_per_expert.add_(counts)
@@ -321,7 +322,7 @@ class SplitMoE(DeepEPMoE):
         rows, routings = zip(*left, strict=True)
         shared = self.shared_experts
         if shared is not None and tp_mesh is not None:
-            # After `leave`, so that in the backward its sum starts before `leave` waits.
+            # After `leave`, so that in the backward the sum over TP starts before `leave` waits.
             tokens = token_shard.with_partial_gradient(whole, mine, tp_mesh).view(-1, features)
         halves = None if shared is None else shared(tokens)
         returned = self.experts(rows, routings)
@@ -336,12 +337,12 @@ class SplitMoE(DeepEPMoE):
 
 
 def use_split_moe(moe: Any, group: ProcessGroup, chunks: int, score_activations: bool) -> None:
-    """Change the classes of a layer, its experts and shared experts; the instances alone, as FSDP.
+    """Replace the classes of this MoE layer, its routed and shared experts, as FSDP replaces them.
 
-    `group` is the EP ranks'.
+    `group` is the process group of the EP ranks.
     """
     moe.__class__ = SplitMoE
-    # TorchTitan's Qwen3 builds its standard layer whatever the backend.
+    # TorchTitan's Qwen3 always builds the standard layer, which has a reorderer.
     moe.reorderer = None
     moe.cookbook_chunks = chunks
     mix_in(SendingExperts, moe.experts)

@@ -2,9 +2,9 @@
 
     python -m cookbook.titan.tt_0_2_2.export REQUEST.json
 
-It runs on a CPU node without a process group. Each file of about 5 GB is read from the checkpoint,
-written, and read back before the next one is begun, so memory does not grow with the model, and an
-export that was interrupted continues with the first file that is missing.
+It runs on a CPU node without a process group. It writes files of about 5 GB one at a time, and
+reads each back before it starts the next. Memory therefore does not grow with the model, and an
+interrupted export resumes at the first missing file.
 """
 
 import json
@@ -39,25 +39,25 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 @dataclass(frozen=True)
 class Request:
-    """The order for one export."""
+    """The arguments of one export."""
 
-    checkpoint: str  # a folder `step-N`
-    to: str
+    checkpoint: str  # the folder `step-N` to read
+    to: str  # the folder to write
     model: str
     flavor: str
-    seq_len: int  # training's, which decides whether positions are scaled
-    dtype: str = "bfloat16"  # the routing bias stays float32
-    tokenizer: str = ""  # the folder to copy it from; empty for none
+    seq_len: int  # training's sequence length, which decides whether RoPE is scaled
+    dtype: str = "bfloat16"  # the dtype of all tensors but the routing bias, which stays float32
+    tokenizer: str = ""  # the folder to copy the tokenizer from; empty copies none
     file_bytes: int = 5 * 10**9
 
 
 class Part(NamedTuple):
-    """Neighbouring tensors of the result, of one shape: a range of the checkpoint's `fqn`."""
+    """Exported tensors of equal shape: one checkpoint tensor, or a range of its stacked experts."""
 
-    fqn: str
-    names: tuple[str, ...]
-    first: int  # where several, which are experts, begin along the first dimension
-    shape: tuple[int, ...]
+    fqn: str  # the tensor's name in the checkpoint
+    names: tuple[str, ...]  # the exported names
+    first: int  # index of the first expert along dimension 0
+    shape: tuple[int, ...]  # the shape of each exported tensor
     dtype: torch.dtype
 
     @property
@@ -66,12 +66,12 @@ class Part(NamedTuple):
 
 
 def export(request: Request) -> int:
-    """Write the files that are missing; return the bytes of all tensors.
+    """Write the missing files; return the size of all tensors in bytes.
 
     Raises:
-        InputError: the folder holds another export, or the checkpoint lacks a tensor or has one of
-            another shape.
-        JobError: the disk is too small, or a file reads back otherwise than it was written.
+        InputError: the folder holds another export, or a tensor of the checkpoint is missing or has
+            the wrong shape.
+        JobError: the disk is too small, or a file reads back different from what was written.
     """
     to = Path(request.to)
     _claim(to, request)
@@ -101,14 +101,14 @@ def export(request: Request) -> int:
     for file in _TOKENIZER:
         if request.tokenizer and (source := Path(request.tokenizer) / file).exists():
             shutil.copyfile(source, to / file)
-    # Last: a folder with an index is a whole export.
+    # Write the index last: it marks the export as complete.
     index = {"metadata": {"total_size": total}, "weight_map": weights}
     write_whole(to / INDEX, json.dumps(index, indent=2) + "\n")
     return total
 
 
 def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[str]) -> None:
-    """Report the routing biases that the family's published format cannot hold."""
+    """Print which routing biases were not exported because the published format has none."""
     left_out = [
         Part(fqn, (fqn,), 0, tuple(saved.size), torch.float32)
         for fqn, saved in metadata.state_dict_metadata.items()
@@ -125,7 +125,7 @@ def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[st
 
 
 def _claim(to: Path, request: Request) -> None:
-    """Make the folder this export's; one of another export or with other files is refused."""
+    """Create the folder and mark it as this export's; refuse a folder with any other content."""
     to.mkdir(parents=True, exist_ok=True)
     mark, content = to / REQUEST, asdict(request)
     if mark.exists():
@@ -139,10 +139,10 @@ def _claim(to: Path, request: Request) -> None:
 
 
 def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
-    """Return the parts of each file, in the order of the model."""
+    """Return the parts of each file, in the order of the model's state dict."""
     parts = FAMILIES[request.model]
     args = parts.flavors()[request.flavor]
-    # TorchTitan sets this one from a job's options.
+    # TorchTitan normally sets `moe_impl` from a job's options.
     args.moe_impl = "standard"
     with torch.device("meta"):
         tensors = parts.model(args).state_dict()
@@ -176,11 +176,11 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
 def read_parts(
     reader: FileSystemReader, metadata: Metadata, parts: Sequence[Part]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of `parts` by name, in their dtype."""
+    """Return the tensors of `parts` by exported name, in each part's dtype."""
     targets: dict[tuple[str, int], torch.Tensor] = {}
     items: list[ReadItem] = []
     for part in parts:
-        # The checkpoint stacks experts, be it one alone.
+        # The checkpoint stacks experts along a first dimension, even a single one.
         is_stacked = ".experts." in part.fqn
         shape = torch.Size([len(part.names), *part.shape] if is_stacked else part.shape)
         offsets = torch.Size([part.first, *[0] * (len(shape) - 1)] if shape else [])
@@ -196,7 +196,8 @@ def read_parts(
             tensor = tensor.narrow(dim, start, length)
         return tensor
 
-    # What a storage reader asks of a planner. It copies into the tensor: nothing is to commit.
+    # The planner methods that a storage reader calls. It copies into the resolved tensor, so
+    # there is nothing to commit.
     planner: Any = SimpleNamespace(resolve_tensor=resolve_tensor, commit_tensor=lambda *_: None)
     try:
         reader.read_data(LoadPlan(items), planner).wait()
@@ -214,7 +215,7 @@ def read_parts(
 
 
 def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one file whole, and read it back."""
+    """Write one file, compare it with `tensors`, and only then give it its name."""
     part = path.with_name(f".{path.name}.part")
     try:
         save_file({k: v.contiguous() for k, v in tensors.items()}, part, {"format": "pt"})

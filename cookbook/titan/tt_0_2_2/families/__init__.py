@@ -1,6 +1,6 @@
-"""The model families that the cookbook trains, each in a file of its own.
+"""The model families that the cookbook trains.
 
-A file holds everything that differs between families; `parts.py` lists it.
+Each family's file holds everything specific to it, as a `FamilyParts` of `parts.py`.
 """
 
 from cookbook.titan.tt_0_2_2.families.deepseek_v3 import DEEPSEEK_V3
@@ -8,7 +8,7 @@ from cookbook.titan.tt_0_2_2.families.parts import FamilyParts
 from cookbook.titan.tt_0_2_2.families.qwen3 import QWEN3
 
 FAMILIES: dict[str, FamilyParts] = {parts.name: parts for parts in (DEEPSEEK_V3, QWEN3)}
-# Families that TorchTitan has and the cookbook refuses, and why.
+# TorchTitan's families that the cookbook refuses, with the reason.
 REFUSED = {
     "gpt_oss": "TorchTitan's GPT-OSS has no pipelines, compilation or DeepEP, and its experts have "
     "biases, which the converters of grouped GEMMs would wrap like weights",

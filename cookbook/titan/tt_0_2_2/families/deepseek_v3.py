@@ -1,8 +1,8 @@
 """DeepSeek-V3: multi-head latent attention, shared experts, dense layers at the start.
 
-TorchTitan's smallest flavors are a debug model of 6 narrow layers and 16B, for at least four GPUs.
-`proxy` learns, and fits on one GPU: it shows the effect of a precision on the loss in minutes.
-`16B_8layers` is the 16B with 8 of its 27 layers, for the speed of its kernels on two GPUs.
+TorchTitan's smallest flavors are a debug model of 6 narrow layers, and 16B, which needs four GPUs.
+`proxy` fits on one GPU and is large enough to learn: it shows within minutes how a precision
+affects the loss. `16B_8layers` is 16B with 8 of its 27 layers, to time its kernels on two GPUs.
 """
 
 from copy import deepcopy
@@ -38,7 +38,7 @@ class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):
         }
 
     def transformers_config(self, seq_len: int) -> dict[str, Any]:
-        """Return the keys of transformers' DeepSeek-V3, or of V2 where scores are a softmax."""
+        """Return the `config.json` keys of DeepSeek-V3, or of V2 if the scores are a softmax."""
         moe = self.moe_args
         is_v3 = moe.score_func == "sigmoid"
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
@@ -79,15 +79,15 @@ class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):
 
 
 class ModelWithAttention(AttentionChoice, DeepSeekV3Model):
-    """TorchTitan's DeepSeek-V3 with the attention that its arguments name."""
+    """TorchTitan's DeepSeek-V3 with the attention selected by `model.attention`."""
 
 
 PROXY = ModelArgs(
-    # The local tokenizer's.
+    # The vocabulary size of the repository's tokenizer.
     vocab_size=2048,
     dim=1024,
     inter_dim=4096,
-    # Every dimension of the experts' GEMMs is a multiple of 128, as on the large models.
+    # Keeps every dimension of the experts' GEMMs a multiple of 128, as in the large models.
     moe_inter_dim=512,
     n_layers=8,
     n_dense_layers=1,
@@ -111,7 +111,7 @@ PROXY = ModelArgs(
 
 
 def flavors() -> dict[str, ModelArgs]:
-    """Return copies of TorchTitan's flavors, and the cookbook's."""
+    """Return copies of TorchTitan's flavors and the cookbook's own flavors."""
     found = copied(ModelArgs, deepseekv3_args)
     shorter = deepcopy(found["16B"])
     shorter.n_layers = 8
@@ -131,6 +131,6 @@ DEEPSEEK_V3 = FamilyParts(
         "model.layers.0.self_attn.kv_b_proj.weight": (None, "kv_lora"),
         "model.layers.0.mlp.gate_proj.weight": ("dense_hidden", "dim"),
     },
-    # It predicts the token after the next one.
+    # Published weights have one more layer, for multi-token prediction.
     extra_layers=1,
 )

@@ -1,8 +1,8 @@
-"""The parts that model families share: a choice of attention, arguments, and a description.
+"""The code that model families share: the choice of attention, arguments, and `FamilyParts`.
 
-TorchTitan builds the model class, asks it for masks and splits it over pipeline stages like its
-own. Under FlashAttention-4 (`common/varlen_attention.py`) the mask is the end of each document, by
-the rule of the mask that it replaces. Layers are TorchTitan's.
+TorchTitan builds the cookbook's model class, gets masks from it and splits it over pipeline stages
+like its own; all layers are TorchTitan's. Under FlashAttention-4 (`common/varlen_attention.py`) the
+mask is a tensor of document ends, computed by the same rule as TorchTitan's mask.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,14 +30,14 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 FLAVOR = "flavor"
 FLASH_ATTENTION_4 = varlen_attention.FLASH_ATTENTION_4
 
-# (queries and keys, values) of the families. FlashAttention-4 has other head dimensions, whose
-# gradients have been wrong on some GPUs; none of them was compared with a reference here.
+# The families' head dimensions (queries and keys, values). FlashAttention-4 supports more, but
+# their gradients have been wrong on some GPUs and the cookbook does not test them.
 _HEAD_DIMS = ((192, 128), (128, 128))
 
-# The names of TorchTitan's own kinds of attention, by their module.
+# TorchTitan's attention modules and their names in reports.
 _OWN = {FlexAttentionWrapper: "flex", ScaledDotProductAttentionWrapper: "sdpa"}
 
-# Filled while the model trains: TorchTitan's own attention that ran, and the mask it ran with.
+# Filled while the model trains: which of TorchTitan's attentions ran, and the attended lengths.
 _ran: set[str] = set()
 _attended = varlen_attention.AttendedLength()
 
@@ -45,20 +45,20 @@ _attended = varlen_attention.AttendedLength()
 def observe_attention() -> tuple[frozenset[str], float | None]:
     """Return the kinds of attention in this rank's first step, and the mean attended length.
 
-    Wait for the GPU, and stop counting.
+    This waits for the GPU and stops counting attended lengths.
     """
     return frozenset(_ran | varlen_attention.ran), _attended.close()
 
 
 def chosen_attention(model_parts: Iterable[nn.Module]) -> frozenset[str]:
-    """Return the kinds of attention of a model that has not run."""
+    """Return the kinds of attention in the modules of a model, which need not have run."""
     kinds = {**_OWN, DocumentAttentionKernel: FLASH_ATTENTION_4}
     modules = (module for part in model_parts for module in part.modules())
     return frozenset(kinds[type(module)] for module in modules if type(module) in kinds)
 
 
 def choose_attention(model_args: Any, job_config: Any) -> None:
-    """Apply `model.attention` before a model is built, or end the run where it cannot be."""
+    """Apply `model.attention` before a model is built; refuse it if the job cannot use it."""
     model_args.attention = job_config.model.attention
     if model_args.attention == FLAVOR:
         return
@@ -79,19 +79,19 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
             f"model.attention={FLASH_ATTENTION_4}: {reason}; leave it out, or set "
             f"model.attention={FLAVOR}"
         )
-    # TorchTitan asks only models of this type for masks.
+    # TorchTitan requests masks only from models of this type.
     model_args.attn_type = "flex"
 
 
 class DocumentMask(BlockMask):
-    """Cumulative lengths of a folded batch; TorchTitan's layers insist on a mask of this type."""
+    """Cumulative document lengths of a folded batch; TorchTitan's layers require a BlockMask."""
 
     def __init__(self, cu_seqlens: Tensor) -> None:
         self.cu_seqlens = cu_seqlens
 
 
 class DocumentAttentionKernel(nn.Module):
-    """Replaces TorchTitan's FlexAttentionWrapper, where its TP plan makes q, k and v local."""
+    """FlashAttention-4 in place of FlexAttentionWrapper, which gets local tensors under TP."""
 
     def forward(
         self,
@@ -111,7 +111,7 @@ class DocumentAttentionKernel(nn.Module):
 
 
 class AttentionChoice(ModelProtocol):
-    """Mixed into a TorchTitan model, which gets the attention that its arguments name."""
+    """A mixin that gives a TorchTitan model the attention selected by `model.attention`."""
 
     def __init__(self, model_args: Any) -> None:
         super().__init__(model_args)
@@ -124,10 +124,10 @@ class AttentionChoice(ModelProtocol):
     def get_attention_masks(
         self, input_batch: Tensor, tokenizer: Any, extra_inputs: dict[str, Tensor] | None = None
     ) -> Any:
-        """Return the mask of a batch (batch, length): a BlockMask, or the ends of the documents.
+        """Return the mask of a batch (batch, length): a BlockMask, or the document ends.
 
-        The ends, (batch, documents), are split by rows for a pipeline's microbatches, on every
-        stage alike.
+        Document ends are (batch, documents), so that every pipeline stage can split them by rows
+        into microbatches.
         """
         by_document = self.model_args.attn_mask_type == "block_causal"
         assert tokenizer.eos_id is not None or not by_document
@@ -138,7 +138,7 @@ class AttentionChoice(ModelProtocol):
             _attended.add(ends)
         if not self.flash_attention_4:
             return super().get_attention_masks(input_batch, tokenizer, extra_inputs)
-        # This waits for the GPU, which is idle: the step began with a sum over ranks.
+        # This synchronizes with the GPU, at no cost: it is idle after the step's first all-reduce.
         documents = int(ends.sum(dim=1).max())
         return varlen_attention.document_bounds(
             ends, varlen_attention.bounds_capacity(documents, ends.shape[1])
@@ -150,14 +150,14 @@ class AttentionChoice(ModelProtocol):
         """Run TorchTitan's forward of a whole model or of one pipeline stage."""
         if self.flash_attention_4:
             cu_seqlens = varlen_attention.cumulative_lengths(attention_masks)
-            # A batch with very many documents has a longer row: recompile, never dynamically.
+            # A batch with very many documents has longer rows: recompile, but keep shapes static.
             torch._dynamo.mark_static(cu_seqlens, 0)
             attention_masks = DocumentMask(cu_seqlens)
         else:
             _ran.add(self.own_attention)
             if attention_masks is None and self.training and _attended.is_open:
-                # Without a mask each sequence is one document. Under context parallelism a rank's
-                # part of it attends to the parts of other ranks.
+                # Without a mask each sequence is one document. Under context parallelism `tokens`
+                # holds only a shard of it, so count the full length.
                 _attended.add_whole(len(tokens), self.model_args.max_seq_len)
         return super().forward(tokens, attention_masks, positions)
 
@@ -168,12 +168,12 @@ class FamilyParts:
 
     title: str
     released: Callable[[], TrainSpec]  # TorchTitan's own spec
-    infra: ModuleType  # of TorchTitan's `parallelize_fn`, whose names are replaced while it runs
-    flavors: Callable[[], dict[str, Any]]  # the arguments of each, of a class with `CookbookArgs`
+    infra: ModuleType  # module of TorchTitan's `parallelize_fn`; patched while it runs
+    flavors: Callable[[], dict[str, Any]]  # model arguments by flavor, subclasses of CookbookArgs
     model: type[nn.Module]  # TorchTitan's model with `AttentionChoice`
     attention: type[nn.Module]  # TorchTitan's attention layer
-    scale: str  # its attribute that scales scores
-    # As in `Family`.
+    scale: str  # attribute of the attention layer that holds the softmax scale
+    # The fields below are those of `Family`.
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
     has_pipelines: bool = True
@@ -185,7 +185,7 @@ class FamilyParts:
 
     @property
     def family(self) -> Family:
-        """The description for the driver."""
+        """The description of this family for the driver, which does not import torch."""
         known = self.flavors()
         flavors = {name: args.sizes() for name, args in known.items()}
         adapter: Any = self.released().state_dict_adapter
@@ -215,7 +215,7 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of TorchTitan's flavors, as arguments of class `kind`."""
+    """Return copies of TorchTitan's flavors as instances of the class `kind`."""
     return {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()
@@ -223,15 +223,15 @@ def copied(kind: type, released: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class CookbookArgs:
-    """Mixed into TorchTitan's arguments of a model; the first door that gets a job's options.
+    """A mixin for TorchTitan's model arguments, the first of our classes to see a job's options.
 
-    A family's class adds `own_sizes`, the sizes whose arguments have other names in each family,
-    and `transformers_config`, its keys of `config.json`. Training's sequence length decides there
-    whether positions are scaled.
+    A family's class adds `own_sizes`, the sizes whose arguments are named differently in each
+    family, and `transformers_config(seq_len)`, the family's keys of `config.json`. `seq_len` is
+    training's sequence length, which decides whether RoPE is scaled.
     """
 
     def sizes(self: Any) -> Model:
-        """Return the sizes of the flavor."""
+        """Return the flavor's sizes under the cookbook's names."""
         moe = self.moe_args
         return Model(
             dim=self.dim,
@@ -255,7 +255,7 @@ class CookbookArgs:
         return self.sizes().head_dims
 
     def update_from_config(self: Any, job_config: Any, **kwargs: Any) -> None:
-        """Apply the job's options to the arguments; called before the model is built."""
+        """Apply the job's options and patches; TorchTitan calls this before building the model."""
         if not hasattr(job_config, "cookbook"):
             package = __package__.rpartition(".")[0]
             raise refuse(

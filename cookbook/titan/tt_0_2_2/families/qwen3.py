@@ -1,8 +1,8 @@
-"""Qwen3-MoE: grouped-query attention with normed queries and keys, routed experts in every layer.
+"""Qwen3-MoE: grouped-query attention with QK norm, routed experts in every layer.
 
-As released, TorchTitan's `qwen3` ignores the EP backend, recomputes the all-to-all where operators
-are saved, and never moves the routing bias. It has no pipelines.
-`30B-A3B_4layers` is the 30B with 4 of its 48 layers, for the speed of its kernels on one GPU.
+As released, TorchTitan's `qwen3` ignores the EP backend, recomputes the all-to-all even under
+selective recomputation, and never updates the routing bias. It does not support pipelines.
+`30B-A3B_4layers` is 30B-A3B with 4 of its 48 layers, to time its kernels on one GPU.
 """
 
 from copy import deepcopy
@@ -35,7 +35,7 @@ class ModelArgs(CookbookArgs, Qwen3ModelArgs):
         }
 
     def transformers_config(self, seq_len: int) -> dict[str, Any]:
-        """Return the keys of transformers' Qwen3-MoE."""
+        """Return the `config.json` keys of Qwen3-MoE."""
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -57,17 +57,17 @@ def _take_local(attention: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
 
 
 class ModelWithAttention(AttentionChoice, Qwen3Model):
-    """TorchTitan's Qwen3 with the attention that its arguments name."""
+    """TorchTitan's Qwen3 with the attention selected by `model.attention`."""
 
     def __init__(self, model_args: ModelArgs) -> None:
         super().__init__(model_args)
         for block in self.layers.values():
-            # Under TP, TorchTitan passes DTensors sharded by head; not every attention takes them.
+            # Under TP, TorchTitan passes DTensors sharded by head, which some kernels reject.
             block.attention.inner_attention.register_forward_pre_hook(_take_local)
 
 
 def flavors() -> dict[str, ModelArgs]:
-    """Return copies of TorchTitan's flavors with experts, and the cookbook's."""
+    """Return copies of TorchTitan's MoE flavors and the cookbook's own flavors."""
     found = copied(ModelArgs, {name: one for name, one in qwen3_args.items() if one.moe_enabled})
     shorter = deepcopy(found["30B-A3B"])
     shorter.n_layers = 4
