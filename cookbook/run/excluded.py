@@ -1,7 +1,7 @@
-"""The nodes that jobs leave out for a while: `excluded.yaml` beside the runs.
+"""Read and write the exclusion list, `excluded.yaml` in the folder of runs.
 
-Every job that shares the folder of runs reads it, and adds the nodes that failed it. To share one
-list among several checkouts, make the file a link.
+Each job that shares this folder avoids the listed nodes, and adds nodes that failed its checks. To
+share one list among several checkouts, make the file a symbolic link.
 """
 
 import time
@@ -17,8 +17,8 @@ from cookbook.base.files import locked, write_whole
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import read_yaml
 
-PASSING_H = 1.0  # hours, for faults that pass or are soon repaired
-HARDWARE_H = 24.0  # for broken hardware
+PASSING_H = 1.0  # hours to exclude a node for a temporary fault
+HARDWARE_H = 24.0  # hours to exclude a node for broken hardware
 
 _HEAD = """\
 # Nodes that jobs leave out; jobs rewrite this file, and keep the entries but no other comments.
@@ -32,7 +32,7 @@ _HEAD = """\
 
 @dataclass(frozen=True)
 class Excluded:
-    """A node that is left out until `until`, in seconds since the epoch, and why."""
+    """A node that is excluded until `until` (seconds since the epoch), and the reason."""
 
     node: str
     until: float
@@ -43,12 +43,12 @@ class Excluded:
 
 
 def excluded_file(runs: Path | None = None) -> Path:
-    """Return the list's path, with links followed: the list and not the link is written."""
+    """Return the list's path with links resolved, so that writing does not replace a link."""
     return ((runs or runs_folder()) / "excluded.yaml").resolve()
 
 
 def read_excluded(runs: Path | None = None) -> list[Excluded]:
-    """Read the nodes to leave out now."""
+    """Read the nodes that are excluded now; entries whose time is over are ignored."""
     path = excluded_file(runs)
     if not path.exists():
         return []
@@ -69,7 +69,7 @@ def read_excluded(runs: Path | None = None) -> list[Excluded]:
 
 
 def exclude_nodes(reasons: Mapping[str, str], hours: float) -> None:
-    """Leave these nodes out for `hours` from now, and not shorter than they are already."""
+    """Exclude these nodes for `hours` from now; never shorten an existing exclusion."""
     until, path = time.time() + hours * 3600, excluded_file()
     with locked(path.with_name(f".{path.name}.lock")):
         listed = {one.node: one for one in read_excluded()}
@@ -94,18 +94,18 @@ def _one_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to tell Slurm: the nodes to leave out, and the earliest start, None for now."""
+    """Options of a Slurm job: nodes to exclude, and the earliest start (None: now)."""
 
     nodes: tuple[str, ...]
     begin: float | None = None
-    short: int = 0  # nodes that are missing now because of those that are left out
+    short: int = 0  # how many nodes the job lacks now, because others are excluded
 
 
 def choose(needed: int, nodes: Sequence[str], excluded: Sequence[Excluded]) -> Choice:
-    """Choose which of `excluded` a job of `needed` nodes leaves out of a partition's `nodes`.
+    """Choose which of `excluded` a job of `needed` nodes excludes from a partition's `nodes`.
 
-    Names that Slurm does not know are not in the answer: sbatch refuses them. If too few nodes are
-    left, the job begins when enough of them may be used again.
+    Names outside `nodes` are dropped, since sbatch refuses names that Slurm does not know. If too
+    few nodes are left, the job starts once enough exclusions have ended.
     """
     listed = sorted((one for one in excluded if one.node in set(nodes)), key=lambda one: one.until)
     short, names = needed - (len(nodes) - len(listed)), tuple(one.node for one in listed)

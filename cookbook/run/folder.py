@@ -1,9 +1,9 @@
-"""The folder of a cell in a run, and those of its attempts: every path in them has its name here.
+"""Name every path in a cell's folder and its attempts' folders, and read its checkpoints.
 
-PyTorch writes the data files of `step-N` first and `.metadata` last, which lists for each tensor
-its bytes in a file. So a checkpoint without `.metadata` was never finished, and one with shorter
-files was damaged since; changed bytes are not detected. `.metadata` is a pickle, read here without
-torch.
+PyTorch writes the data files of `step-N` first and `.metadata` last. `.metadata` lists where each
+tensor's bytes are in which file. So a checkpoint without it was never finished, and one with
+shorter files was damaged later; changed bytes are not detected. `.metadata` is a pickle, read here
+without torch.
 """
 
 import pickle
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Below(str):
-    """A name below `path` of its owner; reads as the whole path."""
+    """A file name as a class attribute; reading it gives the full path below the owner's `path`."""
 
     __slots__ = ()
 
@@ -30,39 +30,39 @@ class Attempt:
     path: Path
     number: int
 
-    log = _Below("train.log")  # the lines of the shown ranks of every node, from torchrun
-    # The script and the request of this attempt, if later attempts have others.
+    log = _Below("train.log")  # torchrun's output: the lines of the ranks shown on every node
+    # This attempt's script and request, kept if later attempts have different ones.
     script, record = _Below("train.sh"), _Below("cell.yaml")
-    # Versions, GPUs, nodes and active features, as the training process reports them.
+    # Versions, GPUs, nodes and active features, reported by the training process.
     environment = _Below("environment.json")
-    metrics = _Below("metrics.jsonl")  # a JSON object a logged step, of the rank with the loss
-    router_load = _Below("router_load.jsonl")  # tokens by layer and expert at the logged steps
-    resumption = _Below("resume.json")  # where the attempt continued (`run.status`)
-    preflight = _Below("preflight.json")  # what the node checks before training found
-    stop = _Below("stop")  # a request to end at a checkpoint, which the ranks poll for
-    stopped = _Below("stopped")  # the ranks' answer: the job's id and the saved step
+    metrics = _Below("metrics.jsonl")  # one JSON object per logged step, from the loss rank
+    router_load = _Below("router_load.jsonl")  # tokens per layer and expert at logged steps
+    resumption = _Below("resume.json")  # where the attempt resumed (`run.status`)
+    preflight = _Below("preflight.json")  # findings of the node checks
+    stop = _Below("stop")  # request to save and exit; the ranks poll for it
+    stopped = _Below("stopped")  # the ranks' answer: job id and saved step
     end = _Below("end.json")  # how the attempt ended (`run.status`)
-    stacks = _Below("stacks")  # stack traces of ranks that made no step for long, a file each
-    traces = _Below("profile_traces")  # of TorchTitan's profiler, a folder for each traced step
+    stacks = _Below("stacks")  # stack traces of hung ranks, one file per rank
+    traces = _Below("profile_traces")  # TorchTitan's profiler: one folder per traced step
 
     def logs(self) -> list[Path]:
-        """Return every log that may hold metrics lines, of all ranks."""
+        """Return every log that may contain metrics lines, for all ranks."""
         return [self.log, *self.path.glob("ranks/*/attempt_*/*/stdout.log")]
 
 
 @dataclass(frozen=True)
 class CellFolder:
-    """The folder of a cell; its name is the cell's in the run."""
+    """The folder of a cell; the folder's name is the cell's name."""
 
     path: Path
 
     record = _Below("cell.yaml")  # the newest request for the cell (`run.record`)
-    script = _Below("train.sh")  # what the job runs, the same bytes that `render` prints
-    status = _Below("status.json")  # the state, written by the job alone
-    job = _Below("job.json")  # the job's id, from its submitter, or from the job if that failed
-    end = _Below("end.json")  # how the job ended, from whoever saw it: Slurm forgets
-    job_files = _Below("job")  # submitit's files and the output of the batch step
-    wandb_id = _Below("wandb-id")  # of the one W&B run that all attempts write to
+    script = _Below("train.sh")  # the script that the job runs, exactly as `render` prints it
+    status = _Below("status.json")  # the state, written only by the job
+    job = _Below("job.json")  # the job's id, written by the submitter, or by the job if that failed
+    end = _Below("end.json")  # how the job ended, kept because Slurm forgets jobs
+    job_files = _Below("job")  # submitit's files and the batch step's output
+    wandb_id = _Below("wandb-id")  # the id of the W&B run that all attempts share
     submission = _Below("job/submission.sh")  # the batch file
 
     @property
@@ -74,7 +74,7 @@ class CellFolder:
         return [self.attempt(number) for number in sorted(map(int, filter(str.isdecimal, numbers)))]
 
     def attempt(self, number: int) -> Attempt:
-        """Return the attempt of this number, whether it exists or not."""
+        """Return the attempt with this number, which need not exist."""
         return Attempt(self.path / f"attempt-{number}", number)
 
     def next_attempt(self) -> Attempt:
@@ -82,7 +82,7 @@ class CellFolder:
         return self.attempt(attempts[-1].number + 1 if attempts else 0)
 
     def newest_log(self) -> Path | None:
-        """Return the log of the last attempt that has one, else the newest log of the job."""
+        """Return the log of the last attempt that has one, else the job's newest log."""
         logs = [attempt.log for attempt in reversed(self.attempts()) if attempt.log.exists()]
         of_job = self.job_files.glob("*.log")
         logs += sorted(of_job, key=lambda path: path.stat().st_mtime, reverse=True)
@@ -90,9 +90,9 @@ class CellFolder:
 
 
 _METADATA = ".metadata"
-# TorchTitan takes this for a checkpoint too, and then cannot load it.
+# TorchTitan also takes a folder with this file for a checkpoint, but cannot load it.
 _HUGGING_FACE = "model.safetensors.index.json"
-# State that training needs besides the model, by the prefix of its entries' names.
+# State that training needs in addition to the model: prefixes of the entries' names.
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
@@ -102,20 +102,20 @@ class Checkpoint:
 
     path: Path
     step: int
-    damage: str | None  # why it cannot be loaded
-    states: frozenset[str] = frozenset()  # those of PARTS that it holds
-    text_readers: int = 0  # data-parallel ranks that saved their position in the texts
+    damage: str | None  # why it cannot be loaded; None if it can
+    states: frozenset[str] = frozenset()  # the PARTS that it contains
+    text_readers: int = 0  # data-parallel ranks with a saved data-loader state
 
 
 def saved_steps(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and path of each `step-N` in `folder`, whole or not, the newest first."""
+    """Return step and path of each `step-N` in `folder`, complete or not, newest first."""
     names = ((re.fullmatch(r"step-([0-9]+)", path.name), path) for path in folder.glob("step-*"))
     found = [(int(match[1]), path) for match, path in names if match and path.is_dir()]
     return sorted(found, reverse=True)
 
 
 def read_checkpoint(step: int, path: Path) -> Checkpoint:
-    """Read which state the checkpoint in `path` holds, and whether it is whole."""
+    """Read which state the checkpoint in `path` contains, and whether it is complete."""
     if not (path / _METADATA).is_file():
         is_exported = (path / _HUGGING_FACE).is_file()
         damage = None if is_exported else f"has no {_METADATA}, so it was not written to its end"
@@ -129,7 +129,7 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
             needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
         names = [str(name) for name in metadata.state_dict_metadata]
     except Exception as error:
-        # A cut pickle may raise anything.
+        # A truncated pickle may raise any exception.
         damage = f"{_METADATA} cannot be read: {type(error).__name__}: {error}"
         return Checkpoint(path, step, damage)
     damage = None
@@ -149,13 +149,13 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
 
 
 class _Inert:
-    """Stands for any object of the pickle, whose classes are torch's."""
+    """Replaces every object of the pickle, so that torch's classes are not imported."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        # The state of a frozen dataclass with slots is a list. Nothing below reads those.
+        # Frozen dataclasses with slots have a list as state; no field of theirs is read here.
         self.__dict__.update(state if isinstance(state, dict) else {})
 
 

@@ -1,4 +1,4 @@
-"""The record of a cell, `cell.yaml`: its newest request, kept in its folder."""
+"""Read and write a cell's record, `cell.yaml`: the newest request for the cell."""
 
 import contextlib
 import dataclasses
@@ -42,22 +42,22 @@ class CellRecord:
     nodes: Count = 1
     ranks_per_node: Count = 1
     device: Text | None = None
-    emulated: Flag = False  # low precision is computed in software; its speed says nothing
+    emulated: Flag = False  # low precision is emulated in software, so its speed is meaningless
     stand_in_for: Text | None = None  # the requested recipe, if this machine runs another
     refused: Text | None = None  # why the cell does not run
-    # Only if the cell is exactly the published one.
+    # Set only if the cell is exactly the published configuration.
     published_tokens_per_second_per_gpu: Number | None = None
     published_source: Text | None = None
-    baseline: Text | None = None  # the cell that speed-ups are against
-    prediction: Text | None = None  # the sweep's text: expected speed, and what another means
-    repeat_of: Text | None = None  # the cell that this one, the `repeat`-th, repeats
+    baseline: Text | None = None  # the cell that speed-ups are relative to
+    prediction: Text | None = None  # the sweep's text: expected speed, and how to read a deviation
+    repeat_of: Text | None = None  # the cell that this cell repeats, as number `repeat`
     repeat: Count = 1
-    max_restarts: Natural = 3  # of the cell by a job
+    max_restarts: Natural = 3  # restarts of the cell within one job
     environment: Words = field(default_factory=Words)
-    options: Unchecked = field(default_factory=Unchecked)  # TorchTitan's, by dotted name
-    # The user's own YAML files by `recipe`, `cluster`, ...; others are in `recipes/`, by name.
+    options: Unchecked = field(default_factory=Unchecked)  # TorchTitan's options, by dotted name
+    # The user's own YAML files, by `recipe`, `cluster`, ...; other names refer to `recipes/`.
     files: Words = field(default_factory=Words)
-    too_few_nodes: Text | None = None  # `wait` in the queue, or `stop`
+    too_few_nodes: Text | None = None  # action on too few nodes: `wait` in the queue, or `stop`
     # The content of the cluster's YAML file; a job never reads the file again.
     profile: Unchecked = field(default_factory=Unchecked)
 
@@ -71,19 +71,19 @@ class CellRecord:
 
     @property
     def log_freq(self) -> int | None:
-        """Steps between two logged ones, None for TorchTitan's default."""
+        """Steps from one logged step to the next; None for TorchTitan's default."""
         return self._count("metrics.log_freq")
 
     @property
     def loss_rank(self) -> int:
-        """The global rank that prints the real loss: the first of the last pipeline stage."""
+        """The global rank that prints the real loss: the first rank of the last pipeline stage."""
         degree = self._count("parallelism.pipeline_parallel_degree") or 1
         schedule = str(self.options.get("parallelism.pipeline_parallel_schedule", ""))
         return loss_rank(schedule, degree, self.world)
 
     @property
     def tokens_per_step_per_gpu(self) -> float | None:
-        """Tokens of a step as TorchTitan's `tps` counts them: shared among TP, CP and PP ranks."""
+        """Tokens per step and GPU, as in TorchTitan's `tps`: TP, CP and PP ranks share a batch."""
         length = self._count("training.seq_len")
         local = self._count("training.local_batch_size")
         total = self._count("training.global_batch_size")
@@ -95,7 +95,7 @@ class CellRecord:
 
     @property
     def asked_options(self) -> dict[str, Any]:
-        """The options without those by which every script starts the cookbook's own part."""
+        """The options without those that every script sets to load the cookbook's own code."""
         hidden = {name for name in self.options if name.startswith("cookbook.")} | _OF_SCRIPTS
         return {name: value for name, value in self.options.items() if name not in hidden}
 
@@ -109,27 +109,27 @@ class CellRecord:
         write_whole(path, self.as_yaml())
 
     def _count(self, option: str) -> int | None:
-        """Return an option that is a positive whole number, None for anything else."""
+        """Return an option's value if it is a positive integer, else None."""
         value = self.options.get(option)
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         return value if is_count else None
 
 
 def read_record(path: Path) -> CellRecord:
-    """Read the record at `path`; unknown keys are another version's, and left out."""
+    """Read the record at `path`; ignore unknown keys, which another version wrote."""
     file = read_yaml(path)
     return fill(CellRecord, file, beside=[key.partition(".")[0] for key in file.content])
 
 
 def earlier_record(folder: CellFolder) -> CellRecord | None:
-    """Return the folder's record; None where it is missing or unreadable."""
+    """Return the folder's record; None if it is missing or unreadable."""
     with contextlib.suppress(InputError):
         return read_record(folder.record)
     return None
 
 
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
-    """Write the record and the script of the next attempt; those of the last go to its folder."""
+    """Write the next attempt's record and script; keep changed ones with the last attempt."""
     first, attempts = earlier_record(folder), folder.attempts()
     record = asked
     if first and attempts and first.cluster == asked.cluster:

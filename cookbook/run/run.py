@@ -1,4 +1,4 @@
-"""A run: one execution of a sweep or a cell, in a folder below `runs/`, and its `run.json`.
+"""Find and record runs: a run is one execution of a sweep or a cell, in a folder below `runs/`.
 
 runs/<sweep>-<time>/run.json
                     <cell>/...          (run/folder.py)
@@ -27,7 +27,7 @@ _FILE = "run.json"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """`run.json`: the request, by whom, from which commit, on which cluster."""
+    """`run.json`: the request, who made it, and the commit and cluster it uses."""
 
     scheduler: Literal["slurm", "local"]
     cells: tuple[str, ...]
@@ -48,12 +48,12 @@ class Run:
 
     folder: Path
     record: RunRecord
-    # Those that `run.json` lists, then those that plain sbatch has added since.
+    # First the cells in `run.json`, then cells that plain sbatch has added since.
     cells: tuple[CellFolder, ...]
 
     @property
     def name(self) -> str:
-        """The name by which commands find it, also after its folder was renamed or moved."""
+        """The name that commands accept for this run; its path if it is not below `runs/`."""
         is_listed = self.folder.parent.resolve() == runs_folder().resolve()
         return self.folder.name if is_listed else shown_path(self.folder)
 
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def was_refused(self) -> bool:
-        """Whether the scheduler took none of the run's cells."""
+        """Whether the scheduler accepted none of the run's cells."""
         with contextlib.suppress(InputError):
             return bool(self.cells) and all(
                 read_status(cell).state in (FAILED, REFUSED)
@@ -80,11 +80,11 @@ class Run:
 
 
 def write_run(folder: Path, asked: RunRecord) -> None:
-    """Write the record of a run that starts now: when, by whom and from which commit."""
+    """Write the record of a run that starts now, with the time, the user and the commit."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
-        user = str(os.getuid())  # in some containers the user id has no passwd entry
+        user = str(os.getuid())  # some containers have no passwd entry for the user id
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     write_json(folder / _FILE, replace(asked, created=created, user=user, commit=commit()))
     note_new_job(folder)
@@ -101,8 +101,8 @@ def read_run(folder: Path) -> Run:
         remedy = 'write {"scheduler": "slurm", "cells": []} into it, or "local" for slurm; its '
         remedy += "cells are found by their folders"
         raise InputError(error.place, error.found, remedy) from None
-    # Scripts with CELL_DIR=runs/mine/... share a run and may start in the same second, so none of
-    # them writes the list.
+    # Scripts with CELL_DIR=runs/mine/... share a run and may start in the same second. They do not
+    # update the list, which would be a race, so their cells are found by their folders.
     found = sorted(path.parent.name for path in folder.glob("[!.]*/cell.yaml"))
     names = [*record.cells, *(name for name in found if name not in record.cells)]
     record = replace(record, run=folder.name)  # the folder may have been renamed
@@ -110,7 +110,7 @@ def read_run(folder: Path) -> Run:
 
 
 def find_run(name: str | None) -> Run:
-    """Return the run called `name` (or at the path `name`), by default the newest one."""
+    """Return the run with this name or path; by default the newest run that was not refused."""
     root, names = runs_folder(), run_names()
     if name is None:
         if not names:
@@ -125,8 +125,8 @@ def find_run(name: str | None) -> Run:
 
 
 def find_cell(name: str | None) -> tuple[Run, CellFolder | None]:
-    """Return the run of RUN or RUN/CELL, and the cell if one is named; paths are names too."""
-    # A shell's completion ends a folder's name with a slash.
+    """Return the run of RUN or RUN/CELL, and the cell if one is named; paths work too."""
+    # Shell completion adds a slash to a folder's name.
     name = name.rstrip("/") if name else None
     run_name, _, cell = (name or "").rpartition("/")
     if name is None or not run_name or name in run_names() or is_run(Path(name)):
@@ -136,35 +136,35 @@ def find_cell(name: str | None) -> tuple[Run, CellFolder | None]:
 
 
 def run_names() -> list[str]:
-    """Return the names of all runs by their newest job, the newest last."""
+    """Return the names of all runs, sorted by their newest job, newest last."""
     files = [(path.stat().st_mtime_ns, path) for path in runs_folder().glob(f"[!.]*/{_FILE}")]
     return [path.parent.name for _, path in sorted(files)]
 
 
 def note_new_job(folder: Path) -> None:
-    """Make the run the newest: plain sbatch starts jobs in a folder that exists, as `runs/16b`."""
-    now = time.time_ns()  # the kernel's own stamps may be milliseconds old
-    # The run may be a colleague's.
+    """Mark the run as the newest; plain sbatch also starts jobs in existing run folders."""
+    now = time.time_ns()  # the kernel's own timestamps may be milliseconds old
+    # The run may belong to a colleague.
     with contextlib.suppress(PermissionError):
         os.utime(folder / _FILE, ns=(now, now))
 
 
 def commit() -> str | None:
-    """Return the cookbook's commit, with `+` if files differ from it; None outside git."""
+    """Return the cookbook's commit, with `+` if files were changed; None outside git."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return None
 
 
-# Held by a submitter from reading the cells until it has recorded their jobs. The kernel releases
-# it however the submitter ends, so no cell waits for one that is gone.
+# A submitter holds this lock from reading the cells until it has recorded their jobs. The kernel
+# releases it when the process dies, so no cell waits for a dead submitter.
 _LOCK = "submit.lock"
-_held: dict[int, int] = {}  # open handles by inode, since a run may be renamed while it is locked
+_held: dict[int, int] = {}  # open handles by inode, since a locked run may be renamed
 
 
 def take_submit_lock(folder: Path) -> None:
-    """Keep others from submitting cells of the run in `folder`."""
+    """Lock the run in `folder`; raise InputError if another process submits its cells."""
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +174,7 @@ def take_submit_lock(folder: Path) -> None:
         found = f"{holder or 'another process'} submits its cells"
         raise InputError(folder.name, found, "wait until it has") from None
     except OSError as error:
-        # Some file systems have no locks; Lustre without the option `flock` says ENOSYS.
+        # Go on without a lock if the file system has none; Lustre without `flock` gives ENOSYS.
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     os.ftruncate(handle, 0)
@@ -183,7 +183,7 @@ def take_submit_lock(folder: Path) -> None:
 
 
 def release_submit_lock(folder: Path) -> None:
-    """Let others submit cells of the run; a second call changes nothing."""
+    """Release the run's lock; a second call does nothing."""
     path = folder / _LOCK
     handle = _held.pop(path.stat().st_ino, None) if path.exists() else None
     if handle is not None:
@@ -192,13 +192,13 @@ def release_submit_lock(folder: Path) -> None:
 
 
 def is_submit_locked(folder: Path) -> bool:
-    """Whether somebody, maybe this process, submits cells of the run."""
+    """Whether some process, maybe this one, is submitting cells of the run."""
     try:
         with (folder / _LOCK).open("rb") as file:
             if os.fstat(file.fileno()).st_ino in _held:
                 return True
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        # Else it was never locked, or its file system has no locks.
+        # Other errors: the run was never locked, or its file system has no locks.
         return isinstance(error, BlockingIOError)
     return False

@@ -1,4 +1,4 @@
-"""Slurm's commands, run here and nowhere else, but for the training step of the job's script."""
+"""Run Slurm's commands; only this module does, except for the script's training step."""
 
 import functools
 import os
@@ -16,33 +16,33 @@ from typing import Any, TypeVar
 from cookbook.base.errors import JobError
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"})
-WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}  # somebody must release them
+WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}  # a user must release these
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"})
-# These keep their nodes, and their processes are stopped.
+# These jobs keep their nodes, but their processes are stopped.
 HALTED = frozenset({"SUSPENDED", "STOPPED"})
 ACTIVE |= HALTED
-# From an enclosing job or the user's defaults: SQUEUE_PARTITION would hide jobs.
+# Set by an enclosing job or the user's defaults; SQUEUE_PARTITION, for example, would hide jobs.
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
-# A `*` stands for a node that does not answer.
+# A trailing `*` marks a node that does not respond.
 _LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
-# Messages about a controller, or munge, that is busy or away for a while.
+# Errors that pass: the controller or munge is busy or restarting.
 _PASSING = re.compile(
     r"contact slurm controller|timed out|zero bytes|temporarily|munge|authentication", re.IGNORECASE
 )
-# Without a width, squeue cuts fields. The command comes last: it may hold line breaks.
+# squeue truncates fields without a width. The command comes last: it may contain line breaks.
 _FIELDS = "JobID:64|,State:64|,Reason:64|,RestartCnt:64|,Command:4096|"
-# How long a person waits for an answer. While the controller is away, squeue tries for 9 s.
+# Seconds a user waits for an answer; squeue itself retries for 9 s if the controller is away.
 PATIENCE_S = 2.5
 _COMMAND_S = 60.0
 
 
 class NoAnswerError(JobError):
-    """The controller does not answer now, and may do so later."""
+    """The controller does not answer now, but may do so later."""
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job's state and reason in Slurm's words, how often it was requeued, and its batch file."""
+    """A job's state and reason in Slurm's words, its number of requeues, and its batch file."""
 
     state: str
     reason: str
@@ -52,11 +52,11 @@ class JobInfo:
 
 
 def submit_environment() -> dict[str, str]:
-    """Return the environment without variables that change a new job, or hide jobs."""
+    """Return the environment without variables that change a new job or hide jobs."""
     return {
         name: value
         for name, value in os.environ.items()
-        # By SLURM_CONF, Slurm's commands find Slurm.
+        # Slurm's commands need SLURM_CONF to find the configuration.
         if not name.startswith(_OTHERS) or name == "SLURM_CONF"
     }
 
@@ -72,7 +72,7 @@ def sbatch(script: Path, folder: Path) -> str:
         elif _PASSING.search(said):
             said += "; Slurm does not answer now: try again later"
         raise JobError(f"sbatch refused it: {said}")
-    # With federations: `id;cluster`. Warnings go to stderr.
+    # Federations print `id;cluster`. Warnings go to stderr.
     job_id = answer.stdout.strip().partition(";")[0]
     if not job_id.isdigit():
         raise JobError(f"sbatch {script}: no job id in its answer {answer.stdout.strip()!r}")
@@ -80,17 +80,17 @@ def sbatch(script: Path, folder: Path) -> str:
 
 
 def scancel(job_ids: Sequence[str]) -> None:
-    """Cancel jobs; scancel ignores those that have ended already."""
+    """Cancel jobs; scancel ignores jobs that have already ended."""
     _output_of(["scancel", *job_ids])
 
 
 def requeue(
     job_id: str, leave_out: Sequence[str] | None = None, begin: float | None = None
 ) -> None:
-    """Put a running job back into the queue, under its id; Slurm ends its processes.
+    """Requeue a running job under the same id, which ends its processes.
 
-    Slurm takes new nodes to leave out only for a waiting job, so that comes second: a caller that
-    wants it must outlast Slurm's signal.
+    Slurm changes a job's excluded nodes only while it is pending, so they are set after the
+    requeue. A caller inside the job must therefore survive Slurm's signal.
     """
     _output_of(["scontrol", "requeue", job_id])
     changes = [] if leave_out is None else [f"ExcNodeList={','.join(leave_out)}"]
@@ -101,14 +101,14 @@ def requeue(
 
 
 def lost_nodes(node_list: str) -> list[str]:
-    """Return the listed nodes that Slurm cannot use: down, drained or not answering."""
+    """Return the listed nodes that Slurm cannot use: down, drained or not responding."""
     command = ["sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--format=%N %T"]
     states = dict(line.split() for line in _output_of(command).splitlines())
     return [node for node, state in states.items() if _LOST.search(state)]
 
 
 def kill_steps(job_id: str, name: str) -> int:
-    """Kill the steps of a job that are called `name`, on all nodes; return how many."""
+    """Kill a job's steps named `name` on all nodes; return how many there were."""
     answer = _run(["squeue", "--steps", f"--jobs={job_id}", "--noheader", "--format=%i %j"])
     named = [step for step, title in _rows(answer, 2) if title == name]
     if named:
@@ -117,15 +117,15 @@ def kill_steps(job_id: str, name: str) -> int:
 
 
 def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str, JobInfo]:
-    """Return what the controller, or for older jobs accounting, knows of the jobs.
+    """Return each job's information from the controller, or from accounting for older jobs.
 
-    The controller forgets a finished job after MinJobAge, and accounting may be off: a job that is
-    missing is known to neither. JobError if Slurm does not answer within `patience` seconds.
+    The controller forgets a finished job after MinJobAge, and accounting may be off, so a job may
+    be missing from both. Raises JobError if Slurm does not answer within `patience` seconds.
     """
     wanted = set(job_ids)
     if not wanted:
         return {}
-    # By id, not by user, so that a colleague's run shows too.
+    # Query by id, not by user, so that a colleague's run shows too.
     found = _squeue(f"--jobs={','.join(sorted(wanted))}", patience)
     infos = {job.job_id: job for job in found if job.job_id in wanted}
     if (missing := wanted - infos.keys()) and shutil.which("sacct"):
@@ -133,26 +133,26 @@ def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str,
         command += ["--format=JobIDRaw,State,ExitCode", f"--jobs={','.join(sorted(missing))}"]
         for job_id, state, code in _rows(_run(command, patience), 3, "|"):
             if job_id in missing:
-                # "CANCELLED by 1000"
+                # The state may be "CANCELLED by 1000".
                 reason = f"exit code {code}" if code else ""
                 infos[job_id] = JobInfo(state.partition(" ")[0], reason, job_id=job_id)
     return infos
 
 
 def own_jobs() -> list[JobInfo]:
-    """Return this user's jobs, in the order of their ids."""
+    """Return this user's jobs, sorted by id."""
     return sorted(_squeue(f"--user={os.getuid()}", PATIENCE_S), key=lambda job: int(job.job_id))
 
 
 def _squeue(of: str, patience: float) -> list[JobInfo]:
     answer = _run(["squeue", "--states=all", "--noheader", of, f"--Format={_FIELDS}"], patience)
-    # One forgotten id is an error of squeue's; one among several is not.
+    # squeue fails for a single id that it has forgotten, but not for one among several.
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise JobError(f"squeue: {answer.stderr.strip() or 'no answer'}")
     infos = []
     for line in answer.stdout.splitlines():
         job_id, *fields = (field.strip() for field in line.split("|"))
-        # Else the line goes on with a command.
+        # Other lines continue a command with line breaks.
         if job_id.isdecimal() and len(fields) > 3:
             state, reason, restarts, script, *_ = fields
             reason = "" if reason == "None" else reason
@@ -161,25 +161,25 @@ def _squeue(of: str, patience: float) -> list[JobInfo]:
 
 
 def partition_nodes(partition: str | None) -> list[str]:
-    """Return a partition's nodes, also down and drained ones: a job may wait for them.
+    """Return a partition's nodes, including down and drained ones, which a job may wait for.
 
-    Without a name, of Slurm's default partition; empty if Slurm does not answer.
+    Without a name, use Slurm's default partition. Empty if Slurm does not answer.
     """
     rows = _rows(_run(["sinfo", "--noheader", "--Node", "--format=%N %P"]), 2)
     if not partition:
         partition = ",".join(where.rstrip("*") for _, where in rows if where.endswith("*"))
-    # A job may name several, of which it gets one.
+    # A job may name several partitions, and gets one of them.
     return sorted({name for name, where in rows if where.rstrip("*") in partition.split(",")})
 
 
 @functools.cache
 def node_groups() -> list[tuple[int, str]] | None:
-    """Return how many nodes have which generic resources.
+    """Return pairs of a number of nodes and their generic resources.
 
-    Empty if Slurm does not answer; None if its commands are not configured, so there is no Slurm.
+    Empty if Slurm does not answer; None if Slurm is not installed or not configured.
     """
     try:
-        # Without --noconvert, 2,048 nodes are written as 2K.
+        # Without --noconvert, sinfo prints 2,048 nodes as 2K.
         answer = _run(["sinfo", "--noheader", "--noconvert", "--format=%D %G"], timeout=5)
     except JobError as error:
         return [] if isinstance(error, NoAnswerError) else None
@@ -189,19 +189,19 @@ def node_groups() -> list[tuple[int, str]] | None:
 
 
 def nodes_in(node_list: str) -> list[str]:
-    """Return the nodes of a list in Slurm's notation (`worker-[0-3,7]`), in its order."""
+    """Expand a node list in Slurm's notation (`worker-[0-3,7]`), keeping its order."""
     return _output_of(["scontrol", "show", "hostnames", node_list]).split()
 
 
 def node_addresses(nodes: Sequence[str]) -> dict[str, str]:
-    """Return each node's address as Slurm has it: its own name may resolve to loopback."""
+    """Return each node's address in Slurm; its host name may resolve to loopback."""
     shown = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)]).stdout
     found = dict(re.findall(r"^NodeName=(\S+).* NodeAddr=(\S+)", shown, re.MULTILINE))
     return {name: found.get(name, name) for name in nodes}
 
 
 def drained(nodes: Sequence[str]) -> dict[str, str]:
-    """Return those of `nodes` that Slurm gives to no further job, with the recorded reason."""
+    """Return the reason for each of `nodes` that Slurm gives no new jobs."""
     answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
     if answer.returncode and _PASSING.search(answer.stderr):
         raise NoAnswerError(f"scontrol show node: {answer.stderr.strip()}")
@@ -209,7 +209,7 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
     for line in answer.stdout.splitlines():
         name = re.match(r"NodeName=(\S+)", line)
         state = re.search(r" State=(\S+)", line)
-        # A node that does not answer has a star until Slurm marks it DOWN.
+        # A node that only does not respond yet (`*`) counts once Slurm marks it DOWN.
         if name and state and re.search("DRAIN|FAIL|DOWN", state[1]):
             reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", line)
             found[name[1]] = f"Slurm: {state[1]}" + (f": {reason[1].strip()}" if reason else "")
@@ -235,7 +235,7 @@ def _run(command: list[str], timeout: float = _COMMAND_S) -> subprocess.Complete
 def _rows(
     answer: subprocess.CompletedProcess[str], columns: int, separator: str | None = None
 ) -> list[list[str]]:
-    """Return the lines with so many fields; none of a command that failed."""
+    """Return the lines with `columns` fields; empty if the command failed."""
     lines = [] if answer.returncode else answer.stdout.splitlines()
     rows = [line.strip().split(separator, columns - 1) for line in lines]
     return [row for row in rows if len(row) == columns]
@@ -254,13 +254,13 @@ def _error_of(message: str) -> type[JobError]:
 
 
 T = TypeVar("T")
-# Slurm may not answer for minutes: its controller restarts, or is busy with other jobs.
+# Slurm may not answer for minutes while its controller restarts or is busy.
 _BUSY_S = 600.0
 _PAUSE_S = 5.0
-# Each task prints it first; the time limit of a step counts from then on.
+# Each task prints this line first; a step's time limit starts with the first one.
 _STARTED = "cookbook: task started"
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
-_GRACE_S = 3.0  # for srun to end its tasks
+_GRACE_S = 3.0  # seconds for srun to end its tasks
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class StepEnd:
 
 
 def retry_while_busy(ask: Callable[[float], T]) -> T:
-    """Return the answer of `ask`, which gets the seconds left; retry it for ten minutes."""
+    """Call `ask` with the seconds left and return its answer; retry for up to ten minutes."""
     deadline, is_logged = time.monotonic() + _BUSY_S, False
     while True:
         try:
@@ -294,7 +294,7 @@ def run_step(
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
-    """Run `python -m module question` on each node, for `limit_s` from its first task's start."""
+    """Run `python -m module question` on each node, for `limit_s` after its first task starts."""
     venv = os.environ.get("VENV")
     python = f"{venv}/bin/python" if venv else sys.executable
     cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE") or "1"
@@ -302,8 +302,8 @@ def run_step(
         *("srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"),
         *(f"--nodelist={','.join(nodes)}", f"--cpus-per-task={cpus}"),
         "--export=ALL",  # `sbatch --export=NONE` would leave the tasks without an environment
-        "--overlap",  # a step that hangs on a bad node must not keep the others from the next
-        # The other nodes still answer when one fails.
+        "--overlap",  # a step that hangs on a bad node must not block the next step
+        # If one node fails, the other nodes still answer.
         *("--kill-on-bad-exit=0", "--wait=0", "--input=none", "--quit-on-interrupt"),
         *("sh", "-c", f'echo "{_STARTED}"; exec "$@"', "sh", python, "-m", module, question),
     ]
@@ -340,7 +340,7 @@ def _try_step(
             since = time.monotonic() - (started[0] if started else created)
             is_late = since > (limit_s if started else start_limit_s)
     finally:
-        # srun ends its tasks on SIGTERM; killed, it would leave them.
+        # srun ends its tasks on SIGTERM, but leaves them running on SIGKILL.
         if process.poll() is None:
             process.terminate()
             try:
@@ -354,7 +354,7 @@ def _try_step(
     not_launched = {node: why.strip() for node, why in _NOT_LAUNCHED.findall(text)}
     if not started and not not_launched and process.returncode:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        # The first line is the error; the advice that follows is dropped.
+        # srun's first line is the error; drop the advice after it.
         by_srun = [line for line in lines if line.startswith("srun: error: ")]
         why = by_srun[0] if by_srun else (lines or ["no message from srun"])[-1]
         why = f"none in {start_limit_s:.0f} s ({why})" if is_late else why

@@ -1,7 +1,7 @@
-"""The state of each cell of a run, from its files and from the scheduler.
+"""Determine the state of each cell of a run from its files and the scheduler.
 
-Neither is enough: a job that was killed wrote no last word, and Slurm forgets a finished job after
-minutes if accounting is off. So an end that Slurm reports is kept in the cell's folder.
+Both are needed: a killed job could not write its end, and without accounting Slurm forgets a
+finished job after minutes. So an end that Slurm reports is saved in the cell's folder.
 """
 
 import contextlib
@@ -21,32 +21,32 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, is_submit_locked
 from cookbook.run.status import Job, Status, read_job, read_json_as, write_json
 
-# Set to the run's folder in the job's environment, which all its processes inherit. A command line
-# that names the folder may be somebody's editor.
+# The job's environment sets this to the run's folder, and all its processes inherit it. A process
+# with the folder on its command line may be the user's editor.
 RUN_VARIABLE = "COOKBOOK_RUN"
 
 
 def process_job(pid: int) -> Job:
-    """Return the identity of a process of this machine; `started` is None if it has ended."""
+    """Return the identity of a process on this machine; `started` is None if it has ended."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     started = None
     with contextlib.suppress(OSError):
-        # proc(5), from the third field on. psutil's times shift with the clock.
+        # Fields of proc(5), from the third on. psutil's start times shift when the clock is set.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # A process that is freeing its memory (PF_EXITING) is no zombie yet.
+        # A process that is still freeing its memory (PF_EXITING) is not a zombie yet.
         is_exiting = fields[0] in "ZX" or int(fields[6]) & 0x4
         started = None if is_exiting else fields[19]
     return Job(str(pid), host=socket.gethostname(), boot=boot, started=started)
 
 
 def is_alive(job: Job) -> bool:
-    """Whether the job's process still runs on this machine, and not another one under its id."""
+    """Whether the job's process still runs on this machine; its id may have been reused."""
     now = process_job(int(job.job_id))
     return now.started is not None and (now.boot, now.started) == (job.boot, job.started)
 
 
 def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
-    """Return this user's processes of a run, with the cell that each trains; supervisors: None."""
+    """Return a run's processes of this user -> the cell that each trains (supervisors: None)."""
     mark, found = str(folder.resolve()), dict[psutil.Process, Path | None]()
     for process in psutil.process_iter(["environ"]):
         variables = process.info["environ"] or {}
@@ -57,14 +57,14 @@ def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
 
 
 def stop_processes(folder: Path, job: Job | None = None) -> int:
-    """Tell a local job to end: its process, else its supervisor, else all its processes."""
+    """Send SIGTERM to a local job: to its process, else its supervisor, else all its processes."""
     if job is not None and is_alive(job):
         targets = [psutil.Process(int(job.job_id))]
     else:
         left = run_processes(folder)
         targets = [process for process, cell in left.items() if cell is None] or [*left]
     for process in targets:
-        # It may have ended since the look.
+        # The process may have ended since it was listed.
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
     return len(targets)
@@ -77,31 +77,31 @@ _NEVER_SUBMITTED = "never submitted: submit.py ended before it reached this cell
 
 @dataclass(frozen=True)
 class CellState(Status):
-    """The state of a cell, as its job wrote it and as the scheduler knows it since."""
+    """The state of a cell, from its job's file and from what the scheduler knows since."""
 
     cell: str = ""
     job_id: str | None = None
-    # False if Slurm did not answer, or the processes are another machine's: then it is only the
-    # job's own last word.
+    # False if Slurm did not answer, or the job runs on another machine; the state is then only the
+    # last one that the job wrote.
     is_known: bool = True
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job has written how it ended, and Slurm has yet to see it."""
+        """Whether the job has written its end, but Slurm has not noticed it yet."""
         return self.state == status.RUNNING and self.reason == COMPLETING
 
     @property
     def has_ended(self) -> bool:
-        """Whether the cell has ended for good, for all that can be known."""
+        """Whether the cell has ended for good, as far as is known."""
         return self.state not in status.OPEN and self.is_known
 
 
 def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]:
-    """Return the state of every cell; after `patience` seconds without Slurm, from files alone."""
+    """Return the state of every cell; use only files if Slurm is silent for `patience` seconds."""
     if run.scheduler == "local":
         return [_local_state(run, cell) for cell in run.cells]
     before = {cell: _read(cell)[0] for cell in run.cells}
-    # Before the second look: without a submitter at work no further job is to come.
+    # Check this before reading again: without an active submitter, no new job can appear.
     is_open = is_submit_locked(run.folder)
     infos, silence = dict[str, slurm.JobInfo](), None
     asked = (one.job_id for one in before.values() if one.job_id and one.state not in SETTLED)
@@ -109,7 +109,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
         infos = slurm.job_infos(asked, patience)
     except JobError as error:
         silence = str(error)
-    # Read again: the last word that a job wrote before Slurm saw its end is there now.
+    # Read again to see a state that a job wrote just before Slurm saw its end.
     after = {cell: _read(cell)[0] for cell in run.cells}
     jobs = {cell: state.job_id or before[cell].job_id for cell, state in after.items()}
     num_cells = Counter(jobs.values())
@@ -129,7 +129,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
                 reason = "; ".join(filter(None, [state.reason, words]))
                 state = replace(state, reason=reason, is_known=False)
             elif state.state in status.OPEN and os.getuid() not in (0, run.folder.stat().st_uid):
-                # Slurm may hide the jobs of others.
+                # Slurm may hide other users' jobs.
                 words = f"Slurm shows no job {job} of the run's owner; the job said {state.state}"
                 state = replace(state, state=status.UNKNOWN, reason=words)
             elif state.state in status.OPEN:
@@ -140,7 +140,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
 
 
 def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
-    """Read the cell's files; a damaged one loses only its own content."""
+    """Read the cell's files; a damaged file does not affect the others."""
     job = None
     try:
         written = status.read_status(cell)
@@ -156,24 +156,24 @@ def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
 def _settle_end(
     cell: CellFolder, job: str, written: Status, info: slurm.JobInfo | None
 ) -> slurm.JobInfo | None:
-    """Return Slurm's answer, or the end that was kept of it; keep an end that is new."""
+    """Return Slurm's answer or the saved end, whichever is newer; save a new end."""
     with contextlib.suppress(InputError):
         kept = read_json_as(slurm.JobInfo, cell.end)
-        # The job has written since if it was requeued.
+        # A status with more restarts is newer: Slurm requeued the job after the saved end.
         is_newest = kept.job_id == job and kept.restarts >= written.restarts
-        # Accounting words the reason differently from the controller.
+        # Compare states only: accounting words reasons differently from the controller.
         is_same = info is None or (info.state == kept.state and info.restarts <= kept.restarts)
         if is_newest and is_same:
             return kept
     if info is not None and info.state not in slurm.WAITING | slurm.ACTIVE:
-        # A full disk, or a colleague's run.
+        # The disk may be full, or the run may belong to a colleague.
         with contextlib.suppress(OSError):
             write_json(cell.end, info)
     return info
 
 
 def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """Return state and reason from the job's last word, if Slurm has not requeued it since."""
+    """Merge the job's written state with Slurm's, unless Slurm has requeued the job since."""
     said = _since_start(written, info)
     if info.state in slurm.WAITING:
         return status.QUEUED, info.reason
@@ -182,38 +182,38 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
     if info.state in slurm.HALTED:
         return status.RUNNING, f"suspended (Slurm: {info.state}): its processes stand still"
     if info.state in slurm.ACTIVE:
-        # An end counts once Slurm has seen it: until then the job may be requeued.
+        # The end counts only once Slurm has seen it: until then the job may be requeued.
         return status.RUNNING, COMPLETING if said.state in status.ENDED else None
     if info.state == "CANCELLED":
         return status.CANCELLED, None
     if info.state == "COMPLETED":
-        # The script's exit status is the job's, even if its last word could not be written.
+        # The job exits with its script's status, so this holds even if no state could be written.
         return status.FINISHED, None
     if said.state == status.FAILED and info.state == "FAILED" and said.reason:
         return status.FAILED, said.reason
-    # TIMEOUT, NODE_FAIL, OUT_OF_MEMORY...: Slurm knows better than the job why it was ended.
+    # TIMEOUT, NODE_FAIL, OUT_OF_MEMORY...: Slurm knows the reason better than the job.
     return status.FAILED, _in_slurms_words(info)
 
 
 def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """Return state and reason of a cell whose job runs others too."""
+    """Return state and reason of a cell that shares its job with other cells."""
     said = _since_start(written, info)
     if said.state in status.ENDED:
         ended_with_job = said.state == status.CANCELLED or (said.reason or "").startswith("Slurm: ")
         if info.state == "COMPLETING" and ended_with_job:
-            # The job may come back, and with it this cell.
+            # Slurm may requeue the job, and this cell with it.
             return status.QUEUED if said.started is None else status.RUNNING, COMPLETING
         return said.state, said.reason
     if said.state == status.QUEUED and info.state in slurm.ACTIVE:
         return status.QUEUED, "waits for its turn in the allocation"
     if said.state == status.QUEUED and info.state not in slurm.WAITING | {"CANCELLED"}:
-        # The job's exit status is that of the cells which had their turn.
+        # The job's exit status belongs to the cells that ran before.
         return status.CANCELLED, f"the allocation ended before its turn ({_in_slurms_words(info)})"
     return merge_slurm_state(written, info)
 
 
 def _since_start(written: Status, info: slurm.JobInfo) -> Status:
-    """Return what the job wrote since Slurm started it the last time."""
+    """Return the job's written status; state QUEUED if Slurm has restarted the job since."""
     return written if info.restarts <= written.restarts else replace(written, state=status.QUEUED)
 
 
@@ -229,7 +229,7 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
             return replace(state, reason=words, is_known=False)
         if not is_alive(job):
             left = list(run_processes(run.folder).values())
-            state, _ = _read(cell)  # the last word may have come between the two looks
+            state, _ = _read(cell)  # the job may have written its end in between
             if state.state in status.OPEN and None not in left:
                 if num_training := left.count(cell.path.resolve()):
                     words = f"process {job.job_id} was killed, {num_training} of its processes go "
@@ -246,10 +246,10 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
 
 
 def cancel_run(run: Run, report: Callable[[int], None] = lambda num_jobs: None) -> list[str]:
-    """Ask the scheduler to stop what still waits or runs; return the names of those cells.
+    """Ask the scheduler to stop all waiting and running cells; return the names of those cells.
 
-    A job that is ending is cancelled too, since Slurm may requeue it. JobError if Slurm does not
-    answer, or the processes are another machine's.
+    A job that is ending is cancelled too, since Slurm may requeue it. Raises JobError if Slurm does
+    not answer, or if the job runs on another machine.
     """
     active = [state for state in cell_states(run) if not state.has_ended and state.job_id]
     for state in active:
@@ -266,11 +266,11 @@ def cancel_run(run: Run, report: Callable[[int], None] = lambda num_jobs: None) 
 
 
 def cancel_deleted(folder: Path) -> int:
-    """Stop the jobs of a run whose folder was deleted; return how many jobs or processes."""
+    """Stop the jobs of a run whose folder was deleted; return the number of jobs or processes."""
     found, root = stop_processes(folder), folder.resolve()
     if not has_slurm():
         return found
-    # Slurm may be installed here without a configuration.
+    # Slurm's commands may be installed without a configuration.
     with contextlib.suppress(JobError):
         ids = [
             job.job_id

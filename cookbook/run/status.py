@@ -1,8 +1,8 @@
-"""The small JSON files of a run, a cell and an attempt.
+"""Read and write the small JSON files of a run, a cell and an attempt.
 
-The job writes a cell's `status.json`, its submitter `job.json`. Whoever sees the job's end in Slurm
-writes the cell's `end.json`, since Slurm forgets. The job keeps for each attempt where it continued
-(`resume.json`) and how it ended (its own `end.json`).
+The job writes a cell's `status.json`, and its submitter writes `job.json`. Any command that sees
+the job's end in Slurm writes the cell's `end.json`, since Slurm forgets jobs. For each attempt the
+job writes where it resumed (`resume.json`) and how it ended (the attempt's own `end.json`).
 """
 
 import contextlib
@@ -28,14 +28,14 @@ _adapter: Any = functools.cache(TypeAdapter)
 
 QUEUED, RUNNING, FINISHED = "queued", "running", "finished"
 FAILED, CANCELLED, REFUSED = "failed", "cancelled", "refused"
-# Of a cell whose files cannot be read, and of which the scheduler knows nothing either.
+# The cell's files cannot be read, and the scheduler does not know its job either.
 UNKNOWN = "unknown"
 OPEN = frozenset({QUEUED, RUNNING})
 ENDED = frozenset({FINISHED, FAILED, CANCELLED, REFUSED})
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in `path`; empty where that cannot be read."""
+    """Read the JSON object in `path`; return an empty dict if that fails."""
     with contextlib.suppress(InputError):
         return read_json_as(dict[str, Any], path)
     return {}
@@ -60,7 +60,7 @@ def read_json_as(kind: type[T], path: Path) -> T:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a dataclass to `path`; a folder that was deleted is not created anew."""
+    """Write a dataclass to `path`; raise FileNotFoundError if the folder was deleted."""
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "its folder was deleted", str(path))
     write_whole(path, json.dumps(asdict(content), indent=1) + "\n")
@@ -74,7 +74,7 @@ def _known_state(state: str) -> str:
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a cell as its job wrote it; times in seconds since the epoch."""
+    """The state of a cell as written by its job; times in seconds since the epoch."""
 
     state: Annotated[str, AfterValidator(_known_state)]
     attempt: int = 0
@@ -82,18 +82,18 @@ class Status:
     exit_code: int | None = None
     started: float | None = None
     ended: float | None = None
-    restarts: int = 0  # requeues of the job by Slurm up to then
+    restarts: int = 0  # Slurm's requeues of the job until then
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job of a cell: an id of Slurm's, or a process, of this or another machine."""
+    """The job of a cell: a Slurm job id, or a process on this or another machine."""
 
     job_id: Annotated[str, StringConstraints(pattern=r"^[0-9]+$")]
-    # Of a process, whose id may be used again.
+    # Set for a process only, because its id may be reused.
     host: str | None = None
     boot: str | None = None
-    started: str | None = None  # in ticks since that boot
+    started: str | None = None  # in clock ticks since that boot
 
 
 def read_status(cell: CellFolder) -> Status:
@@ -101,30 +101,30 @@ def read_status(cell: CellFolder) -> Status:
 
 
 def write_status(cell: CellFolder, status: Status) -> None:
-    """Write the cell's status, on a full disk too: the last word must not be lost."""
+    """Write the cell's status even on a full disk, so that the final state is not lost."""
     try:
         write_json(cell.status, status)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        # The old file has its block already. One write of a few hundred bytes, then the cut.
+        # The old file already has a disk block: overwrite it, then truncate it.
         with cell.status.open("r+b", buffering=0) as file:
             file.write(json.dumps(asdict(status)).encode())
             file.truncate()
 
 
 def read_job(cell: CellFolder) -> Job | None:
-    """Read the cell's job; None if it was not submitted."""
+    """Read the cell's job; None if the cell was not submitted."""
     return read_json_as(Job, cell.job) if cell.job.exists() else None
 
 
 def write_job(cell: CellFolder, job: Job | str) -> None:
-    """Note the job (or the id of a Slurm job) that the cell was submitted as."""
+    """Record the cell's job, given as a Job or as a Slurm job id."""
     write_json(cell.job, Job(job) if isinstance(job, str) else job)
 
 
 class Cause(enum.StrEnum):
-    """Why an attempt ended; the value is the text to show."""
+    """Why an attempt ended; the value is the text shown to users."""
 
     FINISHED = "finished"
     DEAD_RANK = "dead rank"
@@ -136,35 +136,35 @@ class Cause(enum.StrEnum):
     MISSING_FILE = "missing file"
     MISSING_MODULE = "missing module"
     WRONG_OPTION = "wrong option"
-    BAD_NODES = "bad nodes"  # the preflight found too few healthy ones
+    BAD_NODES = "bad nodes"  # preflight found too few healthy nodes
     ERROR = "error"
-    SAVED = "saved"  # asked to stop (time limit, preemption), it saved a checkpoint and ended
-    TOO_LATE = "too late"  # asked to stop, it did not end in time
-    STOPPED = "stopped"  # by a person, a time limit, a preemption or a requeue: the reason says
-    CUT_SHORT = "cut short"  # the supervisor was killed, or its node lost, before it wrote why
+    SAVED = "saved"  # saved a checkpoint and exited on request (time limit, preemption)
+    TOO_LATE = "too late"  # did not exit in time after a request to stop
+    STOPPED = "stopped"  # by the user, a time limit, a preemption or a requeue; see the reason
+    CUT_SHORT = "cut short"  # the supervisor was killed, or its node lost, before it wrote an end
 
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How an attempt ended; times in seconds since the epoch, unknown values None."""
+    """How an attempt ended; times in seconds since the epoch; unknown values are None."""
 
     attempt: int
     cause: Cause
-    reason: str | None = None  # the most telling line of its logs, with the rank
+    reason: str | None = None  # the log line that explains the end best, with its rank
     exit_code: int | None = None
     started: float | None = None
-    seen: float | None = None  # when it was first clear that the attempt would not go on
+    seen: float | None = None  # when the failure was first noticed
     ended: float | None = None
     job_id: str | None = None  # a requeued job keeps its id
-    first_step: int | None = None  # in its log
+    first_step: int | None = None  # first step in the attempt's log
     last_step: int | None = None
-    last_good_step: int | None = None  # of a NaN loss, the last step before it
-    decision: str | None = None  # what the supervisor did about it, and why
-    left_out: tuple[str, ...] = ()  # the nodes that the next attempt does without
+    last_good_step: int | None = None  # last step with finite loss and gradient
+    decision: str | None = None  # the supervisor's reaction, and why
+    left_out: tuple[str, ...] = ()  # nodes excluded by this attempt's preflight
 
 
 def write_attempt_end(attempt: Attempt, end: AttemptEnd) -> None:
-    """Write the end into the attempt's folder; a full disk does without it."""
+    """Write the end into the attempt's folder; skip it if the disk is full."""
     try:
         write_json(attempt.end, end)
     except OSError as error:
@@ -173,7 +173,7 @@ def write_attempt_end(attempt: Attempt, end: AttemptEnd) -> None:
 
 
 def read_attempt_end(attempt: Attempt) -> AttemptEnd | None:
-    """Read how the attempt ended; None if that was not written, or is damaged."""
+    """Read how the attempt ended; None if the file is missing or damaged."""
     with contextlib.suppress(InputError):
         return replace(read_json_as(AttemptEnd, attempt.end), attempt=attempt.number)
     return None
@@ -185,7 +185,7 @@ def read_history(attempts: Iterable[Attempt]) -> list[AttemptEnd]:
 
 @dataclass(frozen=True)
 class PassedOver:
-    """A damaged checkpoint, its damage, and where it lies now."""
+    """A damaged checkpoint, its damage, and the folder it was moved to."""
 
     checkpoint: str
     damage: str
@@ -213,7 +213,7 @@ class Resumption:
 
 
 def read_resumptions(attempts: Iterable[Attempt]) -> Iterator[Resumption]:
-    """Read where the attempts continued, in their order; damaged files are left out."""
+    """Read where each attempt resumed, in order; skip damaged files."""
     for attempt in attempts:
         with contextlib.suppress(InputError):
             yield replace(read_json_as(Resumption, attempt.resumption), attempt=attempt.number)
