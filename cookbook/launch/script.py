@@ -1,7 +1,7 @@
-"""Render the scripts of cells and of recipes, and the sbatch options of a cell.
+"""Render the scripts of cells and recipes, and a cell's sbatch options.
 
-The template lays out; every decision is taken in Python, and every value passes the `shquote`
-filter, so that a text in YAML reaches torchrun's argv unchanged.
+The template only lays out text: Python makes every decision. Every value passes the `shquote`
+filter, so that text from YAML reaches torchrun's argv unchanged.
 """
 
 import re
@@ -31,7 +31,7 @@ from cookbook.config.stack import load_stack
 
 
 def shquote(value: object) -> str:
-    """Quote `value` as one word of bash, also where a reader could misread it (`a,b`, `=a`)."""
+    """Quote `value` as one bash word, even if only a human could misread it (`a,b`, `=a`)."""
     text = str(value)
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and ("," in text or text[0] == "=") else quoted
@@ -48,9 +48,9 @@ _ENVIRONMENT.filters["shquote"] = shquote
 
 
 def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") -> str:
-    """Render the script of one cell: `submit.py render` prints it, and the job runs the same bytes.
+    """Render a cell's script; `submit.py render` prints the same bytes that the job runs.
 
-    Its messages call it `file_name`, or `train.sh` where bash would expand that.
+    Its messages name it `file_name`, or `train.sh` if bash would expand that name.
     """
     runner = "sbatch" if cell.cluster.scheduler == "slurm" else "bash"
     if not re.fullmatch(r"[\w.+-]+", file_name, re.ASCII):
@@ -94,13 +94,13 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
 
 
 def _render(recipe: Recipe, cluster: Cluster, header: list[str], **context: Any) -> str:
-    """Fill the template for a cell, or for a launcher, which has choices instead of a name."""
+    """Render the template for a cell, or for a launcher, which has choices instead of a name."""
     mounts = cluster.container.mounts if cluster.container else ()
     sources = [(file, True) for file in cluster.source]
     alone = {"cell_name": None, "root": None, "choices": (), "cluster_args": ()}
     return _ENVIRONMENT.get_template("train.sbatch.j2").render(
         alone | context,
-        # A description may have several lines, a comment only one.
+        # A description may span several lines, but a shell comment cannot.
         header=[" ".join(line.splitlines()) for line in header],
         scheduler=cluster.scheduler,
         cluster=cluster,
@@ -118,11 +118,11 @@ OptionValue = str | int | bool
 def sbatch_options(
     cell: Cell, job_name: str | None = None, leave_out: Sequence[str] = ()
 ) -> dict[str, OptionValue]:
-    """Return sbatch's options by long name; True stands for an option without a value.
+    """Return sbatch's options by long name; True marks an option without a value.
 
-    One task a node: torchrun starts the ranks. GPUs are asked for per node and untyped, since a
-    task must see all of its node's GPUs, and GRES names differ among clusters. `leave_out` are
-    nodes beside those of the profile.
+    Each node runs one task, since torchrun starts the ranks. GPUs are requested per node, because a
+    task must see all of them, and without a type, because GRES names differ among clusters.
+    `leave_out`: nodes to exclude in addition to the profile's.
     """
     cluster = cell.cluster
     options: dict[str, OptionValue | None] = {
@@ -132,25 +132,25 @@ def sbatch_options(
         "gpus-per-node": cluster.ranks_per_node if cluster.gpu else None,
         "cpus-per-task": cluster.cpus_per_task,
         "exclusive": cluster.exclusive,
-        # All of the node's memory: the default is a share for each CPU.
+        # 0 requests all of the node's memory; the default is a share per CPU.
         "mem": 0 if cluster.exclusive else None,
         "partition": cluster.partition or None,
         "account": cluster.account or None,
         "time": cluster.time or None,
         "exclude": ",".join(dict.fromkeys([*cluster.exclude, *leave_out])) or None,
         "requeue" if cluster.requeue else "no-requeue": True,
-        # To the batch shell alone: a rank's helper processes would die of it.
+        # Signal only the batch shell: SIGUSR1 would kill a rank's helper processes.
         "signal": f"B:USR1@{cluster.grace_seconds}",
-        "open-mode": "append",  # the log of a requeued job continues that of the job before
+        "open-mode": "append",  # a requeued job appends to its earlier log
         **cluster.sbatch,
     }
-    # As YAML's true stands for an option without a value, its false leaves one out.
+    # In YAML, true adds an option without a value, and false removes an option.
     given = ((name, value) for name, value in options.items() if value is not None)
     return {name: value for name, value in given if value is not False}
 
 
 def sbatch_lines(cell: Cell, job_name: str | None = None) -> list[str]:
-    """Return the words after `#SBATCH`; the log goes to the folder that sbatch is called in."""
+    """Return the options for `#SBATCH` lines; the log goes to the folder where sbatch is called."""
     if cell.cluster.scheduler != "slurm":
         return []
     options = sbatch_options(cell, job_name) | {"output": "%x-%j.log"}
@@ -158,14 +158,14 @@ def sbatch_lines(cell: Cell, job_name: str | None = None) -> list[str]:
 
 
 def option_word(name: str, value: OptionValue) -> str:
-    """Return `--nodes=32`, or `--exclusive` for True, quoted as sbatch reads its comment lines."""
+    """Format one option (`--nodes=32`, or `--exclusive` for True), quoted for `#SBATCH` lines."""
     return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
 
 
 def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
-    """Render one script for every cell of a recipe, chosen by PRECISION and EP_BACKEND.
+    """Render one script for all cells of a recipe, selected by PRECISION and EP_BACKEND.
 
-    It names no absolute path, so that it can be checked in; otherwise it is `render_script`'s text.
+    It is like a cell's script, but has no absolute path, so that it can be checked in.
     """
     stack, title = load_stack(), recipe.description.partition(":")[0]
     precisions = [load_precision(name) for name in names_in("precision")]
@@ -229,7 +229,7 @@ def _examples(recipe: Recipe, file_name: str) -> list[str]:
 def _choice(summary: str, default: str, overlays: Sequence[Overlay]) -> dict[str, Any]:
     stack, values = load_stack(), []
     for overlay in overlays:
-        # Without the overlay's name, which the script adds.
+        # Drop the overlay's name: the script adds it.
         words = [*overlay_argv(stack, overlay)[1:], *argv_of(stack, overlay.settings)]
         text = " ".join(map(shquote, words))
         value = {

@@ -1,7 +1,7 @@
-"""Create a run, submit its cells through submitit to Slurm or this machine, and resume them.
+"""Create a run, submit its cells to Slurm or this machine through submitit, and resume them.
 
-submitit pickles the supervisor, names the job's files and reads the job id back. The batch file has
-the header of the cell's own script, and its last line becomes the supervisor.
+submitit pickles the supervisor, names the job's files and reads the job id back. The batch file
+starts like the cell's own script, and its last line starts the supervisor.
 """
 
 import itertools
@@ -45,7 +45,7 @@ from cookbook.supervise.supervisor import Supervisor
 
 
 def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
-    """Write the run of `cells`; it is built under a hidden name and renamed when it is complete."""
+    """Write the run of `cells` under a hidden name, and rename it once it is complete."""
     root, stamp, first = runs_folder(), time.strftime("%Y%m%d-%H%M%S"), cells[0]
     building = root / f".{sweep}-{stamp}-{os.getpid()}"
     asked = RunRecord(
@@ -64,9 +64,9 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
             write_whole(folder.script, render_script(cell), mode=0o755)
             state = Status(REFUSED, reason=cell.refused) if cell.refused else Status(QUEUED)
             write_status(folder, state)
-        # Locked before the run is visible: while it is, cells without a job count as queued.
+        # Lock before the run is visible: while it is locked, cells without a job count as queued.
         take_submit_lock(building)
-        # The rename reserves the name: two sweeps in one second get two names.
+        # The rename reserves the name, so two sweeps in the same second get different names.
         for number in itertools.count(1):
             name = f"{sweep}-{stamp}" if number == 1 else f"{sweep}-{stamp}-{number}"
             write_run(building, replace(asked, run=name))
@@ -92,27 +92,27 @@ class CellSlurmExecutor(SlurmExecutor):
     def __init__(self, script: Path, lines: Sequence[str]) -> None:
         super().__init__(folder=script.parent)
         self.script, self.lines = script, lines
-        # submitit waits 0.2 s between submissions; sbatch takes its own time.
+        # submitit waits 0.2 s between submissions, which sbatch does not need.
         self._throttling = 0.0
 
-    # Always available: a missing sbatch is reported when it is called, with its remedy.
+    # Always report as available: a missing sbatch raises an error with its remedy when called.
     @classmethod
     def affinity(cls) -> int:
         return 2
 
-    # submitit's own file adds a wckey, a signal, and srun around the supervisor, and its sbatch
-    # inherits variables. `cancel` of a deleted run finds the job by the script's path.
+    # submitit's own batch file adds a wckey, a signal and an srun, and its sbatch inherits
+    # variables. `cancel` finds the job of a deleted run by the script's path.
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
-        # exec, so that Slurm's signals reach the supervisor and not a shell above it.
+        # exec, so that Slurm's signals reach the supervisor instead of a shell.
         self.script.write_text("\n".join([*self.lines, f"exec {command}", ""]), encoding="utf-8")
         job_id = sbatch(self.script.resolve(), ROOT)
         return submitit.SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
 
 
 class RunLocalExecutor(LocalExecutor):
-    """Run a whole sweep as one job of this machine, which outlives the terminal it came from."""
+    """Run a whole sweep as one job on this machine, which survives the end of its terminal."""
 
-    # submitit's own process would end with the terminal, and hold its output open.
+    # submitit's own process would end with the terminal, and keep the terminal's output open.
     def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
             **os.environ,
@@ -129,8 +129,8 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "1",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
-        # A session of its own: Ctrl-C in the terminal must not reach the training. No output: a
-        # reader of ours (`| tee`, ssh) would wait for its end; the job's log is a file.
+        # Start a new session: Ctrl-C in the terminal must not reach the training. Discard output:
+        # a reader of ours (`| tee`, ssh) would wait for the job, and the job logs to a file.
         words = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
         none: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         process = subprocess.Popen(words, env=environment, start_new_session=True, **none)
@@ -143,10 +143,10 @@ def _python_path() -> str:
 
 
 def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) -> list[str]:
-    """Submit every cell of `run` that is not refused; return the job ids, in that order.
+    """Submit every cell of `run` that is not refused; return the job ids in that order.
 
-    One sbatch call each, or one local job; in one allocation they run in turn, on the same nodes.
-    Where Slurm refuses a cell (JobError), those before it stay queued; it and later ones failed.
+    Each cell is one sbatch call. With `one_allocation`, or locally, one job runs the cells in turn.
+    If Slurm refuses a cell (JobError), earlier cells stay queued, and it and later cells fail.
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")
@@ -172,11 +172,11 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
 
 
 def _executor(run: Run, cells: Sequence[Cell]) -> RunLocalExecutor | CellSlurmExecutor:
-    """Return what submits one job for `cells`, with the sbatch options of the first one."""
+    """Return the executor of one job for `cells`, with the first cell's sbatch options."""
     if run.scheduler == "local":
         return RunLocalExecutor(run.folder / "job")
     cell, choice = cells[0], leave_out(cells[0])
-    # A single cell already has its own allocation.
+    # A job of one cell keeps its batch file in the cell's folder.
     script, title, name = run.cell(cell.name).submission, f"{cell.name}/train.sh", cell.name
     if len(cells) > 1:
         script, name = run.folder / "job/submission.sh", run.record.sweep or name
@@ -192,7 +192,7 @@ def _executor(run: Run, cells: Sequence[Cell]) -> RunLocalExecutor | CellSlurmEx
         *(f"#SBATCH {option_word(option, value)}" for option, value in options.items()),
         "export SUBMITIT_EXECUTOR=slurm",
         f"export PYTHONPATH={shlex.quote(_python_path())}",
-        # The job trains in the environment that submitted it.
+        # The job uses the virtual environment that submitted it.
         f"export VENV={shlex.quote(sys.prefix)}",
     ]
     return CellSlurmExecutor(script, lines)
@@ -201,7 +201,7 @@ def _executor(run: Run, cells: Sequence[Cell]) -> RunLocalExecutor | CellSlurmEx
 def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     """Prepare the next attempt of each cell, and submit them; return the job ids.
 
-    The caller holds the lock, which this releases. A cell whose submission fails is restored.
+    The caller holds the submit lock; this releases it. A cell whose submission fails is restored.
     """
     before: dict[CellFolder, dict[Path, bytes]] = {}
     try:
@@ -210,14 +210,14 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
             paths = (folder.status, folder.job, folder.record, folder.script)
             before[folder] = {path: path.read_bytes() for path in paths if path.exists()}
             attempts = folder.attempts()
-            # A cell without a job counts as queued while the lock is held.
+            # While the lock is held, a cell without a job counts as queued.
             folder.job.unlink(missing_ok=True)
             write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
             keep_request(folder, cell.job_record(), render_script(cell))
         job_ids = submit_run(run, cells)
     except BaseException:
         for folder, files in before.items():
-            # A cell with a job was submitted.
+            # A cell with a job was submitted, so only the others are restored.
             if not folder.job.exists():
                 for path, content in files.items():
                     path.write_bytes(content)
@@ -229,7 +229,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
 def leave_out(cell: Cell) -> Choice:
     """Choose the nodes on the exclusion list that a new job must not get.
 
-    JobError if too few are left, and the recipe does not wait for them.
+    Raise JobError if too few nodes are left and the recipe does not wait for them.
     """
     excluded = read_excluded()
     if not excluded:
