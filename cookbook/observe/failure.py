@@ -1,8 +1,8 @@
-"""Find why an attempt ended: the earliest `error.json`, else the console line that says most.
+"""Find why an attempt failed: the earliest `error.json`, else the most telling console line.
 
-torchrun writes `error.json` for every rank that raised. Kills, aborts, and a step that Slurm ended
-leave none; the console has a line about them. A rank that makes no step for long writes its stack
-to `stacks/rank-<r>.txt`; one without it has stopped, is gone, or still makes steps.
+torchrun writes `error.json` for every rank that raised an exception. Kills, aborts and steps that
+Slurm ended leave none, but print a console line. A rank without progress for long writes its stack
+to `stacks/rank-<r>.txt`; a rank without that file is stopped, gone, or still makes steps.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from cookbook.run.folder import Attempt
 from cookbook.run.status import Cause
 
 _MAX_CHARACTERS = 240
-# The first pattern in a reason decides. "Connection closed" shows a dead rank, whatever killed it.
+# The first pattern found decides. "Connection closed" means a dead rank, whatever killed it.
 _CAUSES: tuple[tuple[Cause, str], ...] = (
     (Cause.BAD_NODES, r"^preflight: "),
     (Cause.HANG, r"^hang\b|Watchdog caught collective operation timeout|Timed out waiting [0-9]+"),
@@ -52,39 +52,39 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|Connection (?:closed|reset)|Broken pipe|remote process exited|DistBackendError"
         r"|DistNetworkError|Rendezvous\w*Error|Socket Timeout|recvValue|NCCL error"
         r"|CUDA error|uncorrectable ECC|unspecified launch failure"
-        # A signal ended the script, or the step below it, before anything was printed.
+        # A signal ended the script or its step before it printed anything.
         r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$",
     ),
 )
-# Errors that follow from another one. A CheckpointException prints the ranks' own errors below it;
-# JobError is the supervisor's.
+# Errors caused by another error. A CheckpointException prints the ranks' own errors below it, and
+# a JobError is the supervisor's.
 _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|Connection (?:closed|reset)|Broken pipe|DistBackendError"
     r"|DistNetworkError|RendezvousConnectionError|RendezvousClosedError|Socket Timeout|recvValue"
     r"|remote process exited|KeyboardInterrupt|CheckpointException ranks:"
     r"|^cookbook\.base\.errors\.JobError"
 )
-# Errors of the Trainer's `__init__` that the same options meet again.
+# Errors in the Trainer's `__init__`, which come again with the same options.
 _BUILD_ERROR = re.compile(r"^(?:AssertionError|ValueError|NotImplementedError)\b")
 _REFUSAL = re.compile(r"(?:^| - ERROR - )cookbook refuses: (\S.*?)\s*(?:\[rank[0-9]+\]:|$)")
-# Sorts of findings, the most telling first; RAISED is an exception in an `error.json`.
+# Kinds of findings, the most telling first; _RAISED is an exception in an `error.json`.
 _REFUSED, _SLURM, _MEMORY, _RAISED, _EXCEPTION, _LINE, _EXIT, _SCRIPT, _FOLLOWS, _REST = range(10)
 _LINES = (
     (_SLURM, re.compile(r"DUE TO (?:TIME LIMIT|NODE FAILURE|PREEMPTION)|oom[_-]kill")),
     (_LINE, re.compile(r"Watchdog caught|Unrecognized options:|error: (?:argument|unrecognized)")),
     (_LINE, re.compile(r"^srun: error: (?!.*(?:Exited with exit code|\btasks? [0-9]))")),
-    # train.sh, or bash about it (under sbatch slurm_script), and the supervisor's checks.
+    # Lines from train.sh, from bash about it (slurm_script under sbatch), or from our validation.
     (_SCRIPT, re.compile(r"^(?:\S*/)?[\w.+-]+(?:\.sh|: line [0-9]+): |^cookbook\.supervise: ")),
-    # Ranks that torchrun ended itself have -15.
+    # Exit code -15 marks ranks that torchrun itself ended.
     (_EXIT, re.compile(r"failed \(exitcode: (?!-15)-?[0-9]+\) local_rank")),
     (_REST, re.compile(r"failed \(exitcode: -15\) local_rank|^slurmstepd: .*CANCELLED AT")),
     (_REST, re.compile(r"^srun: error: ")),
 )
 _PREFIXES = re.compile(r"^(?:\[(?:rank|default)[0-9]+\]: ?)+")
 _EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:: .*|:)?$")
-# In torchrun's summary of the rank that failed first on a node.
+# The exception in torchrun's summary of the first rank that failed on a node.
 _SUMMARY_LINE = re.compile(r"^  (?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: .*)?$")
-# glog's `[E1120 18:40:01.123 ProcessGroupNCCL.cpp:683] ` and torchrun's own log header.
+# Headers of glog (`[E1120 18:40:01.123 ProcessGroupNCCL.cpp:683] `) and of torchrun's log.
 _LOG_HEADER = re.compile(r"^(?:\[[EWF][0-9]{4} [^\]]*\] |[EWF][0-9]{4} [^\]]*\] )")
 
 
@@ -95,23 +95,23 @@ class _Finding(NamedTuple):
 
 
 def find_cause(attempt: Path, exit_code: int) -> tuple[Cause, str]:
-    """Return why an attempt failed, by its files, else by its exit code: cause and reason."""
+    """Return cause and reason of a failure from the attempt's files, else from its exit code."""
     reason, is_refusal = _find_reason(attempt)
     if reason is None:
         ended = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else None
         reason = ended or f"exit status {exit_code}"
-    # 2: the script's own refusal; torchrun ends with 1.
+    # Exit code 2 means that the script refused to run; torchrun fails with 1.
     is_wrong = is_refusal or exit_code == 2
     return Cause.WRONG_OPTION if is_wrong else cause_of(reason), reason
 
 
 def find_reason(attempt: Path) -> str | None:
-    """Return the line that says most about why an attempt failed, at most 240 characters."""
+    """Return the line that best explains a failed attempt, at most 240 characters."""
     return _find_reason(attempt)[0]
 
 
 def cause_of(reason: str) -> Cause:
-    """Return the kind of failure that a reason describes."""
+    """Classify the failure that a reason describes."""
     return next((cause for cause, form in _CAUSES if re.search(form, reason)), Cause.ERROR)
 
 
@@ -121,22 +121,22 @@ def is_consequence(error: str) -> bool:
 
 
 def _find_reason(attempt: Path) -> tuple[str | None, bool]:
-    """Return the reason, and whether the training process itself refused the job."""
+    """Return the reason, and whether the training process itself refused to run."""
     log = attempt / "train.log" if attempt.is_dir() else attempt
     folder = log.parent
     findings = [*_read_errors(folder), *_read_console(log)]
     if all(finding.sort >= _EXIT for finding in findings):
-        # torchrun shows one rank of a node; an abort leaves no error.json.
+        # torchrun shows only one rank per node, and an abort leaves no error.json: read all logs.
         for own in sorted(folder.glob("ranks/*/attempt_*/*/std*.log")):
             findings += _read_console(own)
     if not findings:
         return None, False
     sort = min(finding.sort for finding in findings)
-    # A script's last words are its reason; of errors the first caused the others.
+    # The last line of a script is its reason; of errors, the first one caused the rest.
     _, rank, text = [one for one in findings if one.sort == sort][-1 if sort == _SCRIPT else 0]
     text = text if rank is None else f"rank {rank}: {text}"
     if cause_of(text) is Cause.HANG:
-        # The rank that reports a timeout waited for another one.
+        # A rank that reports a timeout was waiting for another rank, so name the silent ranks.
         missing = ", ".join(map(str, _ranks_missing_from_collective(folder)))
         text = f"hang: no word from rank {missing}; {text}" if missing else f"hang, seen by {text}"
     text = " ".join("".join(one for one in text if one.isprintable() or one.isspace()).split())
@@ -146,11 +146,11 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
 
 
 def _read_errors(attempt: Path) -> list[_Finding]:
-    """Return the exceptions of all ranks, the earliest first, as torchrun's `error.json` has them.
+    """Return the exceptions of all ranks from torchrun's `error.json` files, earliest first.
 
-    Its format: {"message": {"message", "extraInfo": {"py_callstack", "timestamp"}}}.
+    File format: {"message": {"message", "extraInfo": {"py_callstack", "timestamp"}}}.
     """
-    # With several nodes a local rank is no global one.
+    # With several nodes, a local rank is not the global rank.
     is_one_node = len(list(attempt.glob("ranks/*"))) == 1
     found: list[tuple[float, _Finding]] = []
     for path in attempt.glob("ranks/*/attempt_*/*/error.json"):
@@ -174,7 +174,7 @@ def _exception(text: str, rank: str | None, sort: int) -> _Finding:
 
 
 def _read_console(log: Path) -> list[_Finding]:
-    """Return the lines that may be the reason, in order; of a rank's exceptions one."""
+    """Return the lines that may be the reason, in order; at most one exception per rank."""
     findings: list[_Finding] = []
     exceptions: dict[str | None, int] = {}
     in_traceback: set[str | None] = set()
@@ -188,7 +188,7 @@ def _read_console(log: Path) -> list[_Finding]:
         elif rank in in_traceback and _EXCEPTION_LINE.match(line):
             in_traceback.discard(rank)
             found = _exception(line, rank, _EXCEPTION)
-            # The last exception of a chain ended the process, unless an earlier one says more.
+            # The last exception of a chain ended the process, but an earlier one may say more.
             at = exceptions.setdefault(rank, len(findings))
             if at == len(findings):
                 findings.append(found)
@@ -200,7 +200,7 @@ def _read_console(log: Path) -> list[_Finding]:
 
 
 def _plain_lines(log: Path) -> Iterator[str]:
-    """Yield the lines of a log that may say why, without colours; `\\r` ends a progress bar."""
+    """Yield a log's lines except metrics, without colors; `\\r` separates progress bars."""
     for line in lines_of(log):
         has_bar = b"\r" in line
         if has_bar or b"step:" not in line or b"loss:" not in line:
@@ -216,7 +216,7 @@ def _ranks_missing_from_collective(attempt: Path) -> list[int]:
     reported = set()
     for folder in folders:
         text = "".join(log.read_text("utf-8", "replace") for log in sorted(folder.glob("std*.log")))
-        # torch puts the rank before each line of a traceback, and NCCL into its own.
+        # torch prefixes each traceback line with the rank; NCCL names the rank in its message.
         found = re.search(r"^.*(?:Watchdog caught|Traceback \(most recent call last\))", text, re.M)
         if found is None:
             continue
@@ -225,7 +225,7 @@ def _ranks_missing_from_collective(attempt: Path) -> list[int]:
             return []
         reported.add(int(number[1] or number[2]))
     missing = sorted(set(range(len(folders))) - reported)
-    # More are rather ranks that were ended before they could print.
+    # If more ranks are silent, they were probably ended before they could print.
     return missing if len(missing) <= min(8, len(reported)) else []
 
 
@@ -234,7 +234,7 @@ _MOST_NAMED = 8
 
 
 def describe_stacks(attempt: Attempt, world: int) -> str | None:
-    """Return the ranks to blame and the place where the others wait; None without any stack."""
+    """Return which ranks differ and where the others wait; None if there are no stacks."""
     places = {
         rank: place
         for rank in range(world)
@@ -254,9 +254,9 @@ def describe_stacks(attempt: Attempt, world: int) -> str | None:
 
 
 def _place(path: Path) -> str | None:
-    """Return the innermost frame of the main thread outside torch: `name (file.py:12)`."""
+    """Return the main thread's innermost frame outside torch: `name (file.py:12)`."""
     text = b"".join(lines_of(path)).decode("utf-8", "replace")
-    # faulthandler prints the main thread last, and of each thread the innermost frame first.
+    # faulthandler prints the main thread last, and each thread's innermost frame first.
     thread = re.split(r"^(?:Current t|T)hread 0x.*$", text, flags=re.MULTILINE)[-1]
     frames = [found for line in thread.splitlines() if (found := _FRAME.match(line))]
     if not frames:

@@ -1,4 +1,4 @@
-"""The history of a cell's attempts: their steps, why each ended, how much was lost."""
+"""Summarize a cell's attempts: their steps, why each ended, and how much work was lost."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ from cookbook.run.status import Cause, read_attempt_end, read_resumptions
 
 @dataclass(frozen=True, slots=True)
 class AttemptSummary:
-    """One attempt; an unknown value is None."""
+    """One attempt; unknown values are None."""
 
     attempt: int
     first_step: int | None
@@ -35,7 +35,7 @@ class AttemptSummary:
             steps = f"steps {self.first_step} to {self.last_step}"
         took = None if self.seconds is None else f"in {timedelta(seconds=round(self.seconds))}"
         ended, reason = self.cause, self.reason
-        # The signal by which `cancel` and Slurm stop a job is no reason.
+        # SIGTERM explains nothing: `cancel` and Slurm stop every job with it.
         if ended and reason and reason != "SIGTERM":
             ended = reason if reason.startswith(ended) else f"{ended}: {reason}"
         lost = f"{_steps(self.steps_lost)} lost" if self.steps_lost else None
@@ -46,11 +46,11 @@ class AttemptSummary:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The attempts of a cell in sum."""
+    """All attempts of a cell, and their totals."""
 
     attempts: tuple[AttemptSummary, ...] = ()
     steps_lost: int = 0
-    effective: float | None = None  # share of the time since the first start in steps that count
+    effective: float | None = None  # share of the time since the first start in kept steps
 
     @property
     def lines(self) -> list[str]:
@@ -60,7 +60,7 @@ class History:
             return []
         total, last = f"{_steps(self.steps_lost)} lost", self.attempts[-1]
         if last.cause is None and last.first_step is not None:
-            # It trains, or its node was lost and nobody has noted that yet.
+            # The attempt is still training, or its node was lost and nothing has recorded that yet.
             total += f" before attempt {last.attempt}"
         if self.effective is not None:
             total += f", effective training time {self.effective:.0%}"
@@ -74,17 +74,17 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     ends = [read_attempt_end(attempt) for attempt in attempts]
     times = [_step_times(attempt, record) for attempt in attempts]
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
-    # The last step before each attempt's own.
+    # For each attempt, the step it resumed from; -1 if it made no step.
     starts = [
         resumed.get(attempt.number, min((step for step, _ in own if step), default=0) - 1)
         for attempt, own in zip(attempts, times, strict=True)
     ]
     summaries: list[AttemptSummary] = []
     for position, (attempt, end, own) in enumerate(zip(attempts, ends, times, strict=True)):
-        # The last step that is kept; None where none is lost.
+        # The last step of this attempt that was kept; None if no step was lost.
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
-            # An absolute path stands for itself.
+            # An absolute checkpoint folder replaces the cell's path here.
             folder = cell.path / str(record.options.get("checkpoint.folder", "checkpoint"))
             saved = saved_steps(folder)
             kept = next((step for step, path in saved if (path / ".metadata").is_file()), 0)
@@ -136,15 +136,15 @@ def usual_step_time(attempts: Sequence[Attempt]) -> float | None:
 
 
 def longest_save(attempts: Iterable[Attempt]) -> float | None:
-    """Return the most seconds that saving a checkpoint took, else None."""
+    """Return the seconds of the longest checkpoint save; None if there was no save."""
     return max((found for one in attempts for found in save_seconds(one.log)), default=None)
 
 
 def _step_times(attempt: Attempt, record: CellRecord | None = None) -> list[tuple[int, float]]:
-    """Return the logged steps and when, in seconds; step 0 is the start of training."""
+    """Return logged steps with their times (seconds); step 0 is the start of training."""
     times = [(one.step, one.time) for one in read_steps(attempt, record) if one.time is not None]
     before = seconds_to_first_step(attempt.log)
-    # Not the console's own time: its node may be in another time zone.
+    # Do not use the console's own time, since its node may be in another time zone.
     return [(0, times[0][1] - before), *times] if times and before is not None else times
 
 

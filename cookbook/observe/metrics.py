@@ -1,7 +1,7 @@
-"""Read the steps and the router's load of a cell: the lines that our hooks wrote, else the console.
+"""Read a cell's steps and router load from the files of our hooks, else from the console.
 
-A line of `router_load.jsonl` is one logged step: of each MoE layer the tokens of its busiest expert
-over the mean of its experts, and its starved experts, since the logged step before.
+Each line of `router_load.jsonl` is one logged step. For each MoE layer, it has the tokens of the
+busiest expert over the mean, and the number of starved experts, since the previous logged step.
 """
 
 import enum
@@ -21,9 +21,9 @@ from cookbook.run.record import CellRecord
 RANK = re.compile(r"\[rank([0-9]{1,7})\]:")
 COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)"
-# Validation prints `validate step:` with a loss and a tps of its own: not a training step.
+# Validation prints `validate step:` with its own loss and tps, which is not a training step.
 _STEP = re.compile(r"(?<!validate )\bstep:\s*([0-9]{1,12})(?=\s)")
-# A metric's name on the console, and in StepMetrics.
+# Metric names: on the console -> in StepMetrics.
 _NAMES = {"loss": "loss", "grad_norm": "grad_norm", "memory": "memory_gib"}
 _NAMES |= {"tps": "tokens_per_second", "tflops": "tflops", "mfu": "mfu"}
 _VALUE = re.compile(rf"\b({'|'.join(_NAMES)}):\s*({_NUMBER})(?=[\sG%]|$)")
@@ -36,34 +36,34 @@ _START = b"Training starts at step "
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """The metrics of one logged step; None where a value is not logged, or is `N/A`.
+    """The metrics of one logged step; None if a value is not logged or is `N/A`.
 
-    A loss that is NaN or infinite is kept as such.
+    NaN and infinite losses are kept.
     """
 
-    rank: int | None  # the global one; None for a console line without a `[rank0]:` prefix
+    rank: int | None  # global rank; None for a console line without a `[rank0]:` prefix
     step: int
     loss: float | None = None
     grad_norm: float | None = None
-    memory_gib: float | None = None  # peak reserved since the logged step before this one
+    memory_gib: float | None = None  # peak reserved memory since the previous logged step
     memory_percent: float | None = None
     tokens_per_second: float | None = None  # TorchTitan's `tps`, per GPU
     tflops: float | None = None  # per GPU
     mfu: float | None = None  # percent of the GPU's BF16 peak
     time: float | None = None  # seconds since the epoch
     lr: float | None = None
-    tokens_seen: float | None = None  # of all ranks, since the first step of the run
+    tokens_seen: float | None = None  # by all ranks, since the run's first step
     validation_loss: float | None = None
-    skipped_steps: float | None = None  # of this attempt so far, whose gradients were not finite
+    skipped_steps: float | None = None  # this attempt's steps with non-finite gradients so far
     attempt: int = 0
 
 
 class Phase(enum.StrEnum):
-    """A rank's activity; the value is the text to show."""
+    """A rank's activity; the value is the text shown to users."""
 
     LOADING = "loading"  # imports, process group, tokenizer and data
     BUILDING = "building"
-    # torch.compile is set up, and the model sharded; most kernels are made in the first step.
+    # torch.compile is set up and the model is sharded; the first step compiles most kernels.
     COMPILING = "compiling"
     LOADING_CHECKPOINT = "loading checkpoint"
     FIRST_STEP = "first step"
@@ -72,8 +72,8 @@ class Phase(enum.StrEnum):
     FINISHING = "finishing"
 
 
-# How the message begins that opens a phase. `Applied ...` opens none: TorchTitan also prints it
-# without torch.compile. The last two are ours (`titan/tt_0_2_2/checkpoint.py`).
+# Start of a log message -> the phase that it opens. `Applied ...` is not listed, since TorchTitan
+# also prints it without torch.compile. The last two are ours (`titan/tt_0_2_2/checkpoint.py`).
 _PHASES = {
     "Starting job: ": Phase.LOADING,
     "Building device mesh": Phase.LOADING,
@@ -92,7 +92,7 @@ _PHASE = re.compile(rf"\[titan\] [^\[\]]* - INFO - ({'|'.join(map(re.escape, _PH
 
 
 def parse_step(line: bytes, rank: int | None = None) -> StepMetrics | None:
-    """Return the metrics in a line of `rank` (any rank: None); None where it holds none."""
+    """Return the metrics in a line of `rank` (None: any rank); None if the line has none."""
     if b"step:" not in line or b"loss:" not in line:
         return None
     text = COLOURS.sub("", line.decode("utf-8", "replace")).rstrip()
@@ -104,7 +104,7 @@ def parse_step(line: bytes, rank: int | None = None) -> StepMetrics | None:
     values: dict[str, Any] = {}
     for key, value in _VALUE.findall(own):
         values.setdefault(_NAMES[key], float(value.replace(",", "")))
-    # The last value of a line that another line cut off may be a part, unless it is `mfu`'s.
+    # If another line interrupts this one, its last value may be truncated, unless it is `mfu`.
     if "loss" not in values or (others and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", own)):
         return None
     if rank is not None and ranks[-1:] != [str(rank)]:
@@ -116,14 +116,14 @@ def parse_step(line: bytes, rank: int | None = None) -> StepMetrics | None:
 
 
 def read_peak_memory(logs: Iterable[Path]) -> float | None:
-    """Return the most GiB in any metrics line of these logs, over all ranks and steps."""
+    """Return the highest memory in GiB in these logs, over all ranks and steps."""
     shown = {text for log in logs for line in lines_of(log) for text in _PEAK_MEMORY.findall(line)}
-    # TorchTitan prints -0.00GiB where the device has no memory statistics.
+    # TorchTitan prints -0.00GiB if the device has no memory statistics.
     return max((float(text.replace(b",", b"")) for text in shown), default=0.0) or None
 
 
 def seconds_to_first_step(log: Path) -> float | None:
-    """Return the time from the start of training to the first logged step."""
+    """Return the seconds from the start of training to the first logged step."""
     start = None
     for line in lines_of(log):
         if _START in line:
@@ -134,27 +134,27 @@ def seconds_to_first_step(log: Path) -> float | None:
 
 
 def save_seconds(log: Path) -> list[float]:
-    """Return how long each save of a checkpoint took."""
+    """Return the seconds that each checkpoint save took."""
     return [float(found) for line in lines_of(log) for found in _SAVED.findall(line)]
 
 
 def logged_seconds(log: Path) -> float | None:
-    """Return the seconds from the first to the last line of TorchTitan; None without two."""
+    """Return the seconds from TorchTitan's first log line to its last; None without two lines."""
     times = [found[0] for line in lines_of(log) if (found := _TIME.search(line))] or [b""]
     first, last = (_time_of(text) or 0.0 for text in (times[0], times[-1]))
-    # Ranks' lines cross by milliseconds, and a clock may have been set back.
+    # Lines of ranks may be out of order by milliseconds, and a clock may have been set back.
     return last - first if last > first else None
 
 
 def _time_of(line: bytes) -> float | None:
-    """Return the seconds of a TorchTitan line, on the clock of the node that wrote it."""
+    """Return a TorchTitan line's time in seconds, by the clock of the node that wrote it."""
     found = _TIME.search(line)
     time = datetime.strptime(found[1].decode(), "%Y-%m-%d %H:%M:%S,%f") if found else None
     return time.timestamp() if time else None
 
 
 def lines_of(log: Path) -> Iterator[bytes]:
-    """Yield the lines of a file; none where it cannot be read."""
+    """Yield the lines of a file; none if it cannot be read."""
     try:
         with log.open("rb") as file:
             yield from file
@@ -162,15 +162,15 @@ def lines_of(log: Path) -> Iterator[bytes]:
         return
 
 
-# Some 60,000 console lines: 250 steps with all 256 ranks shown.
+# About 60,000 console lines: 250 steps with all 256 ranks shown.
 _LOOK_BACK_BYTES = 16 << 20
-# As many as the widest sparkline shows.
+# The widest sparkline shows this many steps.
 _NUM_RECENT = 20
 _FIGURES = {field.name for field in fields(StepMetrics)} - {"rank", "step", "attempt"}
 
 
 def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepMetrics]:
-    """Return the logged steps of the rank that has the loss, in order."""
+    """Return the logged steps of the rank that computes the loss, in order."""
     steps: list[StepMetrics] = []
     for metrics in filter(None, map(_parse, lines_of(attempt.metrics))):
         if metrics.loss is not None:
@@ -179,12 +179,13 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
             steps[-1] = replace(steps[-1], validation_loss=metrics.validation_loss)
     if steps:
         return steps
-    # The last line may still be written.
+    # Skip a last line that is still being written.
     whole = (line for line in lines_of(attempt.log) if line.endswith(b"\n"))
     shown = [found for line in whole if (found := parse_step(line))]
     rank = (record or CellRecord()).loss_rank
     own = [one for one in shown if one.rank == rank]
-    # Where the console hides that rank; ranks outside the last PP stage print a negative loss.
+    # If the console hides that rank, use the first shown one. Outside the last PP stage, ranks
+    # print a negative loss, which is dropped below.
     own = own or [one for one in shown if one.rank == shown[0].rank]
     return [
         replace(one, attempt=attempt.number, loss=None if one.loss and one.loss < 0 else one.loss)
@@ -193,9 +194,9 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
 
 
 def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
-    """Return the steps over all attempts, rising: the cell's loss curve.
+    """Return the cell's loss curve: the steps of all attempts, in increasing order.
 
-    A resumed attempt replaces the steps that it makes again.
+    A resumed attempt replaces the steps that it repeats.
     """
     steps: list[StepMetrics] = []
     for attempt in cell.attempts():
@@ -214,21 +215,21 @@ class LoadStep:
     step: int
     is_forced: bool
     layers: tuple[int, ...]
-    busiest_over_mean: tuple[float, ...]  # 1 where all experts get the same; MaxVio is 1 less
-    starved_experts: tuple[int, ...]  # those with less than a tenth of the mean
+    busiest_over_mean: tuple[float, ...]  # 1 if balanced; equals MaxVio + 1
+    starved_experts: tuple[int, ...]  # experts with less than a tenth of the mean load
 
 
 _BY_LAYER = ("layers", "busiest_over_mean", "starved_experts")
 
 
 def collect_router_load(cell: CellFolder) -> list[LoadStep]:
-    """Return the logged steps over all attempts, rising; empty where none logged its load."""
+    """Return the router load of all attempts, in increasing order; empty if none was logged."""
     steps: list[LoadStep] = []
     for attempt in cell.attempts():
         for found in filter(None, map(_parse_load, lines_of(attempt.router_load))):
             while steps and steps[-1].step >= found.first_step:
                 steps.pop()
-            # Of another model; only the last one's steps can be shown.
+            # The model has changed, and only the newest model's steps can be shown.
             if steps and steps[-1].layers != found.layers:
                 steps.clear()
             steps.append(found)
@@ -237,7 +238,7 @@ def collect_router_load(cell: CellFolder) -> list[LoadStep]:
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest step and phase of an attempt; None where nothing is logged yet."""
+    """The newest step and phase of an attempt; None if nothing is logged yet."""
 
     step: StepMetrics | None = None
     phase: Phase | None = None
@@ -245,7 +246,7 @@ class Newest:
 
 
 class Tail:
-    """Follow an attempt that grows, by its new lines: those of `rank`, or of all (None)."""
+    """Follow a running attempt by its new console lines, of `rank` or of all ranks (None)."""
 
     def __init__(self, attempt: Attempt, rank: int | None) -> None:
         self._rank = rank
@@ -260,7 +261,7 @@ class Tail:
             self._validation_loss = step.validation_loss or self._validation_loss
         has_metrics = self._metrics.offset > 0
         for line in self._console.lines():
-            # The imports come before the first message.
+            # The first message comes after the imports, so any line means LOADING.
             self._phase = self._phase or Phase.LOADING
             text = line.decode("utf-8", "replace") if b" - INFO - " in line else ""
             if found := _PHASE.search(text):
@@ -277,7 +278,7 @@ class Tail:
 
 
 class GrowingFile:
-    """The whole lines that a file has grown by since the last look."""
+    """Read the complete lines appended to a file since the last read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -287,7 +288,7 @@ class GrowingFile:
         try:
             with self._path.open("rb") as file:
                 end = file.seek(0, 2)
-                # A file that was truncated or replaced is read anew.
+                # Read a truncated or replaced file from its start.
                 start = max(self.offset if self.offset <= end else 0, end - _LOOK_BACK_BYTES)
                 file.seek(start)
                 text = file.read(end - start)
@@ -299,10 +300,10 @@ class GrowingFile:
 
 
 def _parse(line: bytes) -> StepMetrics | None:
-    """Return the step of a line of `metrics.jsonl`; the last one may still be written."""
+    """Parse a line of `metrics.jsonl`; None if it is malformed or still being written."""
     try:
         content: dict[str, Any] = json.loads(line)
-        # NaN and infinite values are text.
+        # NaN and infinite values are stored as text.
         values: Any = {name: float(content[name]) for name in _FIGURES if name in content}
         return StepMetrics(content.get("rank"), int(content["step"]), **values)
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -310,7 +311,7 @@ def _parse(line: bytes) -> StepMetrics | None:
 
 
 def _parse_load(line: bytes) -> LoadStep | None:
-    """Return the step of a line of `router_load.jsonl`; the last one may still be written."""
+    """Parse a line of `router_load.jsonl`; None if it is malformed or still being written."""
     try:
         content: dict[str, Any] = json.loads(line)
         by_layer = [tuple(content[name]) for name in _BY_LAYER]
