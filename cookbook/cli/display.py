@@ -1,4 +1,4 @@
-"""The progress of a run's cells: a picture redrawn in place, or lines off a terminal."""
+"""Show the progress of a run's cells: a table redrawn in place, or lines if not on a terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-# Busy states first: they are shown if not all cells fit.
+# The first states take precedence if not all cells fit on the screen.
 _STATES = ("running", "failed", "cancelled", "queued", "finished", "refused")
 _STYLES = {"failed": "red", "cancelled": "yellow", "refused": "yellow", "finished": "green"}
-# Columns of a cell after name and state; their headings, where another word.
+# A cell's columns after name and state, and their headings if those differ from the names.
 _COLUMNS = ("sparks", "bar", "step", "speed", "loss", "elapsed", "left", "note")
 _HEADINGS = {"sparks": "", "bar": "", "speed": "tokens/s now", "elapsed": "time", "note": ""}
-# Those that a narrow terminal drops, in order.
+# Columns that a narrow terminal drops, in this order.
 _SPARE = ("elapsed", "sparks", "loss", "speed", "note", "left", "bar")
 _BAR = 10
-_EVERY_STEPS = 10  # steps between two lines off a terminal
+_EVERY_STEPS = 10  # steps between two lines if not on a terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class CellProgress:
 
 
 class Progress:
-    """Shows progress on a stream: in place on a terminal, else a line for each change."""
+    """Show progress on a stream: in place on a terminal, else one line per change."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._written = stream, dict[str, CellProgress]()
         console = Console(file=stream, highlight=False, emoji=False, markup=False)
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
-            # Output of other code stays as it is.
+            # Leave the output of other code unchanged.
             as_is: Any = {"redirect_stdout": False, "redirect_stderr": False}
             self._live = Live(console=console, auto_refresh=False, **as_is)
             self._live.start()
@@ -68,13 +68,13 @@ class Progress:
                 self._written[cell.name] = cell
 
     def close(self) -> None:
-        """Leave the last picture on the screen; later output comes below it."""
+        """Keep the last table on the screen, with later output below it."""
         if self._live is not None:
             self._live.stop()
 
 
 def describe_cell(cell: CellProgress) -> str:
-    """Return a line for a log: `671b-bf16-deepep: running, step 5/20, 859 tokens/s now, ...`."""
+    """Return a log line: `671b-bf16-deepep: running, step 5/20, 859 tokens/s now, ...`."""
     fields = _fields(cell, is_ascii=True)
     words = {"speed": "{} tokens/s now", "loss": "loss {}", "left": "{} left"}
     if cell.step is not None:
@@ -85,8 +85,8 @@ def describe_cell(cell: CellProgress) -> str:
 
 
 def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
-    """Return a summary and a line for each cell that fit the terminal; the rest is counted."""
-    # Room for the summary, the headings, a count, and a free row: a full one makes some scroll.
+    """Return a summary and one line per cell that fits the terminal, and count the other cells."""
+    # Reserve rows for the summary, headings, count, and a free row: a full screen may scroll.
     room, columns = console.height - 4, console.width - 1
     shown = list(cells)
     if len(shown) > room:
@@ -130,7 +130,7 @@ def _fields(cell: CellProgress, is_ascii: bool) -> dict[str, str]:
     elif is_running:
         fields["step"] = cell.phase or ""
     if is_running and len(cell.speeds) > 1:
-        # From 0 to the highest speed: a stall is a dip.
+        # Scale from 0 to the highest speed, so that a stall shows as a dip.
         levels, top = "_.:-=+*#" if is_ascii else "▁▂▃▄▅▆▇█", max(cell.speeds) or 1.0
         fields["sparks"] = "".join(levels[round(7 * speed / top)] for speed in cell.speeds)
     speed, left = cell.tokens_per_second, cell.left if is_running else None
@@ -146,7 +146,7 @@ def _fields(cell: CellProgress, is_ascii: bool) -> dict[str, str]:
 
 
 def summarize(cells: Sequence[CellProgress]) -> str:
-    """Return how many cells are in each state, and how far they are all together."""
+    """Return the number of cells in each state, and their progress in total."""
     states = [cell.state for cell in cells]
     order = sorted({*states}, key=lambda state: [*_STATES, state].index(state))
     counts = ", ".join(f"{states.count(state)} {state}" for state in order)
@@ -155,7 +155,7 @@ def summarize(cells: Sequence[CellProgress]) -> str:
     if len(counted) > 1:
         done = sum(min(cell.step or 0, cell.total_steps or 0) for cell in counted)
         text += f"; {done:,}/{sum(cell.total_steps or 0 for cell in counted):,} steps"
-    # The time until all have ended, with as many at a time as run now.
+    # Estimate the time until all cells end, if as many cells run at a time as now.
     running = [cell for cell in cells if cell.state == "running"]
     paces = [
         cell.left / (cell.total_steps - cell.step)
@@ -172,7 +172,7 @@ def summarize(cells: Sequence[CellProgress]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return `2:05`, or `1:02:05` from an hour on."""
+    """Format seconds as `2:05`, or as `1:02:05` from one hour on."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""Follow a run to its results: `status`, `logs`, `cancel`, `report`, `compare`, and the watch."""
+"""Run the verbs that follow a run: `status`, `logs`, `cancel`, `report` and `compare`."""
 
 import argparse
 import contextlib
@@ -26,13 +26,13 @@ from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import SETTLED, CellState, cancel_deleted, cancel_run, cell_states
 from cookbook.run.status import FAILED, OPEN, RUNNING, read_json, read_resumptions
 
-_LEAST_STEPS = 4  # fewer steps show no pace
+_LEAST_STEPS = 4  # fewer steps are too few to estimate the time left
 POLL_S = {"local": 1.0, "slurm": 5.0}
-_PATIENCE_S = 20.0  # a watcher waits longer for a busy controller than a person
+_PATIENCE_S = 20.0  # seconds: --watch waits longer for a busy controller than `status`
 
 
 def show_status(arguments: argparse.Namespace) -> int:
-    """Print a line for each cell: state, job, step, reason; or watch on, as `run` does."""
+    """Print each cell's state, job, step and reason; with --watch, watch the run as `run` does."""
     if arguments.run is None and not run_names() and (pending := _pending_scripts()):
         print("\n".join(pending))
         return 0
@@ -69,7 +69,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 
 def _pending_scripts() -> list[str]:
-    """Return a line for each waiting job of plain sbatch: its run begins when it starts."""
+    """Return a line for each pending plain-sbatch job, which has no run until it starts."""
     jobs, lines = list[slurm.JobInfo](), []
     with contextlib.suppress(JobError):
         jobs = slurm.own_jobs() if has_slurm() else []
@@ -83,7 +83,7 @@ def _pending_scripts() -> list[str]:
 
 
 def show_logs(arguments: argparse.Namespace) -> int:
-    """Print the log of a cell's last attempt; with -f, go on until the cell has ended."""
+    """Print the log of a cell's last attempt; with -f, follow it until the cell has ended."""
     run, cell = named_cell(arguments.cell)
     while (log := cell.newest_log()) is None:
         state = _state(run, cell)
@@ -95,7 +95,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         raise InputError(f"{run.name}/{cell.name}", found)
     offset, asked, ended = 0, 0.0, not arguments.follow
     while True:
-        # The log is read every second; the scheduler is asked less often.
+        # Read the log every second, but ask the scheduler less often.
         if not ended and time.monotonic() - asked >= POLL_S[run.scheduler]:
             asked = time.monotonic()
             ended = _state(run, cell).has_ended
@@ -103,7 +103,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         if ended:
             return 0
         time.sleep(1.0)
-        # A requeued cell goes on in a new attempt.
+        # A requeued cell continues in a new attempt, with a new log.
         newest = cell.newest_log()
         if newest is not None and newest != log:
             _print_from(log, offset)
@@ -111,7 +111,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
 
 def named_cell(name: str | None) -> tuple[Run, CellFolder]:
-    """Find RUN/CELL, CELL of the newest run, RUN (its running cell), or the newest run's."""
+    """Find RUN/CELL, CELL of the newest run, or the running cell of RUN or of the newest run."""
     if name and "/" not in name and name not in (names := run_names()) and names:
         newest = find_run(None)
         if name in [cell.name for cell in newest.cells]:
@@ -123,7 +123,7 @@ def named_cell(name: str | None) -> tuple[Run, CellFolder]:
         raise InputError(run.name, "has no cell", "start a new run")
     started = [cell.name for cell in run.cells if cell.newest_log()]
     if not started:
-        # By its file: `logs` asks Slurm, which may be slow, only once.
+        # Use the status files: Slurm may be slow, and `logs` asks it later anyway.
         is_open = [cell for cell in run.cells if read_json(cell.status).get("state") in OPEN]
         return run, (is_open or run.cells)[0]
     running = [state.cell for state in cell_states(run) if state.state == RUNNING]
@@ -135,7 +135,7 @@ def _state(run: Run, cell: CellFolder) -> CellState:
 
 
 def _print_from(log: Path, offset: int) -> int:
-    """Print the log from there on; return its length."""
+    """Print the log from byte `offset` on; return its length."""
     with log.open("rb") as file:
         file.seek(offset)
         shutil.copyfileobj(file, sys.stdout.buffer)
@@ -171,11 +171,11 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 
 class Watcher:
-    """Looks at a run's cells; each look reads only the growth of their logs."""
+    """Read the progress of a run's cells; each `look` reads only new log lines."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # Of a damaged record `report` says the mistake; here only the number of steps is missing.
+        # `report` explains a damaged record; here only the total number of steps is missing.
         records = {cell.name: earlier_record(cell) for cell in run.cells}
         self._records = {name: record or CellRecord() for name, record in records.items()}
         self._tails: dict[Path, Tail] = {}
@@ -185,7 +185,7 @@ class Watcher:
 
     def _progress(self, state: CellState) -> CellProgress:
         record, found, recent = self._records[state.cell], list[Newest](), list[StepMetrics]()
-        # Until a new attempt logs a step, the newest is the previous attempt's.
+        # Until a new attempt logs a step, show the previous attempt's newest step.
         for attempt in reversed(self.run.cell(state.cell).attempts()):
             tail = self._tails.setdefault(attempt.path, Tail(attempt, record.loss_rank))
             found.append(tail.read())
@@ -216,7 +216,7 @@ class Watcher:
 
 
 def watch_run(run: Run) -> bool:
-    """Show the progress until every cell has ended; False if the user stopped watching."""
+    """Show progress until every cell has ended; return False if the user stopped watching."""
     watcher = Watcher(run)
     try:
         with contextlib.closing(Progress(sys.stdout)) as progress:
@@ -228,7 +228,7 @@ def watch_run(run: Run) -> bool:
                     )
                 cells = watcher.look(_PATIENCE_S)
                 progress.update([cell for _, cell in cells])
-                # While Slurm does not answer, the jobs go on, and so does this.
+                # While Slurm does not answer, the jobs continue, so keep watching.
                 if all(state.has_ended for state, _ in cells):
                     return True
                 time.sleep(POLL_S[run.scheduler])
@@ -245,7 +245,7 @@ def watch_run(run: Run) -> bool:
 
 
 def wait_for(run: Run) -> int:
-    """Show progress to the end, then the report; the exit status, 130 if the user left."""
+    """Show progress, then the report; return the exit status, 130 if the user stopped watching."""
     if not watch_run(run):
         return 130
     states = print_report(run, "md")
@@ -261,13 +261,13 @@ def show_report(arguments: argparse.Namespace) -> int:
 
 
 def print_report(run: Run, form: str) -> dict[str, str]:
-    """Print the results in `form`, keep them as files, and return the cells' states."""
+    """Print the results in `form`, save them as files, and return the cells' states."""
     # Import lazily: `run --dry-run` and `status` must not wait for NumPy.
     from cookbook.results.report import FIGURES, MARKDOWN, PAGE, render_markdown, save_report
 
     states = cell_states(run)
     results = collect_results(run, states)
-    # Before the figures, which take some seconds.
+    # Print before drawing the figures, which takes some seconds.
     if form != "html":
         text = render_json(results) if form == "json" else render_markdown(results)
         print(text, end="", flush=True)
@@ -276,7 +276,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
     except OSError as error:
         if form == "html":
             raise
-        # A colleague's run, or a full disk; the results have been printed.
+        # The run may be a colleague's, or the disk full; the results are printed already.
         path = Path(error.filename or run.folder / MARKDOWN)
         print(f"submit.py: not kept: {shown_path(path)}: {error.strerror}", file=sys.stderr)
     else:
@@ -292,7 +292,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
 
 
 def show_comparison(arguments: argparse.Namespace) -> int:
-    """Print the comparison; status 1 if a cell is slower than the tolerance allows."""
+    """Print the comparison; return 1 if a cell is slower than the tolerance allows."""
     if not 0 <= arguments.tolerance < 100:
         raise InputError("--tolerance", f"found {arguments.tolerance:g}, allowed: 0 to 100 percent")
     names = arguments.runs

@@ -1,4 +1,4 @@
-"""Cells from the command line, and the verbs `list`, `show`, `render` and `new`."""
+"""Resolve cells from the command line, and run the verbs `list`, `show`, `render` and `new`."""
 
 import argparse
 import contextlib
@@ -28,7 +28,7 @@ from cookbook.config.sweep import (
 
 
 def requested_cell(arguments: argparse.Namespace, settings: Settings | None = None) -> Cell:
-    """Return the one cell of a recipe; the user's settings override `settings`."""
+    """Return the one cell of a recipe; options from the command line override `settings`."""
     request = _request(arguments)
     request = replace(request, overrides={**(settings or {}), **request.overrides})
     (cell,) = expand_sweep(sweep_of_recipe(arguments.recipe), request)
@@ -36,7 +36,7 @@ def requested_cell(arguments: argparse.Namespace, settings: Settings | None = No
 
 
 def merged_cell(arguments: argparse.Namespace) -> Cell:
-    """Return the one cell of a recipe unjudged: its layout may not fit the cluster."""
+    """Return the one cell of a recipe without validating it: it may not fit the cluster."""
     request, recipe = _request(arguments), load_recipe(arguments.recipe)
     pair, nodes = requested_pair(recipe, request), request.nodes
     layers: Layers = ({}, {}, request.overrides)
@@ -70,7 +70,7 @@ def _request(arguments: argparse.Namespace) -> CellRequest:
 
 
 def check_figure(name: str) -> None:
-    """Refuse, before the work, a figure that could not be written after it."""
+    """Raise InputError early if the figure could not be written after the work."""
     if not name.endswith(".svg"):
         raise InputError("--figure", f"found {name!r}, allowed: a file that ends with .svg")
     if not Path(name).absolute().parent.is_dir():
@@ -78,18 +78,18 @@ def check_figure(name: str) -> None:
 
 
 def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644) -> None:
-    """Write to the file that `option` names, whole; a device or a pipe is written in place."""
+    """Write the file given by `option` atomically; write a device or a pipe in place."""
     path = Path(name)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_bytes(content.encode() if isinstance(content, str) else content)
         else:
-            write_whole(path.resolve(), content, mode)  # a symbolic link stays one
+            write_whole(path.resolve(), content, mode)  # keep a symbolic link
     except OSError as error:
         raise InputError(f"{option} {name}", f"cannot be written: {error.strerror}") from None
 
 
-# Top-level keys that a copy drops, with the comment above them.
+# Top-level keys that a copy drops, together with the comment above each key.
 _LEFT_OUT = {"": "published", "precision": "synonyms", "ep_backend": "synonyms"}
 _TRY = {
     "": "run {name} --dry-run",
@@ -108,7 +108,7 @@ def list_all(arguments: argparse.Namespace) -> int:
             try:
                 print(f"  {name:28}  {_description(kind, name)}")
             except InputError as error:
-                problems[str(error)] = None  # one file that cannot be read must not hide the others
+                problems[str(error)] = None  # one unreadable file must not hide the others
     for problem in problems:
         print(f"submit.py: left out: {problem}", file=sys.stderr)
     return 2 if problems else 0
@@ -139,7 +139,7 @@ def show_cell(arguments: argparse.Namespace) -> int:
 
 
 def render_cell(arguments: argparse.Namespace) -> int:
-    """Print the cell's script, or write it; 1 if the rules refuse the cell."""
+    """Print the cell's script or write it to a file; return 1 if the rules refuse the cell."""
     cell = requested_cell(arguments)
     if cell.stand_in_for:
         remedy = f"name the cluster that the script is for, or render {cell.recipe.name}"
@@ -172,7 +172,7 @@ def new(arguments: argparse.Namespace) -> int:
         raise InputError(shown_path(target), "exists already", "choose another name")
     text = find_file(kind, arguments.source).read_text(encoding="utf-8")
     if kind == "":
-        # Cells are named after it; in quotes, since `1e5` and `true` are no texts to YAML.
+        # Cells are named after this key. Quote it, since `1e5` and `true` are not strings in YAML.
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
     if key := _LEFT_OUT.get(kind):
         block = rf"(?m)^(?:#[^\n]*\n)*{key}:[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"
@@ -184,7 +184,7 @@ def new(arguments: argparse.Namespace) -> int:
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """Return the kind that is asked for, else the one kind with a file of the source's name."""
+    """Return the kind from --kind, else the only kind with a file of the source's name."""
     if arguments.kind is not None:
         return "" if arguments.kind == "recipe" else str(arguments.kind).replace("-", "_")
     source = Path(arguments.source)

@@ -1,6 +1,6 @@
-"""The command line of `submit.py`.
+"""Parse the command line of `submit.py` and run its verb.
 
-Exit status: 0 done, 1 the work failed, 2 the input is wrong and nothing was submitted or written.
+Exit status: 0 done; 1 the work failed; 2 wrong input, and nothing was submitted or written.
 """
 
 import argparse
@@ -28,10 +28,10 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Ends with one line, as every other error; the usage is in --help."""
+    """Print an error as one line, like all other errors; --help shows the usage."""
 
     def error(self, message: str) -> NoReturn:
-        # argparse lists the verbs and leaves the typo to the reader.
+        # argparse lists all verbs, but does not suggest the one that was meant.
         wrong = re.match(r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if wrong and (close := nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))):
             message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all verbs; each has a `handler` that takes the parsed arguments."""
+    """Return the parser for all verbs; each sets `handler`, `module:function` in cookbook.cli."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser("submit.py", None, _DESCRIPTION, _EPILOG, formatter_class=as_written)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -154,7 +154,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    """Check this machine; no module of a verb, since it must work without any package."""
+    """Check this machine; import no other verb, since this must work without any package."""
     from cookbook.doctor.__main__ import main as diagnose
 
     words = [f"--{name}" for name in ("json", "numerics") if getattr(arguments, name)]
@@ -182,7 +182,7 @@ def _run(words: Sequence[str]) -> int:
         remedy = f"see: python submit.py {arguments.verb} --help"
         raise InputError(arguments.verb, f"takes no {' '.join(unknown)!r}", remedy)
     if arguments.verb in ("show", "render") and isinstance(sys.stdout, io.TextIOWrapper):
-        # A file of the cookbook is UTF-8, whatever the terminal can show.
+        # The cookbook's files are UTF-8, even if the terminal's encoding is not.
         sys.stdout.reconfigure(encoding="utf-8")
     module, _, function = arguments.handler.partition(":")
     try:

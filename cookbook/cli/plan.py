@@ -1,4 +1,4 @@
-"""The verb `plan`: the fastest layouts of a recipe that fit, predicted."""
+"""Run the verb `plan`: predict the fastest layouts of a recipe that fit in memory."""
 
 import argparse
 import re
@@ -22,7 +22,7 @@ from cookbook.predict.rank import model_of
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Search, print and write the layouts that were found; 1 if nothing fits."""
+    """Search for layouts, and print and write the best ones; return 1 if none fits."""
     if arguments.best < 0:
         raise InputError("--best", f"found {arguments.best}, allowed: 0 and up")
     if arguments.explain and not re.fullmatch(r"\d+,\d+", arguments.explain, re.ASCII):
@@ -31,7 +31,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.figure:
         check_figure(arguments.figure)
     base = merged_cell(arguments)
-    # Refuse before the search a model that is not counted, and a GPU without facts.
+    # Before the search, raise an error for an unsupported model or a GPU without known specs.
     model_of(base)
     hardware_of(base)
     if arguments.output:
@@ -81,7 +81,7 @@ def plan(arguments: argparse.Namespace) -> int:
 def _walk(
     words: str, base: Cell, ranked: list[Candidate], documents: Documents | None
 ) -> list[Stop]:
-    """Walk FROM,TO: places in the table; 0 is the recipe."""
+    """Compare two layouts term by term; `words` is FROM,TO: ranks in the table, 0 the recipe."""
     known: list[Cell] = [base, *(one.cell for one in ranked)]
     start, end = map(int, words.split(","))
     if 0 in (start, end) and validation_errors(base):

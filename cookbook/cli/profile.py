@@ -1,4 +1,4 @@
-"""The verb `profile`: where a training step goes, of a recipe or of a run's traces."""
+"""Run the verb `profile`: show where a training step's time goes, from a recipe or traces."""
 
 import argparse
 import contextlib
@@ -27,19 +27,19 @@ from cookbook.run.run import find_cell, is_run, run_names
 from cookbook.run.states import cell_states
 from cookbook.run.status import FINISHED
 
-# TorchTitan's profiler skips steps, warms up, and records the last ones of every `profile_freq`.
-# Compilation and the allocator's growth are over by then.
+# Of every `profile_freq` steps, TorchTitan's profiler skips some, warms up, and records the last
+# ones. By then, compilation and the allocator's growth are over.
 _SETTINGS = {
     "profiling.enable_profiling": True,
     "profiling.profile_freq": 8,
     "profiling.profiler_warmup": 3,
     "profiling.profiler_active": 2,
     "training.steps": 8,
-    # The loss is read at the end of every step, so the host does not run into the next one.
+    # Reading the loss after every step keeps the host from running ahead into the next step.
     "metrics.log_freq": 1,
     "checkpoint.enable": False,
 }
-# They choose what to train, and mean nothing for a trace.
+# These options choose what to train, so they are errors if the target is a trace.
 _OF_RECIPES = (
     *("precision", "ep_backend", "cluster", "nodes"),
     *("set", "dry_run", "no_check", "detach"),
@@ -53,7 +53,7 @@ def profile(arguments: argparse.Namespace) -> int:
     traces: Path | dict[int, Path]
     if name.endswith((".yaml", ".yml")) or name in names_in(""):
         arguments.recipe = name
-        # The progress of the training must not mix with the profile.
+        # Keep the progress of training out of the profile's JSON.
         with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             cell = _trained(arguments)
         if isinstance(cell, int):
@@ -81,16 +81,16 @@ def profile(arguments: argparse.Namespace) -> int:
 
 
 def _trained(arguments: argparse.Namespace) -> CellFolder | int:
-    """Train the cell under the profiler; return its folder, or the exit status."""
+    """Train the cell with the profiler on; return its folder, or an exit status."""
     settings = {name: Setting(value, "profile") for name, value in _SETTINGS.items()}
     steps = command_line_settings(arguments.set).get("training.steps")
     if steps:
-        # The last steps are the traced ones, however many there are.
+        # Trace the last steps, for any number of steps.
         settings["profiling.profile_freq"] = steps
     cell = requested_cell(arguments, settings)
     frequency = cell.options["profiling.profile_freq"]
     needed = cell.options["profiling.profiler_warmup"] + cell.options["profiling.profiler_active"]
-    # The rules of options know the shortest schedule.
+    # The option rules check the lower limit of this value.
     if frequency > cell.steps:
         found = f"found {frequency}, allowed: {needed} to {cell.steps}"
         remedy = "TorchTitan's profiler warms up and then traces the last steps"
@@ -110,7 +110,7 @@ def _trained(arguments: argparse.Namespace) -> CellFolder | int:
 
 
 def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
-    """Return a title, and the traces of a run, a cell or a folder by rank, or one file."""
+    """Return a title, and either one trace file or the traces by rank of a run, cell or folder."""
     path = Path(name)
     if path.is_file():
         return shown_path(path), path

@@ -1,8 +1,8 @@
-"""The verbs `check`, `run` and `sweep`: cells checked, submitted, watched, and their report.
+"""Run the verbs `check`, `run`, `sweep` and `check-line`.
 
-`run --resume` makes the next attempt of cells that have ended. `check-line` validates an sbatch
-command without submitting it: it runs the script itself up to its own check, so that edited copies
-count. A script without that check would train here, or do anything else, so it is never run.
+`run --resume` starts the next attempt of cells that have ended. `check-line` validates an sbatch
+command without submitting it. It runs the script up to the script's own check, so that edits in a
+copy count. It never runs a script without that check, which would start training or anything else.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from cookbook.supervise.resume_point import Found, find_checkpoint
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Print the findings; 0 if every cell may run, else 1."""
+    """Print the findings; return 0 if every cell may run, else 1."""
     recipe: str = arguments.recipe
     if is_sweep(recipe):
         sweep, cells = requested_sweep(recipe, arguments)
@@ -58,10 +58,10 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def judged_cells(cells: Sequence[Cell], arguments: argparse.Namespace) -> tuple[list[Cell], str]:
-    """Return the cells, refused ones with the reason, and a line on the parts that were checked.
+    """Validate the cells; return them, with `refused` set, and a line on which checks were made.
 
-    Warnings go to stderr. Only cells that would wait in a queue are built: a dry run answers at
-    once, and a job on this machine shows at once what TorchTitan refuses.
+    Warnings go to stderr. TorchTitan builds only cells that would wait in a Slurm queue: a dry run
+    must answer at once, and a local job reports TorchTitan's errors at once anyway.
     """
     cluster, is_checked = cells[0].cluster, not arguments.no_check
     gpus = sum(cell.world for cell in cells if cell.cluster.gpu and not cell.refused)
@@ -102,7 +102,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> Run | int:
-    """Show the plan and submit the cells; return the run, or the exit status if nobody waits."""
+    """Print the plan and submit the cells; return the run to watch, else the exit status."""
     cells, parts = judged_cells(cells, arguments)
     print(f"{describe_plan(name, cells, terminal_width())}\n  {parts}")
     cells, cluster = in_rounds(cells, arguments.repeat), cells[0].cluster
@@ -121,7 +121,7 @@ def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -
     from cookbook.launch.submit import create_run, submit_run
 
     if cluster.scheduler == "slurm":
-        # Find a mistake in the list before anything is written.
+        # Read the list first, so that a mistake in it is found before anything is written.
         for node in read_excluded():
             print(f"left out: {node}")
     run = create_run(name, cells)
@@ -138,7 +138,7 @@ def report_jobs(run: Run, job_ids: Sequence[str], is_detached: bool) -> None:
 
 
 def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) -> str:
-    """Return a line for each cell that will run or is refused, wrapped to `width`."""
+    """Return one line for each cell, accepted or refused, wrapped to `width`."""
     first = cells[0]
     lines = [
         f"{name} on cluster {first.cluster.name}: {first.nodes} node(s) x {first.cluster.ranks}"
@@ -171,7 +171,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     folders = run.cells if named is None else [named]
     if arguments.dry_run:
         return 0 if _resumable(run, folders, arguments) else 1
-    # Held until the new jobs are written: two resumes at once would train twice.
+    # Hold the lock until the new jobs are recorded: two resumes at once would train twice.
     take_submit_lock(run.folder)
     try:
         if not (cells := _resumable(run, folders, arguments)):
@@ -189,7 +189,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 def _resumable(
     run: Run, folders: Sequence[CellFolder], arguments: argparse.Namespace
 ) -> list[Cell]:
-    """Return the cells that can go on, and print where."""
+    """Return the cells that can be resumed, and print from which step."""
     _refuse_running(run, folders)
     found, cells = dict[str, Found](), list[Cell]()
     for folder in folders:
@@ -222,10 +222,10 @@ def _resumable(
 def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     states = cell_states(run)
     names = {folder.name for folder in folders}
-    # On this machine, or in one allocation, a job trains several cells in turn.
+    # A local or one-allocation job trains several cells in turn, so check its other cells too.
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
-        # Queued without a job: only the holder of the lock, which is this process, submits it.
+        # Queued without a job: only this process could submit the cell, since it holds the lock.
         is_idle = state.state == QUEUED and state.job_id is None
         has_ended = is_idle or (state.state in ENDED and state.is_known)
         if has_ended or not (state.cell in names or state.job_id in jobs):
@@ -255,7 +255,7 @@ def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-# Lines of every rendered script, by which it asks whether it may run.
+# Lines of every rendered script that make it call the supervisor's checks.
 _CHECKS = (
     "set -euo pipefail",
     'if [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]]; then',
@@ -265,7 +265,7 @@ _SEEN = "looked at: the rules, this environment"
 
 
 def check_line(arguments: argparse.Namespace) -> int:
-    """Return 0 if the job that an sbatch line asks for may run."""
+    """Return 0 if the job of an sbatch command line may run."""
     variables, runner, typed, script, words = _parse(arguments.line)
     text = script.read_text(encoding="utf-8", errors="replace")
     lines = text.splitlines()
@@ -273,7 +273,7 @@ def check_line(arguments: argparse.Namespace) -> int:
         remedy = "name train_671b.sh, train_16b.sh, a script of `submit.py render`, or a copy"
         found = "is no script of the cookbook, and was not run"
         raise InputError(f"check-line: {script}", found, remedy)
-    # Options on the line win over those in the file.
+    # Options on the command line override those in the file.
     options = _options([*_header(script, lines), *typed])
     exports = filter(_VARIABLE.match, options.export.split(","))
     variables |= dict(item.split("=", 1) for item in exports)
@@ -300,7 +300,7 @@ def check_line(arguments: argparse.Namespace) -> int:
     command = ["bash", str(script), *words]
     status = subprocess.call(command, env=environment | variables, stdout=subprocess.DEVNULL)
     if status != CHECKED:
-        # With 2 the script has said why.
+        # With status 2, the script has already printed the reason.
         if status != 2:
             print(f"submit.py: {script} would end with status {status}", file=sys.stderr)
         return 2 if status == 2 else 1
@@ -318,8 +318,8 @@ def check_line(arguments: argparse.Namespace) -> int:
 
 
 def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, list[str]]:
-    """Return the parts of `NAME=VALUE ... sbatch OPTIONS SCRIPT WORDS`."""
-    # In quotes, it is one word.
+    """Split `NAME=VALUE ... sbatch OPTIONS SCRIPT WORDS` into its parts."""
+    # A quoted line arrives as one word.
     words = shlex.split(line[0]) if len(line) == 1 and not Path(line[0]).is_file() else list(line)
     variables = {}
     while words and _VARIABLE.match(words[0]):
@@ -329,7 +329,7 @@ def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, l
     if words and not words[0].startswith("-") and not Path(words[0]).is_file():
         found = f"found {words[0]!r}, which is no file; allowed: sbatch or bash, options, a script"
         raise InputError("check-line", found)
-    # The value of an option may stand by itself, so the script is the first word that is a file.
+    # An option's value may be a separate word, so the script is the first word that is a file.
     for position, word in enumerate(words):
         if not word.startswith("-") and Path(word).is_file():
             return variables, runner, words[:position], Path(word), words[position + 1 :]
@@ -338,7 +338,7 @@ def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, l
 
 
 def _header(script: Path, lines: Sequence[str]) -> list[str]:
-    """Return the options of the `#SBATCH` lines; sbatch reads none below the first command."""
+    """Return the options of the `#SBATCH` lines; raise InputError if one follows a command."""
     is_command = [bool(text.strip()) and not text.lstrip().startswith("#") for text in lines]
     command = is_command.index(True)
     for number, text in enumerate(lines[command:], command + 1):
@@ -351,10 +351,10 @@ def _header(script: Path, lines: Sequence[str]) -> list[str]:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the sbatch options that bear on the check; the last of each counts.
+    """Parse the sbatch options that matter for the check; the last occurrence counts.
 
-    `gpus` says of each option whether it counts them `in all` or `a node`, and its value, whose end
-    is their number: `b200:8`; empty of a `--gres` without GPUs.
+    `gpus` has a pair for each option: whether it counts GPUs `in all` or `a node`, and its value,
+    which ends with the number (`b200:8`). The value is empty for a `--gres` without GPUs.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nodes", "-N", default="1")

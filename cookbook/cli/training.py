@@ -1,4 +1,4 @@
-"""Weights out and texts in: the verbs `export` and `data`."""
+"""Run the verbs `export` (write a cell's weights) and `data` (count the tokens of texts)."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from cookbook.run.record import read_record
 
 
 def export_weights(arguments: argparse.Namespace) -> int:
-    """Write a cell's newest whole checkpoint, or that of `--step`, as safetensors files."""
+    """Write a cell's newest complete checkpoint, or that of `--step`, as safetensors files."""
     run, cell = named_cell(arguments.cell)
     record, stack = read_record(cell.record), load_stack()
 
@@ -70,18 +70,18 @@ def count_texts(arguments: argparse.Namespace) -> int:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
-        # The package raises nothing more precise.
+        # The tokenizers package raises plain Exception.
         raise InputError("--tokenizer", f"{path} is no tokenizer ({error})", remedy) from None
     sources, key = find_sources(arguments.files), arguments.text_key
     lengths: list[int] = []
-    # How often a document of each source is read: a source's weight is its share of the tokens.
+    # A weight per document, such that a source's documents together have its weight in tokens.
     weights: list[float] = []
     for source in sources:
         first = len(lengths)
         for file in source.files:
             for window in read_windows(file, key):
                 texts = [document.text(key) for document in window]
-                # TorchTitan adds one token before and one behind each document.
+                # TorchTitan adds one token before and one after each document.
                 lengths += [len(found.ids) + 2 for found in tokenizer.encode_batch(texts)]
         if first == len(lengths):
             raise InputError(source.pattern, "has no documents", "remove it")

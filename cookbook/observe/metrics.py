@@ -246,7 +246,7 @@ class Newest:
 
 
 class Tail:
-    """Follow a running attempt by its new console lines, of `rank` or of all ranks (None)."""
+    """Follow a running attempt: its new metrics, and console lines of `rank` (None: all ranks)."""
 
     def __init__(self, attempt: Attempt, rank: int | None) -> None:
         self._rank = rank

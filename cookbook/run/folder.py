@@ -149,7 +149,7 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
 
 
 class _Inert:
-    """Replaces every object of the pickle, so that torch's classes are not imported."""
+    """Stand-in for every object of the pickle, so that torch's classes are not imported."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
