@@ -1,3 +1,3 @@
-"""The doctor: its topics, in the order of its report; a check is a function of one of them."""
+"""The doctor: imports the modules of its checks in the order of its report."""
 
 from cookbook.doctor import machine, software  # noqa: F401

@@ -1,10 +1,10 @@
-"""The doctor's command line: is this machine ready for this stack, and what to do where not.
+"""The doctor's command line: checks whether this machine is ready for this stack, with remedies.
 
     python -m cookbook.doctor [--cluster soperator-b200] [--json]
     python -m cookbook.doctor --numerics [--cluster soperator-b200] [--output FILE]
 
-Needs no package, so that it also answers where nothing is installed yet; only `--cluster` and
-`--numerics` do.
+Only `--cluster` and `--numerics` need installed packages, so that the doctor also runs before
+set-up.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from cookbook.install import explain_missing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the diagnosis; 0 where nothing stands in the way, else 1."""
+    """Print the diagnosis; return 0 if there is no problem, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m cookbook.doctor",
         description="Say whether this machine is ready for this stack, and what to do where not. "

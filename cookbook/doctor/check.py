@@ -1,4 +1,4 @@
-"""The doctor's checks: the machine that they look at, and their findings as text."""
+"""The doctor's checks: their registry, the machine that they inspect, and their findings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """A command's answer; `status` is None where it is not installed or did not answer in time."""
+    """A command's result; `status` is None if the command is not installed or timed out."""
 
     status: int | None
     output: str = ""
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 def ask(command: Sequence[str], timeout_s: float = 5.0) -> Answer:
-    """Run `command` here; a controller that does not answer holds up nothing for minutes."""
+    """Run `command` with a timeout, so that an unresponsive Slurm controller delays nothing."""
     text: Any = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
     try:
         done = subprocess.run(command, timeout=timeout_s, stdin=subprocess.DEVNULL, **text)
@@ -43,7 +43,7 @@ def ask(command: Sequence[str], timeout_s: float = 5.0) -> Answer:
 
 @dataclass
 class Surroundings:
-    """The machine as the checks see it; tests put stand-ins for each part."""
+    """The machine as the checks see it; tests replace its parts."""
 
     cluster: Cluster | None = None
     local: bool = False
@@ -59,7 +59,7 @@ class Surroundings:
     deepep_between_nodes: bool = False
 
     def __post_init__(self) -> None:
-        # Each command is run once.
+        # Run each command only once.
         self.answer = functools.cache(self.run)
         self.runs = self.repository / (self.environment.get("COOKBOOK_RUNS") or "runs")
         self.installed_gpus: tuple[InstalledGpu, ...] = ()
@@ -74,17 +74,17 @@ class Surroundings:
         self.sends_jobs = self.cluster.scheduler == "slurm" if self.cluster else self.has_slurm
         # Whether a job is about to train here.
         self.is_in_job = self.job_folder is not None
-        # Whether runs go to other machines and this one has no GPU driver in its kernel.
+        # Whether jobs run on other machines and this machine's kernel has no GPU driver.
         has_driver = self.path("/proc/driver/nvidia").exists()
         self.is_login_node = self.sends_jobs and not self.is_in_job and not has_driver
-        # Whether large recipes run from here: on GPUs of this machine or on a cluster.
+        # Whether large recipes run from here, on this machine's GPUs or on a cluster.
         self.trains_for_real = not self.local and (bool(self.gpus) or self.sends_jobs)
 
     def path(self, absolute: str) -> Path:
         return self.root / absolute.lstrip("/")
 
     def text(self, absolute: str) -> str:
-        """Return the content of a file; empty where it cannot be read."""
+        """Return the content of a file; empty if it cannot be read."""
         try:
             return self.path(absolute).read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -92,13 +92,13 @@ class Surroundings:
 
 
 State = Literal["ok", "warning", "problem", "not here"]
-# State, what was found, and the remedy where it is not ok; None for no line at all.
+# State, finding, and a remedy if the state is not ok; None if the check does not apply.
 Verdict = tuple[State, str] | tuple[State, str, str] | None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a diagnosis; `remedy` says what to do where `state` is not ok."""
+    """One line of a diagnosis, with a remedy if its state is not ok."""
 
     name: str
     state: State
@@ -108,9 +108,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A look at one thing; `is_for_local`: runs on this machine alone need it too.
+    """One check; `is_for_local` if runs on this machine alone need it too.
 
-    A job asks those with `node_hours` of its nodes, and leaves out one with a problem for so long.
+    A job runs each check that has `node_hours` on its nodes, and excludes a failing node for so
+    many hours.
     """
 
     name: str
@@ -124,7 +125,7 @@ class Check:
         return Finding(self.name, *verdict) if verdict else None
 
 
-# In reading order: that of the topics in `doctor/__init__.py` and of their lines.
+# In the order of the report: of the imports in `doctor/__init__.py`, then of definition.
 CHECKS: list[Check] = []
 
 
@@ -144,7 +145,7 @@ def diagnose(here: Surroundings) -> list[Finding]:
 
 
 def node_problems(here: Surroundings) -> dict[str, tuple[str, float]]:
-    """Return why a job cannot train here: by check, the reason and hours to exclude the node."""
+    """Return why a job cannot train here: for each failed check, the finding and `node_hours`."""
     asked = ((one.finding(here), one.node_hours) for one in CHECKS if one.node_hours is not None)
     return {
         finding.name: (finding.found, hours)
@@ -158,7 +159,7 @@ def is_ready(findings: Sequence[Finding]) -> bool:
 
 
 def render_findings(findings: Sequence[Finding]) -> str:
-    """Return a line for each finding, its remedy below it, and the counts at the end."""
+    """Return a table of findings, each with its remedy below, and the counts per state."""
     rows = []
     for finding in findings:
         rows.append([finding.name, finding.state, finding.found])

@@ -1,6 +1,6 @@
 """The doctor's checks of the machine: its GPUs and their health, driver options, network, disk.
 
-Nearly all are asked of a job's nodes too, before each attempt.
+Nearly all of them also run on a job's nodes before each attempt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cookbook.install.deepep import torch_cuda
 
 GIB = 1024**3
 NETWORK_FILE = "/etc/profile.d/90-nccl-network-vars.sh"
-# The oldest driver branch of each CUDA major version, and Blackwell's first one.
+# The oldest driver branch for each CUDA major version, and the first one for Blackwell.
 OLDEST_DRIVER = {"12": 525, "13": 580}
 OLDEST_BLACKWELL_DRIVER = 570
 
@@ -45,7 +45,7 @@ def gpus(here: Surroundings) -> Verdict:
     if driver_branch(driver) < oldest:
         return "problem", found, f"this stack needs driver {oldest} or later"
     if here.cluster and here.sends_jobs and (wanted := here.cluster.gpu):
-        # Names differ in their spelling, and profiles give the memory that a job can use.
+        # Ignore names, whose spelling differs. Profiles state usable memory, so allow 10% off.
         sizes = [model.memory_gib for model in models if model.memory_gib]
         differ = [abs(size - wanted.memory_gib) >= 0.1 * wanted.memory_gib for size in sizes]
         fits = len(models) == here.cluster.ranks_per_node
@@ -63,7 +63,7 @@ def gpus(here: Surroundings) -> Verdict:
 
 
 def driver_branch(driver: str) -> int:
-    """Return 580 for 580.95.05."""
+    """Return the branch of a driver version: 580 for 580.95.05."""
     return int("0" + driver.partition(".")[0])
 
 
@@ -83,7 +83,7 @@ def _without_gpus(here: Surroundings) -> Verdict:
 
 
 def _promised(here: Surroundings) -> str:
-    """Return the cluster profile's words on its nodes' GPUs; empty without a profile."""
+    """Describe the GPUs of the cluster profile's nodes; empty without a profile."""
     cluster = here.cluster
     if cluster is None:
         return ""
@@ -105,8 +105,8 @@ def _ability(gpu: Gpu) -> str:
 
 # An idle B200 or H200 has less than 1 GiB in use.
 _IDLE_MIB = 2048
-# Errors of the hardware, by NVIDIA's catalogue. Left out are those that a program causes (13, 31,
-# 43, 45) and those that were corrected (63, 92).
+# XIDs of hardware errors, from NVIDIA's catalogue. Excluded are errors that a program causes (13,
+# 31, 43, 45) and corrected errors (63, 92).
 _HARDWARE_XIDS = {
     48: "uncorrectable memory error",
     64: "a memory row could not be remapped",
@@ -124,7 +124,7 @@ DCGM_HEALTH = ("dcgmi", "health", "--check")
 
 
 def _faults(here: Surroundings, fault: Callable[[InstalledGpu], str]) -> str:
-    """Return the faults of the GPUs that count here, each with its GPU's number."""
+    """Return the faults of the visible GPUs as text, each with its GPU's number."""
     number = here.installed_gpus.index
     return "; ".join(f"GPU {number(gpu)}: {words}" for gpu in here.gpus if (words := fault(gpu)))
 
@@ -138,7 +138,7 @@ def idle(here: Surroundings) -> Verdict:
         return f"{gib:.0f} GiB in use" if gpu.memory_used_mib > _IDLE_MIB else ""
 
     if found := _faults(here, use):
-        # Outside a job somebody may well be using them.
+        # Outside a job the GPUs may be in legitimate use.
         return "problem" if here.is_in_job else "warning", found, "end what is left over there"
     return "ok", "no GPU is in use"
 
@@ -161,7 +161,7 @@ def gpu_memory(here: Surroundings) -> Verdict:
 
 @check("xid", node_hours=24, of_gpus=True)
 def xid(here: Surroundings) -> Verdict:
-    """The driver's errors of the last day in the kernel's log, where one may read it."""
+    """Check the kernel log, if readable, for the GPU driver's errors of the last day."""
     log, uptime = here.answer(KERNEL_LOG), here.text("/proc/uptime").split()
     if log.status != 0 or not uptime:
         return "not here", "the kernel's log cannot be read here"
@@ -179,7 +179,7 @@ def xid(here: Surroundings) -> Verdict:
 
 @check("nvlink", node_hours=24)
 def nvlink(here: Surroundings) -> Verdict:
-    """A GPU with fewer active links than its neighbours; cards without NVLink have none."""
+    """Check for a GPU with fewer active NVLinks than the others; skip GPUs without NVLink."""
     most = max((gpu.links for gpu in here.gpus), default=0)
     if len(here.gpus) < 2 or not most:
         return None
@@ -191,7 +191,7 @@ def nvlink(here: Surroundings) -> Verdict:
 
 @check("dcgm", node_hours=24, of_gpus=True)
 def dcgm(here: Surroundings) -> Verdict:
-    """The verdict of NVIDIA's own watch over the GPUs, where it runs and was started to watch."""
+    """Report DCGM's health verdict, if DCGM runs and its health watches are enabled."""
     output = here.answer(DCGM_HEALTH).output
     overall = re.search(r"Overall Health[\s|:]+(\w+)", output)
     if overall is None:
@@ -205,7 +205,7 @@ def dcgm(here: Surroundings) -> Verdict:
 
 @check("ibgda", node_hours=24)
 def ibgda(here: Surroundings) -> Verdict:
-    """DeepEP between nodes: the GPU rings the network card's doorbell itself."""
+    """Check for IBGDA, where the GPU rings the NIC's doorbell: DeepEP needs it between nodes."""
     if not here.installed_gpus:
         return "not here", "no GPU driver here; the compute nodes' options count"
     wanted = {
@@ -240,7 +240,7 @@ def memlock(here: Surroundings) -> Verdict:
 
 
 def _devices(here: Surroundings) -> dict[str, str]:
-    """Return InfiniBand or RoCE devices and the state of their first port, e.g. mlx5_4: ACTIVE."""
+    """Return the state of each InfiniBand or RoCE device's first port, e.g. mlx5_4: ACTIVE."""
     folder = here.path("/sys/class/infiniband")
     names = sorted(device.name for device in folder.iterdir()) if folder.is_dir() else []
     states = {name: here.text(f"/sys/class/infiniband/{name}/ports/1/state") for name in names}
@@ -265,7 +265,7 @@ def network(here: Surroundings) -> Verdict:
     if chosen.startswith("^"):
         return "ok", f"{place}: all but {chosen[1:]}"
     named = [name.split(":")[0] for name in chosen.lstrip("=").split(",") if name]
-    # NCCL takes a name as a prefix unless the list begins with "=".
+    # NCCL treats each name as a prefix unless the list begins with "=".
     unknown = [name for name in named if not any(device.startswith(name) for device in devices)]
     if unknown:
         found = f"{place} names {', '.join(unknown)}; here are {', '.join(devices)}"
@@ -282,7 +282,7 @@ def network(here: Surroundings) -> Verdict:
 def disk(here: Surroundings) -> Verdict:
     folder = here.job_folder or here.runs
     if not here.is_in_job:
-        # Of runs that are not there yet, the folder that they will be made in.
+        # If the runs folder does not exist yet, check the nearest existing parent.
         folder = next(one for one in (folder, *folder.parents) if one.exists())
     try:
         free = shutil.disk_usage(folder).free / GIB
@@ -298,9 +298,9 @@ def disk(here: Surroundings) -> Verdict:
 
 @check("scratch", local=True, node_hours=1)
 def scratch(here: Surroundings) -> Verdict:
-    """Where compilers and worker processes put small files, each in this node's own memory or disk.
+    """Check the space in /tmp and /dev/shm for compilers' and worker processes' files.
 
-    NCCL takes a segment of /dev/shm for each pair of ranks; containers often have 64 MiB of it.
+    NCCL uses a segment of /dev/shm per pair of ranks, but containers often have only 64 MiB there.
     """
     found = []
     for folder in (here.environment.get("TMPDIR") or "/tmp", "/dev/shm"):
@@ -331,7 +331,7 @@ def memory(here: Surroundings) -> Verdict:
 
 @check("job folder", node_hours=1)
 def job_folder(here: Surroundings) -> Verdict:
-    """Whether the run's folder is there on this node and can be written."""
+    """Check that the run's folder exists on this node and is writable."""
     if here.job_folder is None:
         return None
     try:

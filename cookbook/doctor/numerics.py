@@ -1,8 +1,8 @@
-"""The proof of this machine's kernels: `submit.py doctor --numerics`.
+"""Compare this machine's kernels with a reference: `submit.py doctor --numerics`.
 
-Every precision and EP backend that can run here is laid out over this machine's GPUs (or, without
-one, over two CPU ranks), and a torchrun of its own compares their kernels with a reference. On a
-cluster's login node the same runs as a job of one node.
+Builds a cell for every precision and EP backend that can run on this machine's GPUs, or on two CPU
+ranks without GPUs. torchrun then compares the cells' kernels with a reference. With a Slurm
+cluster's profile, the same command runs as a job of one node.
 """
 
 import json
@@ -29,16 +29,16 @@ from cookbook.config.stack import load_stack
 from cookbook.config.validate import missing_here, validation_errors
 from cookbook.observe.failure import find_reason
 
-# Of the second one attention alone: its other kernels are the first one's.
+# The second recipe only adds its attention: its other kernels are those of the first recipe.
 _RECIPES = {"gpu": ("deepseek_v3_16b", "qwen3_30b_a3b"), "cpu": ("debug", "qwen3_debug")}
 
 
 def prove(cluster: Cluster | None, output: Path | None) -> int:
-    """Prove the kernels of this machine, or as a job those of a cluster's node; 0 where right."""
+    """Compare the kernels of this machine or, as a job, of a cluster's node; 0 if all are right."""
     if cluster is not None and cluster.scheduler != "local":
         return _prove_on(cluster, output)
     gpus = visible_gpus()
-    # Two on a CPU, so that tokens are sent.
+    # Two ranks on a CPU, so that tokens are sent between ranks.
     ranks = len(gpus) or 2
     chosen = candidates(this_machine(ranks, gpus[0] if gpus else None))
     for cell, reason in chosen:
@@ -51,7 +51,7 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
         proved = [(cell.name, train_argv(cell)) for cell, reason in chosen if not reason]
         cells.write_text(json.dumps(proved), encoding="utf-8")
         written = output or folder / "proofs.json"
-        # Rank 0 prints the verdicts; all else is read where the ranks end early.
+        # Rank 0 prints the verdicts. All other output goes to files, read if the ranks exit early.
         redirects = ",".join(f"{rank}:{3 if rank else 2}" for rank in range(ranks))
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -83,7 +83,7 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
 
 
 def _prove_on(cluster: Cluster, output: Path | None) -> int:
-    """Prove the same on a node of `cluster`, as a job that is waited for."""
+    """Run the comparison on a node of `cluster`, as a job, and wait for it."""
     if shutil.which("srun") is None:
         remedy = "run it on a login node, or leave --cluster out to prove this machine's kernels"
         found = "there is no srun here to start a job with"
@@ -102,9 +102,9 @@ def _prove_on(cluster: Cluster, output: Path | None) -> int:
 
 
 def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
-    """Return cells of every precision and EP backend on `machine`, TP and FlashAttention-4.
+    """Return cells for every precision and EP backend on `machine`, for TP and FlashAttention-4.
 
-    Beside each, the reason why it is left out; None where it is not.
+    Each cell comes with the reason why it cannot run, or None if it can.
     """
     chunks = {"loss.num_chunks": 8}
     flash = {ATTENTION: "flash_attention_4"} | chunks
@@ -114,7 +114,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     first, second = _RECIPES["gpu" if machine.gpu else "cpu"]
     choices: list[tuple[str, str, str, dict[str, Any]]] = [
         *((first, precision, "standard", {}) for precision in names_in("precision")),
-        # Their groups of rows are of another size under MXFP8.
+        # Under MXFP8 these backends pad groups of rows to another multiple than in BF16.
         *((first, one, backend, {}) for backend, one in product(others, ("bf16", "mxfp8"))),
         (first, "bf16", "standard", flash),
         *((first, "mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in with_tp),
@@ -123,7 +123,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     degrees = {
         DEGREES["tp"]: 1,
         DEGREES["pp"]: 1,
-        # A power of two, as the experts' number is.
+        # A power of two, so that it divides the number of experts.
         DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
         "training.local_batch_size": 4,
     }
@@ -132,7 +132,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
         words = [precision, ep_backend, *(f"{name}={value}" for name, value in options.items())]
         name = " ".join([*words, second] if recipe == second else words)
         cell = cell_on(machine, recipe, precision, ep_backend, degrees | options, name, "doctor")
-        # Kernels need neither a run's files nor ranks to shard parameters over.
+        # Ignore findings that do not concern kernels: a run's files, and ranks to shard over.
         problems = [
             finding
             for finding in [*validation_errors(cell), *missing_here(cell, is_submitted=True)]

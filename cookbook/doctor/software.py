@@ -33,7 +33,7 @@ def python(here: Surroundings) -> Verdict:
 
 @check("user", local=True)
 def user(here: Surroundings) -> Verdict:
-    """torch.compile names its cache after the user, and fails where there is no name."""
+    """Check that the user has a name: torch.compile names its cache after it and fails without."""
     try:
         getpass.getuser()
     except (KeyError, OSError):
@@ -59,7 +59,7 @@ def pins(here: Surroundings) -> Verdict:
 
 @check("torchao kernels")
 def torchao_kernels(here: Surroundings) -> Verdict:
-    """Whether TorchAO's own CUDA kernels can load: they are built for one CUDA major version."""
+    """Check that TorchAO's CUDA kernels, built for one CUDA major version, can load."""
     cuda, folder = torch_cuda(here.site), package_folder("torchao", here.site)
     if folder is None or not cuda:
         return "not here", "torch or torchao has no CUDA here"
@@ -73,7 +73,7 @@ def torchao_kernels(here: Surroundings) -> Verdict:
 
 @check("compiler", local=True)
 def compiler(here: Surroundings) -> Verdict:
-    """torch.compile builds small C programs at run time, with Triton's help."""
+    """Check for a C compiler and headers: torch.compile and Triton compile C code at run time."""
     missing = [] if any(map(here.which, ("gcc", "cc", "clang"))) else ["a C compiler"]
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         missing.append("Python.h")
@@ -86,7 +86,7 @@ def compiler(here: Surroundings) -> Verdict:
 
 @check("bytecode")
 def bytecode(here: Surroundings) -> Verdict:
-    """Whether Python has compiled the packages once; else each rank does, at each start."""
+    """Check that the packages have bytecode; otherwise each rank compiles them at each start."""
     folder = package_folder("torch", here.site)
     if folder is None:
         return None
@@ -113,7 +113,7 @@ def deepep(here: Surroundings) -> Verdict:
     if not built.internode:
         found = f"{built.version}, intra-node kernels only: one node at most"
         return "warning", found, f"{rebuild}; torch must bring its NVSHMEM wheel"
-    # Its own search path names the wheel; LD_LIBRARY_PATH comes before that.
+    # The library's own search path names the wheel, but LD_LIBRARY_PATH takes precedence.
     linked = here.answer(("ldd", str(built.library))).output
     loaded = re.search(r"libnvshmem_host\S* => (/\S+)", linked)
     folder, version = find_nvshmem(here.site) or (None, "")
@@ -133,7 +133,7 @@ def flash_attention(here: Surroundings) -> Verdict:
     if models and not any(attention.runs_on(model.compute_capability) for model in models):
         return "not here", "FlashAttention-4 needs Hopper or Blackwell GPUs"
     if not models and not here.trains_for_real:
-        # Nothing that runs from here would use it.
+        # No run from here would use FlashAttention-4.
         return None
     pinned = attention.flash_attention_pins(here.repository / "requirements.txt")
     version = next(pin.value for pin in pinned if pin.name == attention.PACKAGE)
@@ -157,8 +157,8 @@ def flash_attention(here: Surroundings) -> Verdict:
 
 @check("tokenizers")
 def tokenizers(here: Surroundings) -> Verdict:
-    """Those of all recipes; the local one belongs to the local corpus."""
-    # Read as text: the doctor also works where PyYAML is not installed yet.
+    """Check the tokenizers of all recipes, except the local corpus's own tokenizer."""
+    # Search the recipes as text: the doctor also works before PyYAML is installed.
     named = re.compile(r"^[^#\n]*\bhf_assets_path:\s*[\"']?([^\s\"'#]+)", re.MULTILINE)
     texts = (path.read_text() for path in (here.repository / "recipes").glob("*.yaml"))
     folders = sorted({match[1] for text in texts if (match := named.search(text))})
@@ -192,7 +192,7 @@ def wandb(here: Surroundings) -> Verdict:
 
 
 CONFIG = ("scontrol", "show", "config")
-# Without --noconvert, 2,048 nodes are written as 2K.
+# Without --noconvert, sinfo abbreviates 2,048 nodes to 2K.
 PARTITIONS = ("sinfo", "--noheader", "--noconvert", "--format=%P|%a|%D|%G|%l")
 
 
@@ -238,7 +238,7 @@ def partition(here: Surroundings) -> Verdict:
         return "problem", f"{found}, not up", "ask who runs the cluster"
     if here.cluster and here.cluster.gpu:
         profile, gpus = here.cluster.name, here.cluster.ranks_per_node
-        # As in `gpu:nvidia_b200:8(S:0-1)`.
+        # Parses GRES such as `gpu:nvidia_b200:8(S:0-1)`.
         counts = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:([0-9]+)").findall
         count = sum(int(row[2]) for row in rows if sum(map(int, counts(row[3]))) >= gpus)
         if not count:
@@ -253,11 +253,11 @@ def partition(here: Surroundings) -> Verdict:
 
 @check("left out")
 def excluded_nodes(here: Surroundings) -> Verdict:
-    """The nodes that jobs leave out since they failed one before."""
+    """List the nodes that new jobs exclude because they failed an earlier one."""
     if not here.has_slurm:
         return None
     try:
-        # Only here: the list is YAML, and the doctor answers also where nothing is installed.
+        # Import lazily: this needs PyYAML, and the doctor must also run before set-up.
         from cookbook.run.excluded import excluded_file, read_excluded
 
         listed = read_excluded(here.runs)

@@ -1,4 +1,4 @@
-"""The packages of this Python, found as files: nothing is imported, so no GPU driver is needed."""
+"""Find this Python's packages as files, without importing them, so that no GPU driver is needed."""
 
 import importlib.metadata
 import os
@@ -12,14 +12,14 @@ from cookbook.base.paths import ROOT
 from cookbook.config.stack import read_pins
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
-# Packages whose import name differs by more than capitals and hyphens.
+# Import names that differ from the package's name in more than capitals and hyphens.
 _IMPORT_NAMES = {"PyYAML": "yaml", "nvidia-ml-py": "pynvml"}
 
 
 def explain_missing(error: ModuleNotFoundError) -> Exception:
-    """Return an InputError that names setup.sh for a failed import of a pinned package.
+    """Return an InputError that recommends setup.sh, if the missing module is a pinned package.
 
-    For any other module it is `error` itself: a fault of the cookbook, which keeps its traceback.
+    Otherwise return `error` itself, which keeps its traceback: it is a bug of the cookbook.
     """
     names = [pin.name for pin in read_pins()]
     if error.name not in {_IMPORT_NAMES.get(x, x.lower().replace("-", "_")) for x in names}:
@@ -33,7 +33,7 @@ def explain_missing(error: ModuleNotFoundError) -> Exception:
 
 
 def package_folder(name: str, path: Sequence[str] | None = None) -> Path | None:
-    """Return the folder of package `name` (dots for folders) on `path` (default: sys.path)."""
+    """Return the folder of the dotted package `name` on `path` (default: sys.path)."""
     for entry in sys.path if path is None else path:
         folder = Path(entry, *name.split("."))
         if folder.is_dir():
@@ -44,6 +44,6 @@ def package_folder(name: str, path: Sequence[str] | None = None) -> Path | None:
 def find_distribution(
     name: str, path: Sequence[str] | None = None
 ) -> importlib.metadata.Distribution | None:
-    """Return the installed package `name` as pip recorded it."""
+    """Return pip's metadata of the package `name`; None if it is not installed."""
     folders = list(sys.path if path is None else path)
     return next(iter(importlib.metadata.distributions(name=name, path=folders)), None)

@@ -1,10 +1,10 @@
-"""Installs FlashAttention-4 at its pins, and has its kernels compiled for the GPUs of jobs.
+"""Installs FlashAttention-4 at its pins, and compiles its kernels for the GPUs of jobs.
 
     python -m cookbook.install.attention packages [--local]      install it for this Python
     python -m cookbook.install.attention kernels [--arch LIST]   compile what is missing
 
-Jobs without kernels compile them at their first step. Exit status: 0 there or done, 1 it failed, 3
-not needed here; with --plan, which only says what would be done, 4 where there is something to do.
+A job compiles missing kernels at its first step. Exit status: 0 done or already present, 1 failed,
+3 not needed here. With --plan, which only prints what it would do, 4 if there is something to do.
 """
 
 import argparse
@@ -31,41 +31,41 @@ from cookbook.titan.common import kernel_cache
 
 FAILED, NOT_NEEDED, TO_DO = 1, 3, 4
 PACKAGE = "flash-attn-4"
-# Its compiler comes once for each CUDA major version and loads the newest that the driver takes.
+# This package has a compiler per CUDA major version, and loads the newest that the driver supports.
 _COMPILER = "nvidia_cutlass_dsl.dsl_packages.cutlass._mlir._mlir_libs"
 _COMPILE = "cookbook.titan.common.compile_attention"
-# It asks how many processors the GPU has; no kernel of the recipes depends on the answer.
+# FlashAttention-4 reads the GPU's number of SMs, but no kernel of the recipes depends on it.
 _PROCESSORS = {9: "132", 10: "148"}
 
 
 def flash_attention_pins(requirements: Path = REQUIREMENTS) -> list[Pin]:
-    """Return FlashAttention-4 and what it needs beyond torch."""
+    """Return the pins of FlashAttention-4 and of its dependencies beyond torch."""
     return [pin for pin in read_pins(requirements) if pin.extra == "flash_attention"]
 
 
 def differences(pins: Iterable[Pin], path: Sequence[str] | None = None) -> list[str]:
-    """Return which of `pins` are missing on `path` (default: sys.path) or have another version."""
+    """Describe each of `pins` that is missing on `path` (default: sys.path) or another version."""
     found = []
     for pin in pins:
         installed = find_distribution(pin.name, path)
         if installed is None:
             found.append(f"{pin.name} is missing")
-        # 2.10.0+cu130 is torch 2.10.0 from another index.
+        # Ignore local versions: 2.10.0+cu130 is torch 2.10.0 from another index.
         elif installed.version.partition("+")[0] != pin.value:
             found.append(f"{pin.name} is {installed.version}, pinned {pin.value}")
     return found
 
 
 def compiler_versions(path: Sequence[str] | None = None) -> list[int]:
-    """Return the CUDA major versions whose compiler is there, the oldest first."""
+    """Return the CUDA major versions whose compiler is installed, in ascending order."""
     folder = package_folder(_COMPILER, path)
     files = folder.glob("_cutlass_ir.cu*.so") if folder else ()
     return sorted(int(match[0]) for file in files if (match := re.search(r"(?<=cu)\d+", file.name)))
 
 
 def runs_on(capability: float) -> bool:
-    """Return whether it has kernels for GPUs of this compute capability."""
-    return int(capability) in (9, 10)  # Hopper's and Blackwell's
+    """Return whether FlashAttention-4 has kernels for GPUs of this compute capability."""
+    return int(capability) in (9, 10)  # Hopper and Blackwell
 
 
 def _capabilities_here() -> list[float]:
@@ -73,7 +73,7 @@ def _capabilities_here() -> list[float]:
 
 
 def install(local: bool, plan: bool) -> int:
-    """Install the packages, or only say what would be done."""
+    """Install the packages, or print the `plan`; return the exit status."""
     pins = flash_attention_pins()
     version = next(pin.value for pin in pins if pin.name == PACKAGE)
     if not differences(pins):
@@ -101,12 +101,12 @@ def install(local: bool, plan: bool) -> int:
 
 
 def compile_missing(arch: str, plan: bool, into: Path) -> int:
-    """Compile the kernels, or only say what would be done."""
+    """Compile missing kernels into folder `into`, or print the `plan`; return the exit status."""
     if differences(flash_attention_pins()):
         print("FlashAttention-4's kernels are not compiled: it is not installed at its pins")
         return NOT_NEEDED
     named = [float(word.rstrip("a")) for word in arch.split(";") if word]
-    # 90 for 9.0.
+    # Compute capabilities times ten: 90 for 9.0.
     wanted = sorted({round(10 * one) for one in named or _capabilities_here() if runs_on(one)})
     if not wanted:
         print(
@@ -115,7 +115,7 @@ def compile_missing(arch: str, plan: bool, into: Path) -> int:
             "for H100 and H200"
         )
         return NOT_NEEDED
-    # Of the same need not be compiled again. The driver decides which compiler CuTe DSL takes.
+    # Kernels made from the same versions are kept. CuTe DSL selects its compiler by the driver.
     made_from = {
         "packages": {pin.name: pin.value for pin in flash_attention_pins()},
         "python": platform.python_version(),
@@ -127,7 +127,7 @@ def compile_missing(arch: str, plan: bool, into: Path) -> int:
         there = "" if missing else " are compiled"
         print(f"FlashAttention-4's kernels for GPUs {gpus}{there}")
         return TO_DO if missing else 0
-    # All, also where one fails.
+    # Compile for all kinds of GPUs, even if one fails.
     failed = [one for one in missing if not _compile(into, one, made_from)]
     if failed:
         gpus = " and ".join(f"{one / 10:.1f}" for one in failed)
@@ -136,7 +136,7 @@ def compile_missing(arch: str, plan: bool, into: Path) -> int:
 
 
 def _is_compiled(into: Path, capability: int, made_from: Mapping[str, Any]) -> bool:
-    """Return whether all kernels for a kind of GPU are there, made from the same."""
+    """Return whether `into` has all kernels for a kind of GPU, made from the same versions."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         stamp = json.loads((into / f"sm{capability}.json").read_text(encoding="utf-8"))
         kernels = [Path(stamp["folder"], kernel) for kernel in stamp["kernels"]]
@@ -145,11 +145,11 @@ def _is_compiled(into: Path, capability: int, made_from: Mapping[str, Any]) -> b
 
 
 def _compile(into: Path, capability: int, made_from: Mapping[str, Any]) -> bool:
-    """Compile in a process that imports torch, and keep all kernels or none."""
-    # A user's own variables would be in the kernels, or in the names they are found by.
+    """Compile in a subprocess, which imports torch; keep all kernels or none."""
+    # Drop the user's variables: they would change the kernels or their cache keys.
     tried = ("FLASH_ATTENTION_", "FA_", "CUTE_DSL_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(tried)}
-    # On no shared file system, since it locks its files; they take a megabyte.
+    # The cache locks its files, so avoid shared file systems. The kernels take a megabyte.
     with tempfile.TemporaryDirectory(dir="/tmp") as cache:
         environment |= {
             "FLASH_ATTENTION_ARCH": f"sm_{capability}",

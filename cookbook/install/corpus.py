@@ -1,7 +1,7 @@
 """Makes a text corpus and a tokenizer for local training from Python's own sources.
 
-Both come from what every machine has, so that a first run needs no download. TorchTitan reads them
-with `--training.dataset=c4_test --training.dataset_path=FOLDER/corpus` and
+Every machine has these sources, so a first run needs no download. TorchTitan reads the results with
+`--training.dataset=c4_test --training.dataset_path=FOLDER/corpus` and
 `--model.hf_assets_path=FOLDER/tokenizer`.
 """
 
@@ -21,7 +21,7 @@ from cookbook.base.paths import LOCAL_ASSETS
 
 STAMP = "stamp.json"
 
-# The size of TorchTitan's DeepSeek-V3 debugmodel's vocabulary, special tokens included.
+# Vocabulary size of TorchTitan's DeepSeek-V3 debugmodel, including special tokens.
 VOCABULARY_SIZE = 2048
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
@@ -33,15 +33,15 @@ TOKENIZER_CONFIG = {
     "add_eos_token": True,
 }
 
-# Merges settle long before the whole corpus is read; this much trains in about two seconds.
+# Enough text for stable merges; the tokenizer trains on it in about two seconds.
 TOKENIZER_CHARACTERS = 4_000_000
-# Tests of the standard library are absent from many distributions; the rest differs per machine.
+# Many distributions lack the standard library's tests; the other folders differ between machines.
 LEFT_OUT = frozenset({"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib"})
 SMALLEST_CORPUS = 1_000_000
 
 
 def is_made(folder: Path) -> bool:
-    """Return whether `folder` holds a corpus and a tokenizer that were written to the end."""
+    """Return whether `folder` holds a complete corpus and tokenizer."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
         return all((folder / name).stat().st_size == size for name, size in stamp["bytes"].items())
@@ -49,14 +49,14 @@ def is_made(folder: Path) -> bool:
 
 
 def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
-    """Write corpus and tokenizer below `folder`; return the written files' sizes in bytes.
+    """Write the corpus and the tokenizer into `folder`; return the files' sizes in bytes.
 
     The same Python version gives the same bytes: documents are ordered by a hash of their name,
-    which mixes topics as a shuffle would. The stamp is written last; without it nothing counts.
+    which mixes topics as a shuffle would. The stamp comes last, and marks the files as complete.
     """
     root = sources or Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
-    # _sysconfigdata holds the paths of the machine that built this Python.
+    # Exclude _sysconfigdata, which holds paths of the machine that built this Python.
     names = [
         path.as_posix()
         for path in paths
@@ -87,7 +87,7 @@ def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
 
 
 def _train_tokenizer(documents: list[str]) -> str:
-    # Imported here: the driver and the doctor import this module without the training stack.
+    # Import lazily: the driver and the doctor import this module without the training stack.
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

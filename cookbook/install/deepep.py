@@ -1,10 +1,10 @@
-"""Builds DeepEP at its pin, or says why it cannot be built on this machine; and what a build holds.
+"""Builds DeepEP at its pin, or says why this machine cannot build it; inspects an installed build.
 
     python -m cookbook.install.deepep [--arch 10.0]          build it for this Python
     python -m cookbook.install.deepep [--arch 10.0] --plan   say what it would do
 
-Exit status: 0 there or built, 1 the build failed, 3 it cannot be built here, 4 it would be built.
-Nothing is imported from torch or DeepEP: login nodes lack the GPU driver that they load.
+Exit status: 0 built or already present, 1 failed, 3 cannot be built here, 4 would be built. Imports
+neither torch nor DeepEP, because they load the GPU driver, which login nodes lack.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from cookbook.install import PIP, find_distribution, package_folder
 
 FAILED, IMPOSSIBLE, TO_BUILD = 1, 3, 4
 STAMP = Path(sys.prefix) / ".cookbook" / "deep_ep.json"
-# nvcc can compile for Blackwell from this release on.
+# The first CUDA release whose nvcc can compile for Blackwell.
 BLACKWELL_CUDA = (12, 8)
-# One nvcc takes up to 2 GB; more at once only fills the memory of a shared login node.
+# Limit of parallel compilations: one nvcc takes up to 2 GB of a shared login node's memory.
 MOST_JOBS = 16
 
 
 def torch_cuda(path: Sequence[str] | None = None) -> str:
-    """Return the CUDA version that torch is built for, e.g. "12.8"; empty for none."""
+    """Return the CUDA version that torch is built for, e.g. "12.8"; empty without torch or CUDA."""
     folder = package_folder("torch", path)
     if folder is None or not (folder / "version.py").is_file():
         return ""
@@ -46,9 +46,9 @@ def torch_cuda(path: Sequence[str] | None = None) -> str:
 
 
 def find_nvshmem(path: Sequence[str] | None = None) -> tuple[Path, str] | None:
-    """Return folder and version of the NVSHMEM wheel that torch brings."""
+    """Return the folder and version of the NVSHMEM wheel that torch depends on, if installed."""
     folder = package_folder("nvidia.nvshmem", path)
-    # DeepEP links the host library by the file name it finds and the device library statically.
+    # DeepEP links the device library statically, so the wheel must contain it.
     if folder is None or not (folder / "lib/libnvshmem_device.a").is_file():
         return None
     found = find_distribution(f"nvidia-nvshmem-cu{torch_cuda(path).split('.')[0]}", path)
@@ -56,7 +56,7 @@ def find_nvshmem(path: Sequence[str] | None = None) -> tuple[Path, str] | None:
 
 
 class DeepEp(NamedTuple):
-    """An installed DeepEP: the commit that pip built, its library; can it send between nodes?"""
+    """An installed DeepEP: `internode` is whether it can send between nodes."""
 
     version: str
     commit: str
@@ -67,8 +67,8 @@ class DeepEp(NamedTuple):
 def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
     """Return the installed DeepEP.
 
-    With NVSHMEM its library needs `libnvshmem_host.so`; without it, the inter-node functions are
-    compiled to an assertion that says so.
+    A build with NVSHMEM links `libnvshmem_host.so`. In a build without it, the inter-node functions
+    only raise an error, whose message the library contains.
     """
     found = find_distribution("deep_ep", path)
     if found is None:
@@ -86,7 +86,7 @@ def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
 
 
 def holds(library: Path, text: bytes) -> bool:
-    """Return whether the bytes of `text` stand in `library`."""
+    """Return whether the file `library` contains the bytes `text`."""
     with library.open("rb") as file:
         if library.stat().st_size == 0:
             return False
@@ -95,11 +95,11 @@ def holds(library: Path, text: bytes) -> bool:
 
 
 class CannotBuildError(Exception):
-    """DeepEP cannot be built on this machine; the message says why and what would help."""
+    """DeepEP cannot be built on this machine; the message gives the reason and a remedy."""
 
 
 class Toolkit(NamedTuple):
-    """A CUDA toolkit with compiler and headers, e.g. /usr/local/cuda-12.8, release (12, 8)."""
+    """A CUDA toolkit with compiler and headers, e.g. in /usr/local/cuda-12.8, release (12, 8)."""
 
     home: Path
     release: tuple[int, int]
@@ -110,7 +110,7 @@ class Toolkit(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides the bytes of a build; one with the same plan need not be repeated."""
+    """All inputs of a build; a build with the same plan need not be repeated."""
 
     commit: str
     torch: str
@@ -130,7 +130,7 @@ def deepep_pin() -> Pin:
 
 
 def make_plan(arch: str) -> tuple[Plan, Toolkit]:
-    """Return the build for `arch` ("9.0;10.0"; empty: the GPUs found here) on this machine."""
+    """Return a build's plan and toolkit; `arch` is e.g. "9.0;10.0", or empty for the GPUs here."""
     cuda, torch = torch_cuda(), find_distribution("torch")
     if torch is None or not cuda:
         raise CannotBuildError("torch is not here or built without CUDA")
@@ -147,7 +147,7 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
             "CUDA_HOME, or take torch for the other version with --torch-index"
         )
     if not arch:
-        # All GPUs: CUDA_VISIBLE_DEVICES is about one job, and the build serves them all.
+        # Ignore CUDA_VISIBLE_DEVICES, which is one job's: the build serves all jobs.
         here = sorted({gpu.model.compute_capability for gpu in installed_gpus()})
         if old := ", ".join(str(one) for one in here if one < 9):
             raise CannotBuildError(f"DeepEP needs Hopper or Blackwell GPUs; here are GPUs {old}")
@@ -164,7 +164,7 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
 
 
 def _find_toolkits(cuda: str) -> list[Toolkit]:
-    """Return the toolkits of this machine, the one that is named or on PATH first."""
+    """Return this machine's toolkits: CUDA_HOME's, then the one on PATH, then /usr/local's."""
     on_path = shutil.which("nvcc")
     homes = [
         os.environ.get("CUDA_HOME"),
@@ -174,7 +174,7 @@ def _find_toolkits(cuda: str) -> list[Toolkit]:
     ]
     found = []
     for home in (Path(one) for one in homes if one):
-        # An nvcc alone, or a script that calls one elsewhere, is no toolkit.
+        # Skip an nvcc without headers, or a script that calls an nvcc elsewhere: it is no toolkit.
         if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
             command = [str(home / "bin/nvcc"), "--version"]
             answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
@@ -184,7 +184,7 @@ def _find_toolkits(cuda: str) -> list[Toolkit]:
 
 
 def is_built(arch: str) -> bool:
-    """Return whether the pin is installed, for this torch and (where it is named) for `arch`."""
+    """Return whether the pin is installed and built for this torch and, if given, for `arch`."""
     installed, torch = find_deepep(), find_distribution("torch")
     if installed is None or torch is None or installed.library is None:
         return False
@@ -197,19 +197,19 @@ def is_built(arch: str) -> bool:
 
 
 def build(plan: Plan, toolkit: Toolkit) -> None:
-    """Build and install; raises CannotBuildError where the library is not as planned."""
+    """Build and install; raise CannotBuildError if the library is not as planned."""
     STAMP.unlink(missing_ok=True)
     tools = [pin.requirement for pin in read_pins() if pin.extra == "deepep" and not pin.source]
     if tools:
         subprocess.run([*PIP, *tools], check=True)
-    # A wheel that pip cached may have been built against another torch or another toolkit.
+    # No cache: pip's cached wheel may have been built against another torch or toolkit.
     options = ["--no-build-isolation", "--no-deps", "--no-cache-dir", "--force-reinstall"]
     command = [*PIP, *options, "--verbose", deepep_pin().requirement]
     subprocess.run(command, env=_build_environment(plan, toolkit), check=True)
     built = find_deepep()
     if built is None or built.library is None:
         raise CannotBuildError("pip ended well, but deep_ep is not installed")
-    # A build that does not find NVSHMEM ends well, without them.
+    # A build that does not find NVSHMEM succeeds, but lacks the inter-node kernels.
     if bool(plan.nvshmem) != built.internode:
         kernels = f"{'with' if built.internode else 'without'} inter-node kernels"
         raise CannotBuildError(f"{built.library.name} was built {kernels}, other than planned")
@@ -226,15 +226,15 @@ def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
         "TORCH_CUDA_ARCH_LIST": plan.arch,
         "GIT_TERMINAL_PROMPT": "0",
     }
-    # Login nodes have no driver to link with; the toolkit has a stand-in for its library.
+    # Login nodes lack the driver's library, so link with the toolkit's stub.
     libraries = os.environ.get("LIBRARY_PATH"), f"{toolkit.home}/lib64/stubs"
     environment["LIBRARY_PATH"] = ":".join(filter(None, libraries))
     environment.setdefault("MAX_JOBS", str(min(os.cpu_count() or 1, MOST_JOBS)))
-    # From CUDA 13 on, cuda/std/tuple is in a folder that nvcc adds only for its own sources.
+    # Since CUDA 13, cuda/std/tuple is in a folder that nvcc searches only for its own sources.
     if (cccl := toolkit.home / "include/cccl").is_dir():
         environment["CPATH"] = before(str(cccl), "CPATH")
-    # DeepEP finds the wheel of NVSHMEM that torch loads, and its versioned library names, only
-    # where NVSHMEM_DIR is not set; a second NVSHMEM in one process would clash with torch's.
+    # Only without NVSHMEM_DIR does DeepEP find the NVSHMEM wheel that torch loads, with its library
+    # names that have a version. A second NVSHMEM in one process would clash with torch's.
     for name in ("NVSHMEM_DIR", "DISABLE_SM90_FEATURES"):
         environment.pop(name, None)
     return environment
