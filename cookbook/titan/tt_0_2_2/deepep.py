@@ -50,7 +50,7 @@ class Exchange:
     ready: Any = None  # CUDA event: the rows may be sent
     handle: Any = None  # DeepEP's handle of the dispatch
     sent: Any = None  # CUDA event: the latest transfer has finished
-    received_gradients: Tensor | None = None  # gradients passed from `arrive` to `combine`
+    received_gradients: Tensor | None = None  # gradients passed from `arrive` to `_Combine`
 
 
 class Routing(SimpleNamespace):
@@ -90,7 +90,7 @@ def dispatch(
 
 
 def arrive(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Wait for `combine` and return its result: (tokens, features), summed over experts' ranks."""
+    """Wait for `_Combine` and return its result: (tokens, features), summed over experts' ranks."""
     return _Arrive.apply(rows, exchange)
 
 
@@ -210,7 +210,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
-        # `combine` reads the gradients from the exchange: autograd would reject them here, because
+        # `_Combine` reads the gradients from the exchange: autograd would reject them here, because
         # they have the shape of the received rows, not of this node's input.
         exchange.received_gradients, *_, exchange.sent = deepep._buffer.dispatch(
             x=rows.contiguous(), handle=exchange.handle, previous_event=_now(), **_STREAMS
@@ -232,7 +232,7 @@ class SendingExperts(nn.Module):
     def forward(
         self, rows: tuple[Tensor, ...], routings: tuple[Routing, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the result of `combine` for each chunk of rows (tokens, features)."""
+        """Return the result of `_Combine` for each chunk of rows (tokens, features)."""
         returned: list[Tensor] = []
         computed: Tensor | None = None
         for index, (part, routing) in enumerate(zip(rows, routings, strict=True)):
