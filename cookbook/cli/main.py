@@ -28,7 +28,7 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Print an error as one line, like all other errors; --help shows the usage."""
+    """A parser that prints errors as one line, like all other errors; --help shows the usage."""
 
     def error(self, message: str) -> NoReturn:
         # argparse lists all verbs, but does not suggest the one that was meant.

@@ -81,7 +81,7 @@ def plan(arguments: argparse.Namespace) -> int:
 def _walk(
     words: str, base: Cell, ranked: list[Candidate], documents: Documents | None
 ) -> list[Stop]:
-    """Compare two layouts term by term; `words` is FROM,TO: ranks in the table, 0 the recipe."""
+    """Compare two layouts term by term; `words` is FROM,TO: rows of the table, 0 for the recipe."""
     known: list[Cell] = [base, *(one.cell for one in ranked)]
     start, end = map(int, words.split(","))
     if 0 in (start, end) and validation_errors(base):

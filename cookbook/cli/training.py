@@ -74,7 +74,7 @@ def count_texts(arguments: argparse.Namespace) -> int:
         raise InputError("--tokenizer", f"{path} is no tokenizer ({error})", remedy) from None
     sources, key = find_sources(arguments.files), arguments.text_key
     lengths: list[int] = []
-    # A weight per document, such that a source's documents together have its weight in tokens.
+    # The weight of each document; a source's weighted tokens sum to the source's weight.
     weights: list[float] = []
     for source in sources:
         first = len(lengths)

@@ -31,7 +31,7 @@ from cookbook.config.stack import load_stack
 
 
 def shquote(value: object) -> str:
-    """Quote `value` as one bash word, even if only a human could misread it (`a,b`, `=a`)."""
+    """Quote `value` as one bash word, also if it only looks odd to a reader (`a,b`, `=a`)."""
     text = str(value)
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and ("," in text or text[0] == "=") else quoted
@@ -50,7 +50,7 @@ _ENVIRONMENT.filters["shquote"] = shquote
 def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") -> str:
     """Render a cell's script; `submit.py render` prints the same bytes that the job runs.
 
-    Its messages name it `file_name`, or `train.sh` if bash would expand that name.
+    The script's messages call it `file_name`, or `train.sh` if bash would expand that name.
     """
     runner = "sbatch" if cell.cluster.scheduler == "slurm" else "bash"
     if not re.fullmatch(r"[\w.+-]+", file_name, re.ASCII):

@@ -1,7 +1,7 @@
 """Create a run, submit its cells to Slurm or this machine through submitit, and resume them.
 
-submitit pickles the supervisor, names the job's files and reads the job id back. The batch file
-starts like the cell's own script, and its last line starts the supervisor.
+submitit pickles the supervisor, names the job's files and reads the job id back. The batch file has
+the cell's #SBATCH options, and its last line starts the supervisor.
 """
 
 import itertools
@@ -146,7 +146,7 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
     """Submit every cell of `run` that is not refused; return the job ids in that order.
 
     Each cell is one sbatch call. With `one_allocation`, or locally, one job runs the cells in turn.
-    If Slurm refuses a cell (JobError), earlier cells stay queued, and it and later cells fail.
+    If Slurm refuses a cell (JobError), earlier cells stay queued; it and all later cells fail.
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")

@@ -50,7 +50,7 @@ class History:
 
     attempts: tuple[AttemptSummary, ...] = ()
     steps_lost: int = 0
-    effective: float | None = None  # share of the time since the first start in kept steps
+    effective: float | None = None  # share of time since the first start spent in kept steps
 
     @property
     def lines(self) -> list[str]:

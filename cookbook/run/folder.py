@@ -1,9 +1,9 @@
 """Name every path in a cell's folder and its attempts' folders, and read its checkpoints.
 
-PyTorch writes the data files of `step-N` first and `.metadata` last. `.metadata` lists where each
-tensor's bytes are in which file. So a checkpoint without it was never finished, and one with
-shorter files was damaged later; changed bytes are not detected. `.metadata` is a pickle, read here
-without torch.
+PyTorch writes the data files of `step-N` first and `.metadata` last, which lists the file and byte
+range of each tensor. So a checkpoint without `.metadata` was never finished, and one with shorter
+files was damaged later; changed bytes are not detected. `.metadata` is a pickle, read here without
+torch.
 """
 
 import pickle

@@ -174,7 +174,7 @@ def take_submit_lock(folder: Path) -> None:
         found = f"{holder or 'another process'} submits its cells"
         raise InputError(folder.name, found, "wait until it has") from None
     except OSError as error:
-        # Go on without a lock if the file system has none; Lustre without `flock` gives ENOSYS.
+        # Continue without a lock if the file system has none; Lustre without `flock` gives ENOSYS.
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     os.ftruncate(handle, 0)

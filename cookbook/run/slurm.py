@@ -25,7 +25,7 @@ ACTIVE |= HALTED
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
 # A trailing `*` marks a node that does not respond.
 _LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
-# Errors that pass: the controller or munge is busy or restarting.
+# Transient errors: the controller or munge is busy or restarting.
 _PASSING = re.compile(
     r"contact slurm controller|timed out|zero bytes|temporarily|munge|authentication", re.IGNORECASE
 )
@@ -174,7 +174,7 @@ def partition_nodes(partition: str | None) -> list[str]:
 
 @functools.cache
 def node_groups() -> list[tuple[int, str]] | None:
-    """Return pairs of a number of nodes and their generic resources.
+    """Return (number of nodes, generic resources) for each group of equal nodes.
 
     Empty if Slurm does not answer; None if Slurm is not installed or not configured.
     """
@@ -209,7 +209,7 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
     for line in answer.stdout.splitlines():
         name = re.match(r"NodeName=(\S+)", line)
         state = re.search(r" State=(\S+)", line)
-        # A node that only does not respond yet (`*`) counts once Slurm marks it DOWN.
+        # A node that stops responding (`*`) counts only once Slurm marks it DOWN.
         if name and state and re.search("DRAIN|FAIL|DOWN", state[1]):
             reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", line)
             found[name[1]] = f"Slurm: {state[1]}" + (f": {reason[1].strip()}" if reason else "")

@@ -40,13 +40,13 @@ def process_job(pid: int) -> Job:
 
 
 def is_alive(job: Job) -> bool:
-    """Whether the job's process still runs on this machine; its id may have been reused."""
+    """Whether the job's process still runs here; compare boot and start, since ids are reused."""
     now = process_job(int(job.job_id))
     return now.started is not None and (now.boot, now.started) == (job.boot, job.started)
 
 
 def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
-    """Return a run's processes of this user -> the cell that each trains (supervisors: None)."""
+    """Return this user's processes of a run, with the cell each trains (None: a supervisor)."""
     mark, found = str(folder.resolve()), dict[psutil.Process, Path | None]()
     for process in psutil.process_iter(["environ"]):
         variables = process.info["environ"] or {}

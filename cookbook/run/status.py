@@ -82,7 +82,7 @@ class Status:
     exit_code: int | None = None
     started: float | None = None
     ended: float | None = None
-    restarts: int = 0  # Slurm's requeues of the job until then
+    restarts: int = 0  # Slurm's requeues of the job when this was written
 
 
 @dataclass(frozen=True)

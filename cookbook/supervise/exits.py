@@ -184,7 +184,7 @@ def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attemp
 
 
 def _read_stopped(attempt: Attempt) -> tuple[str, str]:
-    """Return the job id and step of the save on request; two empty strings if there was none."""
+    """Return the job id and step of a requested save; two empty strings if there was none."""
     with contextlib.suppress(OSError, ValueError):
         job_id, step = attempt.stopped.read_text(encoding="utf-8").split()
         return job_id, step
@@ -197,7 +197,7 @@ def restarts() -> int:
 
 
 def restarts_after_failure(cell: CellFolder) -> int:
-    """Return how many times Slurm has requeued this job, except after a save on request."""
+    """Return how many times Slurm has requeued this job, except after a requested save."""
     job_id = os.environ.get("SLURM_JOB_ID")
     saved = [one for one in cell.attempts() if job_id and _read_stopped(one)[0] == job_id]
     return restarts() - len(saved)

@@ -265,11 +265,11 @@ def check_network(job: JobNodes) -> bool:
 
 
 def decide(job: JobNodes) -> None:
-    """Return if enough nodes are healthy; otherwise raise what to do.
+    """Return if enough nodes are healthy; else raise an error to requeue or stop the job.
 
     Raises:
         RequeueNeededError: the job can start without its bad nodes, now or later.
-        CannotStartError: the job must not wait for healthy nodes, or restarted too often.
+        CannotStartError: the job must not wait for healthy nodes, or was restarted too often.
     """
     missing = job.record.nodes - len(job.healthy)
     if missing <= 0:

@@ -34,7 +34,7 @@ from cookbook.supervise.resume_point import prepare
 _POLL_S = 2.0
 # Seconds to wait for Slurm to end a requeued job, which it normally does at once.
 _REQUEUE_S = 120.0
-# Seconds before the next attempt on a full disk: without a first file, attempts fail instantly.
+# Seconds to wait before the next attempt on a full disk, which may fail instantly.
 _FULL_DISK_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MOST_SPAWNS = 5
@@ -235,7 +235,7 @@ class Supervisor:
     def _write(self, cell: CellFolder, end: AttemptEnd, state: str, reason: str | None) -> None:
         """Write an attempt's end, and the cell's state after it."""
         if not cell.record.exists():
-            # Training may have recreated the folder.
+            # Training may have recreated the deleted folder, but without the record.
             raise FileNotFoundError(errno.ENOENT, "its folder was deleted", str(cell.path))
         # An attempt that was refused before it wrote a file has no folder.
         if (attempt := cell.attempt(end.attempt)).path.is_dir():
@@ -325,8 +325,7 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         child = os.fork()
         if not child:
-            # Exit here: on return, submitit would write an unused result, which fails on a full
-            # disk.
+            # Exit here: on return, submitit would write an unused result, and fail on a full disk.
             try:
                 os._exit(work())
             except BaseException:
