@@ -59,8 +59,8 @@ def register() -> None:
             # Reports the active options after the first step, and stops a job whose options differ
             # from the overlays' declaration; writes metrics and router load at each logged step.
             build_metrics_processor_fn=build_metrics_processor,
-            # Move the routing bias, which released Qwen3 does not; steps with infinite gradients
-            # can be skipped.
+            # Updates the routing bias, which released Qwen3 does not; can skip steps whose
+            # gradients are not finite.
             build_optimizers_fn=build_optimizers,
             # Keeps the schedule of a run that is resumed with more steps.
             build_lr_schedulers_fn=build_lr_schedulers,

@@ -1,13 +1,13 @@
-"""The options that the cookbook adds to TorchTitan's own `JobConfig`, and the table of all.
+"""The options that the cookbook adds to TorchTitan's `JobConfig`, and the table of all options.
 
 `--job.custom_config_module` names this module. TorchTitan merges these dataclasses, section by
-section and field by field, into its own. Both read the types at run time, so there is no
-`from __future__ import annotations`.
+section and field by field, into its own. The merge and `option_table` read the types at run time,
+so do not add `from __future__ import annotations`.
 
     python -m cookbook.titan.tt_0_2_2.job_config > cookbook/config/tables/2026.02.json
 
-prints the table of all options and models. The driver reads it instead of importing torch, so that
-`submit.py` answers at once; a test holds it against the installed TorchTitan.
+prints the table of all options and models. The driver reads this table instead of importing torch,
+so `submit.py` responds at once; a test compares the table with the installed TorchTitan.
 """
 
 import dataclasses
@@ -186,9 +186,10 @@ class Quantize:
 
 @dataclass
 class JobConfig:
-    """The sections; `cookbook`, `data` and `deepep` are the cookbook's alone.
+    """The sections of added options.
 
-    Later TorchTitan has `loss` too.
+    TorchTitan 0.2.2 has no sections `cookbook`, `data`, `deepep` and `loss`; later versions have
+    `loss`.
     """
 
     cookbook: Cookbook = field(default_factory=Cookbook)
@@ -205,7 +206,7 @@ class JobConfig:
 
 
 def option_table() -> dict[str, dict[str, Any]]:
-    """Return defaults, choices, and the kinds of options that may be None, by dotted name."""
+    """Return by dotted name: all defaults, allowed choices, and the types of optional options."""
     merged = ConfigManager._merge_configs(TitanJobConfig, JobConfig)
     table: dict[str, dict[str, Any]] = {"options": {}, "optional": {}, "choices": {}}
     for name, one in _fields(merged, ""):
@@ -236,7 +237,7 @@ def main() -> None:
     """Print the table."""
     families = [dataclasses.asdict(parts.family) for parts in FAMILIES.values()]
     for family in families:
-        # Sizes that all flavors share stand once.
+        # Write sizes that all flavors share only once.
         first, *others = flavors = list(family["flavors"].values())
         shared = {key: one for key, one in first.items() if all(o[key] == one for o in others)}
         for sizes in flavors:
@@ -249,7 +250,7 @@ def main() -> None:
         "refused_families": REFUSED,
         "datasets": [*DATASETS, DATASET],
     }
-    # Short lists, and the sizes of a flavor, are read side by side.
+    # Fold short lists and the sizes of a flavor into full lines, which are easier to read.
     inner = re.compile(r"(?<=[\[{])\n {3,}([^][{}]*?)\s+(?=[]}])")
     print(inner.sub(_fold, json.dumps(table, indent=1)))
 

@@ -1,15 +1,15 @@
-"""The loss, steps whose gradients are not finite, and the learning rate beyond its schedule.
+"""The loss, skipped steps for non-finite gradients, and the learning rate beyond its schedule.
 
 - TorchTitan divides the summed loss by the tokens of the global batch. A pipeline schedule runs the
-  backward before that: in 0.2.2 its gradients are larger by the number of tokens, and every step is
-  clipped (pytorch/torchtitan#2972).
-- With `loss.num_chunks` the output layer returns its input, with its weight beside it, and the loss
-  function multiplies (`common/chunked_loss.py`).
-- TorchTitan clips by the norm of all ranks' gradients and steps whatever the norm is. There is no
-  door: its clipping function is replaced to see the norm, and the optimizers' `step` to leave the
-  weights, the moments and the routing bias as they are.
-- A run that is resumed with more steps keeps the schedule it began with
-  (`lr_scheduler.total_steps`). TorchTitan's rate turns negative, or rises again, after its end.
+  backward before this division: in 0.2.2 its gradients are too large by the number of tokens, and
+  every step is clipped (pytorch/torchtitan#2972).
+- With `loss.num_chunks` the output layer returns its input with its weight attached, and the loss
+  function multiplies by the weight, one chunk at a time (`common/chunked_loss.py`).
+- TorchTitan takes the optimizer step even if the gradient norm is not finite. No door: its clipping
+  function is wrapped to record the norm, and the optimizers' `step` to skip the update of weights,
+  moments and routing bias.
+- A run that is resumed with more steps keeps its original schedule (`lr_scheduler.total_steps`).
+  TorchTitan's learning rate turns negative or rises again after the end of the schedule.
 """
 
 import math
@@ -37,7 +37,7 @@ LossFunction = Callable[..., Tensor]
 
 
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
-    """Build the cross-entropy summed over tokens; under PP its gradient is per token."""
+    """Build the cross-entropy summed over tokens; under PP, divide its gradient by the tokens."""
     if num_chunks := job_config.loss.num_chunks:
         name, loss_fn = f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config)
     else:
@@ -49,7 +49,7 @@ def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
         sequences = training.global_batch_size
         if sequences < 0:
             sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard
-        # Every position of text has a label, so every token counts.
+        # No label is masked in text, so the global batch has this many tokens.
         factor = 1 / (sequences * training.seq_len)
         activity.patches_applied.add("pipeline-gradients-per-token")
 
@@ -67,16 +67,16 @@ def scale_gradient(loss: Tensor, factor: float) -> Tensor:
 
 
 class HandingOn(nn.Linear):
-    """TorchTitan's output layer, which leaves its product to the loss."""
+    """TorchTitan's output layer without its GEMM, which the chunked loss computes."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` itself, (batch, length, dim), with the weight beside it."""
+        """Return `hidden` itself, (batch, length, dim), with the weight as an attribute."""
         hidden.output_weight = self.weight
         return hidden
 
 
 def hand_on(model: nn.Module) -> None:
-    """Let the output layer of `model`, if there is one, hand its input on, before parallelizing."""
+    """Make the output layer of `model`, if any, return its input; call before parallelizing."""
     output = model.output
     if output is None:
         return
@@ -86,20 +86,20 @@ def hand_on(model: nn.Module) -> None:
             f"made it a {type(output).__name__}; add output to their filter_fqns, or leave out "
             "loss.num_chunks"
         )
-    # This instance alone; FSDP changes a module's class in the same way.
+    # Change the class of this instance only; FSDP does the same to modules.
     output.__class__ = HandingOn
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Let FSDP keep the output layer's weight from its forward to the loss, whatever the policy."""
+    """Make FSDP keep the output layer's weight gathered after its forward, for the loss."""
     if isinstance(model.output, FSDPModule):
         model.output.set_reshard_after_forward(False, recurse=False)
 
 
 class HandingOnColwiseParallel(ColwiseParallel):
-    """TorchTitan's plan for the output layer: the vocabulary is cut over the TP ranks.
+    """TorchTitan's TP plan for the output layer, which shards the vocabulary over the TP ranks.
 
-    An output layer that hands on gets the hidden states of all ranks as a plain tensor.
+    A `HandingOn` layer gets the hidden states of all TP ranks, gathered, as a plain tensor.
     """
 
     @staticmethod
@@ -112,7 +112,7 @@ class HandingOnColwiseParallel(ColwiseParallel):
         (hidden,) = inputs
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, device_mesh, input_layouts, run_check=False)
-        # Each rank's gradient is that of its words: a term of a sum over ranks.
+        # Each rank's gradient covers only its shard of the vocabulary: a term of the sum over TP.
         return hidden.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
 
     @staticmethod
@@ -123,7 +123,7 @@ class HandingOnColwiseParallel(ColwiseParallel):
 
 
 def build_chunked_loss(job_config: Any) -> LossFunction:
-    """Build the cross-entropy of hidden states that an output layer handed on."""
+    """Build the cross-entropy of the hidden states that a `HandingOn` layer returns."""
     num_chunks = job_config.loss.num_chunks
     compiled = job_config.compile.enable and "loss" in job_config.compile.components
     backend = job_config.compile.backend if compiled else None
@@ -132,13 +132,13 @@ def build_chunked_loss(job_config: Any) -> LossFunction:
     def chunked_loss(hidden: Tensor, labels: Tensor) -> Tensor:
         weight, shard = hidden.output_weight, None
         if isinstance(weight, DTensor):
-            # TP cuts the vocabulary: this rank has the rows from `offset` on.
+            # TP shards the vocabulary: this rank's rows of the weight begin at `offset`.
             mesh, placements = weight.device_mesh, weight.placements
             _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
             weight, shard = weight.to_local(), VocabularyShard(offset[0], mesh.get_group())
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
-            # Without FSDP, TorchTitan's mixed precision is autocast, which casts for a product.
+            # Without FSDP, mixed precision is autocast, which casts the operands of a GEMM.
             dtype = torch.get_autocast_dtype(device)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         return chunked_cross_entropy(hidden, weight, labels, num_chunks, shard, backend)
@@ -150,7 +150,7 @@ _clip = dist_utils.clip_grad_norm_
 
 
 class GradientWatch:
-    """The norm of the last step's gradients, and the steps that this process has skipped."""
+    """The norm of the last step's gradients, and the number of steps this process has skipped."""
 
     limit = 0  # training.max_skipped_steps
     skipped = 0
@@ -158,15 +158,16 @@ class GradientWatch:
 
 
 def watch_gradients(job_config: Any) -> None:
-    """Look at the norm of each step's gradients where the job allows for skipped steps."""
+    """Record the norm of each step's gradients if the job may skip steps."""
     GradientWatch.limit, GradientWatch.skipped = job_config.training.max_skipped_steps, 0
     dist_utils.clip_grad_norm_ = _clip_and_note if GradientWatch.limit else _clip
 
 
 def build_optimizers(*args: Any, **kwargs: Any) -> Any:
-    """Return TorchTitan's optimizers that move the routing bias, in every family.
+    """Return TorchTitan's optimizers that update the routing bias, in every family.
 
-    With `training.max_skipped_steps`, `step` fails once more steps are skipped than allowed.
+    With `training.max_skipped_steps`, `step` skips non-finite gradients, and fails beyond the
+    allowed number of skipped steps.
     """
     optimizers = build_optimizers_with_moe_load_balancing(*args, **kwargs)
     if not GradientWatch.limit:
@@ -175,7 +176,7 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
 
     def step_if_finite(*args: Any, **kwargs: Any) -> None:
         assert GradientWatch.norm is not None
-        # The host waits for the GPU here, as it does where TorchTitan logs the norm.
+        # This synchronizes with the GPU, as TorchTitan does when it logs the norm.
         norm = GradientWatch.norm.item()
         if math.isfinite(norm):
             step(*args, **kwargs)
@@ -196,7 +197,7 @@ def _clip_and_note(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def build_lr_schedulers(optimizers: Any, lr_scheduler_config: Any, training_steps: int) -> Any:
-    """Return TorchTitan's schedulers, whose rate stays at that of the schedule's last step."""
+    """Return TorchTitan's schedulers, with a constant rate after the schedule's last step."""
     schedulers = titan_lr_schedulers(optimizers, lr_scheduler_config, training_steps)
     last = (lr_scheduler_config.total_steps or training_steps) - 1
     for scheduler in schedulers:

@@ -1,10 +1,10 @@
-"""TorchTitan's metrics, with metrics.jsonl, the router's load and a report of the first step.
+"""TorchTitan's metrics, plus metrics.jsonl, the router's load and a report of the first step.
 
 After the first optimizer step the ranks' observations are merged and compared with the overlays'
-declaration (`activity.py`); one line of the log and `environment.json` say what is in force.
+declaration (`activity.py`); one log line and `environment.json` record the active options.
 
-`attempt-<k>/metrics.jsonl` has one JSON object for each logged step. `cookbook.observe.metrics`
-reads it, and so does any notebook: `pandas.read_json("metrics.jsonl", lines=True)`.
+`attempt-<k>/metrics.jsonl` has one JSON object per logged step. `cookbook.observe.metrics` reads
+it; in a notebook use `pandas.read_json("metrics.jsonl", lines=True)`.
 """
 
 import json
@@ -34,7 +34,7 @@ from cookbook.titan.tt_0_2_2.self_check import check_kernels
 from cookbook.titan.tt_0_2_2.versions import versions
 
 FILE = "metrics.jsonl"
-# TorchTitan's name of a metric -> ours. The router's load keeps its own name.
+# TorchTitan's name of a metric -> its key in metrics.jsonl.
 _NAMES = {
     "loss_metrics/global_avg_loss": "loss",
     "validation_metrics/loss": "validation_loss",
@@ -55,19 +55,19 @@ _HEARTBEAT_S = 60.0
 
 
 class JsonLines(BaseLogger):
-    """Append a line for each logged step; NaN and infinite values become text."""
+    """Append a line for each logged step; NaN and infinite values become strings."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._rank = rank
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Write the step; a validation is a line of its own, without `loss`."""
+        """Write the step; TorchTitan logs a validation separately, as a line without `loss`."""
         line: dict[str, float | str] = {"step": step, "time": time.time(), "rank": self._rank}
         for name, ours in _NAMES.items():
             if name in metrics:
                 value = metrics[name] if isinstance(metrics[name], int) else float(metrics[name])
-                # No JSON reader has to accept `NaN`.
+                # Standard JSON has no `NaN`.
                 line[ours] = value if math.isfinite(value) else str(value)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -86,10 +86,10 @@ class CookbookMetrics(metrics.MetricsProcessor):
     alarm: StallAlarm | None = None
     _load: RouterLoad | None = None
     _first_unlogged: int | None = None
-    _logged_at: float | None = None  # by the monotonic clock
+    _logged_at: float | None = None  # time.monotonic() of the last log line
 
     def should_log(self, step: int) -> bool:
-        """Return whether this step is logged; every rank asks after each optimizer step."""
+        """Return whether to log this step; called on every rank after each optimizer step."""
         attempt, comm = attempt_folder(), self.job_config.comm
         if self.alarm is None and attempt:
             traces = Path(self.job_config.job.dump_folder, comm.save_traces_folder)
@@ -105,7 +105,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
             self.reported = True
             self._report()
         is_logged: bool = super().should_log(step)
-        # The supervisor reads the log: steps that are not logged must not look like a hang.
+        # The supervisor reads the log and would take a long silence for a hang.
         now = time.monotonic()
         is_due = self._logged_at is None or now - self._logged_at >= _HEARTBEAT_S
         if is_due and not is_logged and self._is_metrics_rank():
@@ -115,7 +115,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         return is_logged
 
     def log(self, step: int, *values: float, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Log TorchTitan's metrics of this step, and the router's load since the last one."""
+        """Log TorchTitan's metrics, and the router's load since the last logged step."""
         if self._load is None:
             model = (self.model_parts, self.model_args, self.parallel_dims)
             self._load = RouterLoad(*model, self.job_config, self._is_metrics_rank())
@@ -129,7 +129,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         return torch.distributed.get_rank() == metrics_rank(self.parallel_dims, self.job_config)
 
     def _report(self) -> None:
-        """Gather the ranks' observations, check them, and log them once; a collective."""
+        """Gather, check and log the ranks' observations; a collective of all ranks."""
         views: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(views, self._observe())
         found = activity.merge(views)
@@ -179,9 +179,9 @@ class CookbookMetrics(metrics.MetricsProcessor):
 
 
 def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
-    """Return the rank that knows the loss, and so reports.
+    """Return the rank that has the loss, and so logs the metrics.
 
-    TorchTitan knows one of the V-shaped schedules; for others it logs another rank's negative loss.
+    TorchTitan handles only one V-shaped schedule; for the others it logs a rank without the loss.
     """
     schedule = job_config.parallelism.pipeline_parallel_schedule
     return loss_rank(schedule, parallel_dims.pp, parallel_dims.world_size)
@@ -190,26 +190,26 @@ def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
 def build_metrics_processor(
     job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
 ) -> CookbookMetrics:
-    """Check the kernels and build the metrics, as TorchTitan's function of this name.
+    """Check the kernels, then build the metrics like TorchTitan's function of this name.
 
-    It is called once, after the converters and before the model has memory.
+    TorchTitan calls this once, after the converters ran and before the model is allocated.
     """
     compiler = job_config.compile
     uses_inductor = compiler.enable and compiler.backend == "inductor"
     if torch.cuda.is_available() and job_config.comm.mode == "default" and uses_inductor:
         from torch._inductor.async_compile import maybe_warm_pool
 
-        # The processes that compile Triton kernels import torch for seconds. Torch starts them only
-        # when it compiles the first function.
+        # The worker processes that compile Triton kernels take seconds to import torch. Start them
+        # now: torch would start them only when it compiles the first function.
         maybe_warm_pool()
     self_check = check_kernels(job_config, parallel_dims, model_args)
-    # No door: TorchTitan chooses the rank by a function of this name.
+    # No door: TorchTitan calls a module function of this name to choose the rank that logs.
     with patch.object(metrics, "_get_metrics_rank", metrics_rank):
         processor = CookbookMetrics(job_config, parallel_dims, tag)
     processor.self_check, processor.model_args = self_check, model_args
     attempt = attempt_folder()
     if attempt and processor._is_metrics_rank():
-        # A new container, because TorchTitan returns an empty one in jobs without loggers.
+        # Use a new container: in jobs without loggers TorchTitan's is a dummy that logs nothing.
         both = LoggerContainer()
         both.add_logger(processor.logger)
         both.add_logger(JsonLines(attempt / FILE, torch.distributed.get_rank()))

@@ -1,7 +1,7 @@
 """MXFP8: the converters for grouped GEMMs and linear layers, and the EP backend `mxfp8_a2a`.
 
-TorchTitan's converters `quantize.grouped_mm.mx` and `quantize.linear.mx` ignore `recipe_name` of
-the grouped GEMMs, and refuse GPUs below SM100, although TorchAO has the recipe and an emulation.
+TorchTitan's converters `quantize.grouped_mm.mx` and `quantize.linear.mx` are replaced: the first
+ignores `recipe_name`, and both refuse GPUs below SM100 although TorchAO can emulate MXFP8.
 
 `mxfp8_a2a` is TorchTitan's standard backend with TorchAO's quantized all-to-all. The dispatch sends
 MXFP8 in the forward and BF16 in the backward, the combine the other way around. The receiver
@@ -44,7 +44,7 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 
 
 class _Converter(QuantizationConverter):
-    section: str  # of `quantize`, whose `mx` are its options
+    section: str  # section of `quantize` with this converter's options
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
@@ -57,7 +57,7 @@ class _Converter(QuantizationConverter):
             )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Do nothing: both converters quantize anew in each forward."""
+        """Do nothing: both converters quantize in each forward."""
 
     def log(self, converted: str) -> None:
         note = " (EMULATED: numerics only)" if self.emulate else ""
@@ -72,7 +72,7 @@ class MXGroupedMMConverter(_Converter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         fqns = job_config.quantize.grouped_mm.mx.fqns
         if not fqns:
-            # A job by hand may declare nothing, and would train in BF16.
+            # A hand-written job that declares no precision would silently train in BF16.
             raise refuse(
                 "quantize.grouped_mm.mx.fqns is empty: the converter replaces no layer; pass "
                 "--quantize.grouped_mm.mx.fqns=experts"
@@ -82,7 +82,8 @@ class MXGroupedMMConverter(_Converter):
         if self.emulate:
             # No door: TorchAO calls its emulation by name.
             scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d = emulated_weight_gradient
-        # MXFP8 scales run over 32 elements, and the weight gradient's GEMM contracts over tokens.
+        # Pad each expert's tokens to whole 32-element scale blocks: the weight gradient's GEMM
+        # contracts over tokens.
         set_token_group_alignment_size_m(MXFP8_GROUP_ALIGNMENT_SIZE)
 
     def convert(self, model: nn.Module) -> None:
@@ -93,7 +94,7 @@ class MXGroupedMMConverter(_Converter):
 
 
 class MXLinearConverter(_Converter):
-    """Turns the linear layers that `filter_fqns` leaves into TorchAO's MXLinear."""
+    """Replaces linear layers by TorchAO's MXLinear, except those matching `filter_fqns`."""
 
     section = "linear"
 
@@ -102,7 +103,7 @@ class MXLinearConverter(_Converter):
         self.config = MXLinearConfig.from_recipe_name(self.options.recipe_name)
         choice = self.options.mxfp8_dim1_cast_kernel_choice.upper()
         if self.emulate:
-            # Only the kernels are replaced; the recipe still chooses the scales.
+            # Replace the kernels only; the recipe still determines how scales are computed.
             self.config.kernel_preference, choice = KernelPreference.EMULATED, "TORCH"
         self.config.mxfp8_dim1_cast_kernel_choice = MXFP8Dim1CastKernelChoice[choice]
 
@@ -114,17 +115,17 @@ class MXLinearConverter(_Converter):
 
 def emulated_weight_gradient(
     a_data: Tensor,  # (N, M) float8
-    a_scale: Tensor,  # (N, M / block), along the rows of all groups
+    a_scale: Tensor,  # (N, M / block)
     b_data: Tensor,  # (M, K) float8
     b_scale: Tensor,  # (M / block, K)
-    offs: Tensor,  # (groups,) int32, where each group ends in M
+    offs: Tensor,  # (groups,) int32, end of each group along M
     out_dtype: torch.dtype | None = torch.bfloat16,
     block_size: int = 32,
 ) -> Tensor:
-    """Dequantize and multiply in BF16, group by group along the contraction, (groups, N, K).
+    """Dequantize, multiply each group of M in BF16, and return (groups, N, K).
 
-    TorchAO's function of the same signature loops over the groups on the host, which does not
-    compile. Here groups are whole blocks: no scale belongs to two.
+    TorchAO's function of the same signature loops over groups on the host, which does not compile.
+    Groups must consist of whole blocks, so that no scale spans two groups.
     """
     rows, length = a_data.shape
     a = a_data.reshape(rows, length // block_size, block_size).to(torch.bfloat16)
@@ -136,9 +137,9 @@ def emulated_weight_gradient(
 
 
 def replace_mx_converters() -> None:
-    """Put both classes where TorchTitan looks converters up.
+    """Replace TorchTitan's MX converters in its registry.
 
-    No door: `register_model_converter` refuses a name that is taken.
+    No door: `register_model_converter` refuses a name that is already registered.
     """
     model_converter._registry_model_converter_cls.update(
         {"quantize.grouped_mm.mx": MXGroupedMMConverter, "quantize.linear.mx": MXLinearConverter}
@@ -148,14 +149,14 @@ def replace_mx_converters() -> None:
 def _cast_with_operations(
     values: Tensor, inner_block_size: int, scaling_mode: str
 ) -> tuple[Tensor, Tensor]:
-    """Cast as TorchAO's SM100 kernel does, by PyTorch operations for any device."""
+    """Cast like TorchAO's SM100 kernel, with PyTorch operations that run on any device."""
     mode = ScaleCalculationMode(scaling_mode)
     scales, data = to_mx(values.contiguous(), torch.float8_e4m3fn, inner_block_size, mode)
     return data, scales
 
 
 def _exchange_bytes(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Exchange float8 as bytes, for gloo, which does not know the type."""
+    """Run an all-to-all that sends float8 as bytes, because gloo does not support float8."""
     if values.element_size() > 1:
         return all_to_all_single(values, *args, **kwargs)
     received = all_to_all_single(values.view(torch.uint8), *args, **kwargs)
@@ -169,7 +170,7 @@ def _dequantized(values: Any) -> Tensor:
 
 
 def casts_are_emulated() -> bool:
-    """Return whether the casts are PyTorch operations here; the exchange sends MXFP8 either way."""
+    """Return whether this GPU needs emulated casts; the all-to-all sends MXFP8 either way."""
     return not has_cuda_capability(10, 0)
 
 
@@ -199,7 +200,7 @@ class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
 
 @dataclass(frozen=True)
 class Precisions:
-    """The two exchanges, and which of them quantize."""
+    """Whether the dispatch quantizes in the forward, and the combine in the backward."""
 
     dispatch_forward: bool
     combine_backward: bool
@@ -217,28 +218,28 @@ class Precisions:
         return self.dispatch_forward or self.combine_backward
 
     def send(self, rows: Tensor, here: list[int], there: list[int], group: Any) -> Tensor:
-        """Send rows to their experts' ranks: `there` to each rank, `here` from each."""
+        """Send rows to their experts' ranks: `there[i]` rows to rank i, `here[i]` rows from it."""
         exchange = _Dispatch.apply if self.dispatch_forward else all_to_all_single_autograd
         return exchange(rows.contiguous(), here, there, group)
 
     def receive(self, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
-        """Send rows that `send` brought back to their ranks."""
+        """Return rows to the ranks that sent them; `there` and `here` are as in `send`."""
         exchange = _Combine.apply if self.combine_backward else all_to_all_single_autograd
         return exchange(rows.contiguous(), there, here, group)
 
 
 @torch.no_grad()
 def exchange_counts(counts: Tensor, group: Any, ranks: int) -> tuple[Tensor, list[list[int]]]:
-    """Return the tokens to receive, (ranks * local experts,), given those to send; both splits."""
+    """Return the counts to receive, (ranks * local experts,), and the [send, receive] splits."""
     received = all_to_all_single(counts, None, None, group=group)
     received = torch.ops._c10d_functional.wait_tensor(received)
-    # The one wait for the device: the host must know the splits.
+    # The only synchronization with the device: the host needs the splits.
     splits = [sizes.view(ranks, -1).sum(1) for sizes in (counts, received)]
     return received, torch.stack(splits).tolist()
 
 
 class QuantizedExpertParallel(ExpertParallel):
-    """TorchTitan's standard expert parallelism with one or both exchanges in MXFP8."""
+    """TorchTitan's standard expert parallelism, with dispatch, combine or both in MXFP8."""
 
     def __init__(self, precisions: Precisions) -> None:
         super().__init__()
@@ -262,7 +263,7 @@ class QuantizedExpertParallel(ExpertParallel):
 
 
 def prepare_quantized_a2a() -> None:
-    """Replace TorchAO's cast and exchange where this machine lacks them; there is no door."""
+    """Replace TorchAO's cast and all-to-all if this machine does not support them; no door."""
     for module in (a2a_dispatch, a2a_combine):
         if casts_are_emulated():
             module.triton_to_mxfp8_dim0 = _cast_with_operations

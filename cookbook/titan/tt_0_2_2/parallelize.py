@@ -1,7 +1,8 @@
-"""TorchTitan's parallelization of a model, with the right sums in MoE layers under TP and EP.
+"""TorchTitan's parallelization of a model, with corrected gradient sums in MoE under TP and EP.
 
-TorchTitan's functions look up the classes of their plan, and one another, by name. `parallelize`
-and `apply_moe_ep_tp` call them with classes and functions of this package under those names.
+TorchTitan's functions look up plan classes and other functions by name in their modules.
+`parallelize` and `apply_moe_ep_tp` patch these names with the cookbook's classes and functions
+during the call.
 """
 
 import warnings
@@ -41,8 +42,8 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     if any(moe.score_before_experts for moe in layers):
         raise ValueError("score_before_experts is on; set it to False: outputs are scored here")
     precisions, row_kernels = Precisions.of(job_config), job_config.cookbook.row_kernels
-    # No door: TorchTitan calls these functions by their names, the first after the TP of the other
-    # layers, the second before compile and FSDP wrap the layers.
+    # No door: TorchTitan looks these functions up by name. It calls `apply_moe_ep_tp` after TP of
+    # the non-MoE layers, and `apply_ac` before compile and FSDP wrap the layers.
     names: dict[str, Any] = {
         "apply_moe_ep_tp": partial(
             apply_moe_ep_tp,
@@ -50,7 +51,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             chunks=job_config.deepep.num_chunks,
             score_activations=job_config.deepep.score_activations,
             row_kernels=row_kernels,
-            # Not every family's function passes it.
+            # Qwen3's `parallelize_fn` does not pass `use_deepep`.
             use_deepep=job_config.parallelism.expert_parallel_comm_backend == "deepep",
         ),
         "apply_ac": partial(
@@ -61,17 +62,17 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     }
     compiled = job_config.compile
     if compiled.enable and "model" in compiled.components:
-        # TorchTitan compiles its own function for the experts.
+        # TorchTitan compiles only its own expert function, so ours is compiled here.
         experts_with_probs.compile(compiled.backend)
     if row_kernels and not (parallel_dims.tp_enabled or parallel_dims.ep_enabled):
-        # TorchTitan does not call `apply_moe_ep_tp` then.
+        # TorchTitan does not call `apply_moe_ep_tp` without TP and EP.
         for moe in layers:
             use_row_kernels(moe, precisions)
     if job_config.loss.num_chunks:
         loss_and_optimizer.hand_on(model)
-        # No door: TorchTitan's TP plan makes the output layer's part of the class of this name.
+        # No door: TorchTitan's TP plan looks up the output layer's style by this name.
         names["ColwiseParallel"] = loss_and_optimizer.HandingOnColwiseParallel
-    # A dry build computes nothing.
+    # A dry build runs no forward and needs no routing table.
     is_random = routing.chosen_routing(job_config) == routing.RANDOM
     if is_random and job_config.comm.mode == "default":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,11 +89,11 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
 
 
 class PartialOutputRowwiseParallel(RowwiseParallel):
-    """The last linear layer of the shared experts; its output is one term of a sum over TP ranks.
+    """The TP style of the shared experts' last linear layer, whose output is a partial sum.
 
-    The gradient of each term is that of the sum, the same on all ranks. PyTorch 2.10 by default
-    sums it once more: the shared experts' gradients become TP times as large
-    (pytorch/pytorch#172932, fixed in 2.11).
+    The gradient of each partial sum equals the gradient of the sum, which all TP ranks have.
+    PyTorch 2.10 sums it over TP once more by default, so the shared experts' gradients become TP
+    times too large (pytorch/pytorch#172932, fixed in 2.11).
     """
 
     @staticmethod
@@ -109,8 +110,8 @@ class PartialOutputRowwiseParallel(RowwiseParallel):
 class PrepareMoE(PrepareModuleInputOutput):
     """Gathers an MoE layer's input along the sequence and sums its output over TP ranks.
 
-    A DeepEP layer does both itself: its routed experts need neither, since each rank sends its
-    shard from before the gather, and gets that shard back.
+    A DeepEP layer does both itself, and only for its shared experts: for the routed experts each
+    rank sends its own shard and gets the same shard back.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -123,9 +124,9 @@ class PrepareMoE(PrepareModuleInputOutput):
 class SequenceShardReorderer(ParallelStyle):
     """Splits the standard backend's tokens over TP along the sequence.
 
-    TorchTitan's ReordererSequenceParallel cuts the folded batch x sequence. With more than one
-    sequence in a batch a rank then sends tokens whose gradient it drops when the gather along the
-    sequence is undone, and no rank sends the tokens whose gradient it keeps.
+    TorchTitan's ReordererSequenceParallel splits the folded batch x sequence instead. With more
+    than one sequence in a batch, a rank then sends tokens outside its shard of the sequence, and
+    the backward of the gather along the sequence drops their gradients.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -144,7 +145,7 @@ class SequenceShardReorderer(ParallelStyle):
 
 
 def without_hooks(name: str) -> type[ParallelStyle]:
-    """Return TorchTitan's plan for experts that send their rows themselves: it cuts weights."""
+    """Return TorchTitan's style `name` reduced to sharding weights: our experts dispatch rows."""
     plan = getattr(llama4_parallelize, name)
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -154,7 +155,7 @@ def without_hooks(name: str) -> type[ParallelStyle]:
 
 
 def _remember_length(moe: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-    """The reorderer sees folded tokens only; the MoE layer around it sees (batch, length, dim)."""
+    """Pass the sequence length to the reorderer, which gets only folded tokens."""
     moe.reorderer.cookbook_length = inputs[0].shape[1]
 
 
@@ -163,14 +164,14 @@ def _router_hook(tp_mesh: DeviceMesh, router: nn.Module, inputs: Any, outputs: A
 
 
 def apply_moe_ep_tp(
-    precisions: Precisions,  # of the standard backend's two exchanges
+    precisions: Precisions,  # precisions of the standard backend's dispatch and combine
     model: nn.Module,
     *,
-    chunks: int = 1,  # the parts into which a DeepEP layer cuts its tokens
+    chunks: int = 1,  # number of chunks into which a DeepEP layer splits its tokens
     score_activations: bool = False,  # whether a DeepEP layer scores its experts' activations
-    row_kernels: bool = False,  # whether the standard backend moves rows by our kernels
+    row_kernels: bool = False,  # whether the standard backend uses the cookbook's row kernels
     use_deepep: bool = False,
-    **options: Any,  # TorchTitan's own, `tp_mesh`, `ep_mesh`, `etp_mesh` and so on
+    **options: Any,  # TorchTitan's arguments: `tp_mesh`, `ep_mesh`, `etp_mesh`, ...
 ) -> None:
     """Parallelize the MoE layers of `model` as TorchTitan does, with corrected gradients."""
     layers = [block.moe for block in model.layers.values() if block.moe_enabled]
@@ -185,7 +186,7 @@ def apply_moe_ep_tp(
         prepare_quantized_a2a()
         names["ExpertParallel"] = partial(QuantizedExpertParallel, precisions)
     if use_deepep:
-        # Importable only where DeepEP is installed.
+        # This module imports DeepEP, which may not be installed.
         from cookbook.titan.tt_0_2_2.deepep import use_split_moe
 
         assert ep_mesh is not None
@@ -199,18 +200,18 @@ def apply_moe_ep_tp(
     elif ep_mesh is not None and not (precisions.any and etp_mesh is None):
         for moe in layers:
             moe.experts.register_forward_pre_hook(lambda *_: activity.dispatches.add("standard"))
-    # Other model families use TorchTitan's function too: they get its own names back.
+    # Patch only during the call: other model families use TorchTitan's function unpatched.
     with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():
-        # The DeepEP layer has no reorderer, which TorchTitan's plan names all the same.
+        # TorchTitan's plan names a reorderer, which the DeepEP layer does not have.
         warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
         llama4_parallelize.apply_moe_ep_tp(model, use_deepep=use_deepep, **options)
     if tp_mesh is None:
         return
-    # EP borrows the TP ranks, each of which then sends its shard of the tokens.
+    # Without ETP, EP also spans the TP ranks, and each TP rank sends its shard of the tokens.
     is_sharded = ep_mesh is not None and etp_mesh is None
     for moe in layers:
-        # A rank sends only its shard of the tokens or, where TP cuts every expert, has one term of
-        # the output: its gradient of the scores is one term of a sum over TP.
+        # A rank sends only its shard of the tokens or, if TP shards every expert, has one term of
+        # the output. In both cases its gradient of the scores is one term of a sum over TP.
         moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
         activity.patches_applied.add("router-gradients-summed-over-tp")
         if moe.shared_experts is not None:
