@@ -104,6 +104,7 @@ BROKEN: list[tuple[Break, str, str, str]] = [
         *("network", "problem", "mlx5_7 is DOWN"),
     ),
     (remove("site/deep_ep-1.2.1.dist-info"), "deepep", "warning", "not installed"),
+    (write("site/deep_ep-1.2.1.dist-info/direct_url.json", "{"), "deepep", "problem", "pinned"),
     (
         lambda node: node.install("deep_ep", "1.2.1", direct_url__json="{}"),
         *("deepep", "problem", f"pinned {COMMIT[:7]}"),

@@ -72,6 +72,12 @@ def test_an_optimizer_that_is_not_fused_makes_roots_of_all_moments() -> None:
             assert found.terms["optimizer step"] == found.terms["parameters"]
 
 
+def test_two_stages_of_a_rank_without_fsdp_keep_gradients_beside_one_microbatch() -> None:
+    parts = describe_ranks(cell := on_gpus(1))[0].parts * 2
+    found = memory(cell, parts=parts, stages=(0, 1), in_flight=[[1, 1]], num_stages=2).terms
+    assert found["gradients (not sharded)"] == found["parameters"]
+
+
 @pytest.mark.parametrize(
     ("setting", "share"),
     [("expandable_segments:True", 0.01), ("expandable_segments:False", 0.03), ("", 0.03)],

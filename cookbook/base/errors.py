@@ -40,7 +40,8 @@ def named_at(place: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        error.place = place if error.place in _KINDS else error.place
+        if error.place in _KINDS:
+            error.place = place
         raise
 
 

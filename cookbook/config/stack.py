@@ -49,7 +49,7 @@ class Pin:
 def read_pins(path: Path = REQUIREMENTS) -> list[Pin]:
     found = map(_LINE.match, path.read_text(encoding="utf-8").splitlines())
     rows = (match.groups("") for match in found if match)
-    return [Pin(name, of or commit, url, extra) for name, of, url, commit, extra in rows]
+    return [Pin(name, version or sha, url, extra) for name, version, url, sha, extra in rows]
 
 
 def stack_name(path: Path = REQUIREMENTS) -> str:
@@ -180,8 +180,8 @@ class Stack:
             last = {full: full.rpartition(".")[2] for full in known}
             keys = nearest(name.rpartition(".")[2], {*last.values()})
             # `tp` is `tensor_parallel_degree`.
-            of = {key: "".join(word[:1] for word in key.split("_")) for key in last.values()}
-            keys += [key for key in of if of[key] == f"{name}d"]
+            initials = {key: "".join(w[:1] for w in key.split("_")) for key in last.values()}
+            keys += [key for key in initials if initials[key] == f"{name}d"]
             close = nearest(name, last, 3) or [n for n in last if last[n] in keys]
             found = f"TorchTitan {self.pins['torchtitan']} has no option {name!r}"
             remedy = f"nearest: {', '.join(close)}" if close else ""

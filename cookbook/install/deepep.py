@@ -56,12 +56,12 @@ def find_nvshmem(path: Sequence[str] | None = None) -> tuple[Path, str] | None:
 
 
 class DeepEp(NamedTuple):
-    """An installed DeepEP: `internode` is whether it can send between nodes."""
+    """An installed DeepEP."""
 
     version: str
-    commit: str
+    commit: str  # that pip built; empty for another source
     library: Path | None
-    internode: bool
+    internode: bool  # it can send between nodes
 
 
 def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
@@ -73,8 +73,10 @@ def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
     found = find_distribution("deep_ep", path)
     if found is None:
         return None
-    source = json.loads(found.read_text("direct_url.json") or "{}")
-    commit = source.get("vcs_info", {}).get("commit_id", "")
+    commit = ""
+    # A damaged file, and a wheel that was not built from a commit, count as another source.
+    with contextlib.suppress(ValueError, KeyError):
+        commit = json.loads(found.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"]
     folders = map(Path, sys.path if path is None else path)
     libraries = (file for folder in folders for file in sorted(folder.glob("deep_ep_cpp*.so")))
     library = next(libraries, None)

@@ -189,7 +189,7 @@ def space_of(
     """Make the space around `base`; InputError for a key that is no axis, or a wrong value.
 
     Each of `words` is from `--vary`, KEY=V1,V2: an option, `precision` or `ep_backend`. `--set`
-    holds the options `asked` at one value; of the command line's `overlays` None is not named.
+    holds the options `asked` at one value; `overlays` has None where the command line names none.
     """
     varied: dict[str, Sequence[Any]] = {name: [s.value] for name, s in asked.items()}
     named = {kind: [name] for kind, name in overlays.items() if name is not None}

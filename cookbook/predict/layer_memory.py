@@ -256,7 +256,7 @@ class RankLayers:
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
-        """Return the bytes at the peak of the backward on a rank without FSDP, by cause.
+        """Return the bytes at the peak of the backward without FSDP and pipeline, by cause.
 
         TorchTitan frees gradients before a step, so they grow while the activations shrink.
         """

@@ -91,7 +91,7 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
         # The multi-tensor Adam allocates the square roots of all second moments at once.
         moments["the optimizer step"] = {"optimizer step": state.get("parameters", 0.0)}
     rounds = rank.num_microbatches * rank.gradient_accumulation_steps
-    if rounds == 1 and not rank.mixed_precision:
+    if rounds == rank.num_stages == 1 and not rank.mixed_precision:
         gradients = state.pop("gradients (not sharded)")
         moments["a layer's backward"] = layers.backward_alone()
         moments["the optimizer step"]["gradients (not sharded)"] = gradients

@@ -66,9 +66,8 @@ class Column(NamedTuple):
     tables: str  # names of the tables with this column, separated by spaces
     align: str  # l, or r for numbers
     value: str | Callable[[Result], object]  # an attribute such as `throughput.num_steps`
-    template: str | Callable[[Any], str] = (
-        "{}"  # a format string for the value, or a function that returns its text
-    )
+    # A format string for the value, or a function that returns its text.
+    template: str | Callable[[Any], str] = "{}"
     baseline: str = ""  # an attribute; if it is known, the baseline's row shows `baseline`
 
     def text(self, row: Result) -> str:
