@@ -51,7 +51,7 @@ class RankGroups:
 
 @dataclass
 class Outcome:
-    """The slowest team's GB/s by collective, faults by team number, and merely slow teams."""
+    """The slowest team's GB/s by collective; faults by team number; the slow teams."""
 
     slowest: dict[str, float] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)
