@@ -1,9 +1,9 @@
 """Selective recomputation with a recipe's own list of operators to save.
 
-TorchTitan's `selective_ac_option=op` looks every operator up in a fixed list, which lacks grouped
-GEMMs. In a compiled region it sees operators that Inductor calls, and no kernels that Inductor
-generates, such as FlexAttention. Inductor calls a dense GEMM with a buffer to write to, which no
-list can save. Where the list names dense GEMMs, a forward's become calls of `cookbook::mm`.
+TorchTitan's `selective_ac_option=op` saves operators from a fixed list, which lacks grouped GEMMs.
+In a compiled region the list matches operators that Inductor calls, but not kernels that Inductor
+generates, such as FlexAttention. Inductor calls dense GEMMs with an output buffer, and such calls
+cannot be saved. If a recipe saves dense GEMMs, those of the forward become calls of `cookbook::mm`.
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cookbook.titan.tt_0_2_2 import activity
 
-# The kinds that an option may name. Operators that are not installed are passed over.
+# The kinds that `op_sac_save_list` may name. Operators that are not installed are ignored.
 OPERATORS = {
     "attention": (
         "aten._scaled_dot_product_attention_math",
@@ -37,26 +37,26 @@ OPERATORS = {
         "_c10d_functional.reduce_scatter_tensor",
         "cookbook.deepep_combine",
         "cookbook.deepep_dispatch",
-        # Of TorchTitan as released.
+        # The operators of released TorchTitan.
         "deepep.combine",
         "deepep.dispatch",
     ),
     "grouped_mm": ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2"),
-    # TorchTitan saves every second one of aten; the other stands for those of compiled code.
+    # TorchTitan saves every second `aten.mm`; `cookbook.mm` replaces it in compiled code.
     "mm": ("aten.mm", "cookbook.mm"),
 }
 
-# Whether no gradient needs the operators that run now.
+# Whether no gradient needs the results of the operators that run now.
 _is_needless = False
 
 
 def in_recompute() -> bool:
-    """Return whether this forward recomputes activations, in a task of autograd's engine."""
+    """Return whether this forward is a recomputation, and so runs in autograd's backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def operators_of(names: Iterable[str]) -> Iterator[Any]:
-    """Yield the operators of these names that are installed."""
+    """Yield the installed operators among `names`."""
     for name in names:
         namespace, _, operator = name.partition(".")
         if packet := getattr(getattr(torch.ops, namespace), operator, None):
@@ -71,7 +71,7 @@ def kinds_of_operators() -> dict[Any, str]:
 
 @contextmanager
 def not_saved() -> Iterator[None]:
-    """Let `SaveList` save nothing: no gradient needs the results."""
+    """Make `SaveList` save nothing in this context, because no gradient needs the results."""
     global _is_needless
     before, _is_needless = _is_needless, True
     try:
@@ -82,15 +82,15 @@ def not_saved() -> Iterator[None]:
 
 @contextmanager
 def last_product() -> Iterator[None]:
-    """Run a GEMM whose result no gradient needs: do not save it, and skip it in recomputation."""
+    """Run GEMMs whose results no gradient needs: do not save them, skip them in recomputation."""
     with not_saved(), _Unmultiplied() if in_recompute() else nullcontext():
         yield
 
 
 class _Unmultiplied(TorchDispatchMode):
-    """Let GEMMs return uninitialized memory; autograd records their operands all the same.
+    """Make GEMMs return uninitialized memory; autograd still records their operands.
 
-    `aten::mm` does compute: TorchTitan counts its calls, to save every second one.
+    `aten::mm` is not skipped: TorchTitan counts its calls, to save every second one.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class _Unmultiplied(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Compiled code runs below this mode as it does below selective recomputation's own.
+        # Let compiled code run under this mode, as selective recomputation's own mode does.
         return True
 
     def __torch_dispatch__(
@@ -108,13 +108,13 @@ class _Unmultiplied(TorchDispatchMode):
         if func not in self._products:
             return func(*args, **(kwargs or {}))
         rows, weights = args[:2]
-        # Quantized operands are multiplied into BF16.
+        # GEMMs of 8-bit operands return BF16.
         dtype = torch.bfloat16 if rows.dtype.itemsize == 1 else rows.dtype
         return rows.new_empty(len(rows), weights.shape[-1], dtype=dtype)
 
 
 class SaveList(set[Any]):
-    """The operators to save; notes those that are asked for, for the report of the first step."""
+    """The operators to save; records the saved kinds for the report of the first step."""
 
     def __init__(self, operators: Iterable[Any]) -> None:
         super().__init__(operators)
@@ -122,8 +122,8 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator) and not _is_needless
-        # While a layer without experts is traced, the list is asked for operators that layers with
-        # experts may recompute.
+        # Record nothing during tracing: the trace of a layer without experts queries operators that
+        # layers with experts may recompute.
         if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved
@@ -132,21 +132,21 @@ class SaveList(set[Any]):
 def apply_ac(
     save: list[str], num_layers_kept: int, model: Any, ac_config: Any, **options: Any
 ) -> None:
-    """Wrap the layers of `model`, the whole or one stage, as TorchTitan does.
+    """Wrap the layers of `model`, or of one pipeline stage, for recomputation as TorchTitan does.
 
     Args:
-        save: kinds of operators that selective recomputation saves; empty for TorchTitan's own.
-        num_layers_kept: the number of layers, from the last, without recomputation.
+        save: kinds of operators that selective recomputation saves; empty for TorchTitan's list.
+        num_layers_kept: number of final layers that are not recomputed.
     """
     if "mm" in save and options.get("model_compile_enabled"):
         show_gemms(least_inner=model.model_args.dim)
-    # TorchTitan lists its own attention and operators of DeepEP, in whose place these are. Its list
-    # for Qwen3 lacks the all-to-all.
+    # TorchTitan lists its own attention and DeepEP operators, which the cookbook's replace. Its
+    # list for Qwen3 lacks the all-to-all.
     own = operators_of((*OPERATORS["communication"], "cookbook.varlen_attention"))
     operators = {*options.pop("op_sac_save_list"), *own}
     if save:
         kinds = kinds_of_operators()
-        # Operators beyond these kinds, such as the maximum that scales FP8, stay.
+        # Keep TorchTitan's operators of no kind, such as the maximum that scales FP8.
         operators -= kinds.keys()
         operators |= {operator for operator, kind in kinds.items() if kind in save}
     titan.apply_ac(model, ac_config, op_sac_save_list=SaveList(operators), **options)
@@ -158,14 +158,14 @@ def apply_ac(
 
 
 def observe_recomputation(model_parts: Iterable[nn.Module]) -> frozenset[str]:
-    """Return how the layers of this rank are recomputed: `none`, `full`, `selective`."""
+    """Return how this rank's layers recompute: `none`, `full`, `selective`, `memory_budget N`."""
     if (budget := torch._functorch.config.activation_memory_budget) < 1:
         return frozenset({f"memory_budget {budget:g}"})
     found = set()
     for part in model_parts:
         for layer in part.get_submodule("layers").children():
             wrappers = [one for one in layer.modules() if isinstance(one, CheckpointWrapper)]
-            # A functools.partial; the function gets no context where everything is recomputed.
+            # `checkpoint_fn` is a functools.partial, with a `context_fn` only if selective.
             is_selective = wrappers and "context_fn" in wrappers[0].checkpoint_fn.keywords
             found.add("selective" if is_selective else "full" if wrappers else "none")
     return frozenset(found)
@@ -173,7 +173,7 @@ def observe_recomputation(model_parts: Iterable[nn.Module]) -> frozenset[str]:
 
 @torch.library.custom_op("cookbook::mm", mutates_args=())
 def multiply(rows: Tensor, weights: Tensor) -> Tensor:
-    """(rows, inner) times (inner, columns), as `aten::mm`."""
+    """Multiply (rows, inner) by (inner, columns), as `aten::mm` does."""
     return torch.mm(rows, weights)
 
 
@@ -181,18 +181,18 @@ multiply.register_fake(lambda rows, weights: rows.new_empty(rows.shape[0], weigh
 
 
 def show_gemms(least_inner: int) -> None:
-    """Turn GEMMs of the forwards that are compiled from now on into calls of `cookbook::mm`.
+    """Turn the GEMMs of all forwards compiled from now on into calls of `cookbook::mm`.
 
-    A saved element saves as many multiplications as the inner dimension is long; one shorter than
-    `least_inner` is not worth its memory.
+    Saving one element avoids as many multiplications as the inner dimension is long. GEMMs with an
+    inner dimension below `least_inner` are not worth their memory, and stay as they are.
     """
-    # It takes seconds to import the compiler.
+    # Import lazily: the compiler takes seconds to import.
     import torch._inductor.config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class ShowGemms(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            # Nothing of a backward is saved; AOTAutograd gives it the tangents.
+            # Skip backward graphs, whose results are never saved; their inputs include tangents.
             inputs = graph.find_nodes(op="placeholder")
             if any(node.name.startswith("tangents") for node in inputs):
                 return
@@ -201,7 +201,7 @@ def show_gemms(least_inner: int) -> None:
                     node.target = torch.ops.cookbook.mm.default
 
         def uuid(self) -> Any:
-            # Part of the key of Inductor's cache.
+            # Inductor's cache key includes this value.
             return get_hash_for_files((__file__,)), least_inner
 
     _protect_results()
@@ -210,7 +210,7 @@ def show_gemms(least_inner: int) -> None:
 
 @functools.cache
 def _protect_results() -> None:
-    """Forbid Inductor to write over the operator's results, which only the save list may keep."""
+    """Forbid Inductor to reuse the buffers of `cookbook::mm`'s results, which may be saved."""
     from torch._inductor.lowering import fallback_handler, register_lowering
     from torch._inductor.virtualized import V
 

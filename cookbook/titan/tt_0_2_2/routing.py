@@ -1,14 +1,14 @@
 """The router's choices: counts of each expert's tokens, and forced routing for benchmarks.
 
-TorchTitan counts in each MoE layer (`tokens_per_expert`), for the expert bias, and 0.2.2 counts
-every forward, also those of validation and of a pipeline's shape inference over zeros. Their tokens
-moved the bias, and with it the routing, so they are taken out. That count cannot be logged:
-recomputation adds to it again, and the optimizer resets it. So each layer keeps a second count, at
-the cost of two small additions on the device for each forward.
+For the expert bias, TorchTitan counts tokens in each MoE layer (`tokens_per_expert`). 0.2.2 counts
+every forward, including those of validation and of a pipeline's shape inference over zeros, and
+these tokens would change the bias and the routing. The hooks here remove them. `tokens_per_expert`
+cannot be logged, because recomputation adds to it again and the optimizer resets it. Each layer
+therefore keeps a second count, at the cost of two small additions on the device per forward.
 
-TorchTitan's forced balance deals experts 8t..8t+7 to token t: at EP 32 each token goes to one rank.
-Random experts go to as many ranks as trained routing's. They come from a table on each router, made
-once: recomputation deals alike, and the router compiles as one graph.
+TorchTitan's forced balance assigns experts 8t..8t+7 to token t, so at EP 32 each token goes to one
+rank. Random experts are on as many ranks as under trained routing. They come from a table that each
+router gets once, so recomputation selects the same experts and the router compiles as one graph.
 """
 
 import json
@@ -29,20 +29,20 @@ from cookbook.titan.tt_0_2_2.recomputation import in_recompute
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 _COUNT = "cookbook_load"
-# An expert with less than this part of the mean is starved.
+# An expert is starved if its load is below this fraction of the mean.
 STARVED = 0.1
-# The counts of 58 layers of 256 experts are 100 KB: write at most this many sets.
+# The most sets of counts to write per run: for 58 layers of 256 experts a set takes 100 KB.
 _MOST_COUNTS = 50
 
 
 def count_tokens(model: nn.Module) -> None:
-    """Let the MoE layers of `model`, the whole or a stage, count the tokens of training alone."""
+    """Make the MoE layers of `model`, or of one stage, count tokens in training steps only."""
     for moe in moe_layers([model]).values():
         moe.register_forward_pre_hook(_before)
         moe.register_forward_hook(_after)
 
 
-# Two in-place operations take the difference of TorchTitan's count: no wait, no allocation.
+# Add the increase of TorchTitan's count by two in-place operations, without a wait or allocation.
 def _before(moe: Any, inputs: Any) -> None:
     if not torch.is_grad_enabled():
         moe.cookbook_counts = moe.tokens_per_expert.clone()
@@ -61,7 +61,7 @@ def _after(moe: Any, inputs: Any, output: Any) -> None:
 
 
 def moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
-    """Return the MoE layers by the number of their block in the whole model."""
+    """Return the MoE layers by layer number in the whole model."""
     return {
         int(number): block.moe
         for part in model_parts
@@ -79,12 +79,12 @@ class RouterLoad:
         model_args: Any,
         parallel_dims: Any,
         job_config: Any,
-        writes: bool,  # one rank does
+        writes: bool,  # whether this rank writes the file; true on one rank
     ) -> None:
         self._own = moe_layers(model_parts)
         self._device = next(model_parts[0].parameters()).device
         self._shape = model_args.n_layers, model_args.moe_args.num_experts
-        # The ranks of a TP group count the same tokens: the sum is not over them.
+        # Do not sum over TP: the ranks of a TP group count the same tokens.
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("loss", "pp")]
         self._groups = [mesh.get_group() for mesh in meshes if mesh is not None]
         self._forced = chosen_routing(job_config) != TRAINED
@@ -100,7 +100,7 @@ class RouterLoad:
     def log(self, first_step: int, step: int) -> dict[str, float]:
         """Write the load of the steps from `first_step` to `step`; a collective of all ranks.
 
-        Return the metrics for TensorBoard and W&B; none on a rank that does not write.
+        Return the metrics for TensorBoard and W&B; empty on a rank that does not write.
         """
         counts = self.take_counts()
         if not self._writes:
@@ -131,7 +131,7 @@ class RouterLoad:
         }
 
     def take_counts(self) -> Tensor:
-        """Sum the counts of all ranks, (layers, experts), and reset this rank's."""
+        """Return the counts (layers, experts) summed over all ranks, and reset this rank's."""
         table = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         for layer, moe in self._own.items():
             if (load := getattr(moe, _COUNT, None)) is not None:
@@ -148,7 +148,7 @@ class RouterLoad:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
-            # A statistic must not end the job.
+            # A failure to write statistics must not stop the job.
             logger.warning(f"cookbook: no more router load: {self._file}: {error.strerror}")
             self._file = None
 
@@ -172,7 +172,7 @@ def chosen_routing(job_config: Any) -> str:
 def deal_experts(
     router: Any, num_tokens: int, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Deal distinct experts uniformly under the router's own group limit, (tokens, top k) int16."""
+    """Return random distinct experts per token, (tokens, top k) int16, within the group limit."""
     draws = torch.rand(num_tokens, router.num_experts, generator=generator, device=device)
     if router.num_expert_groups is not None:
         shape = num_tokens, router.num_expert_groups
@@ -187,11 +187,11 @@ def deal_experts(
 def route_at_random(
     model: nn.Module, parallel_dims: Any, job_config: Any, device: torch.device
 ) -> None:
-    """Set a table on each router of `model`, the whole or a stage; call before compiling.
+    """Give each router of `model`, or of one stage, a table of experts; call before compiling.
 
-    Each sequence of all ranks' batches has a seed: TP ranks, which route the same tokens, get the
-    same table, and DP ranks may share the batch in any way. Microbatches of a pipeline are not told
-    apart: all of them are dealt the experts of the rank's first.
+    Each sequence of the global batch has its own seed. TP ranks, which route the same tokens, get
+    the same table, and the tables do not depend on how DP ranks split the batch. All microbatches
+    of a pipeline use the experts of the rank's first microbatch.
     """
     mesh = parallel_dims.get_optional_mesh("loss")
     rank = 0 if mesh is None else mesh.get_local_rank()
@@ -204,7 +204,7 @@ def route_at_random(
             generator = torch.Generator(device).manual_seed(seed)
             tables.append(deal_experts(moe.router, num_tokens, generator, device))
         moe.router.cookbook_dealt = torch.cat(tables)
-        # No door: the router calls this method where its load is forced.
+        # No door: the router calls this method if routing is forced.
         moe.router._debug_force_load_balance_routing = MethodType(_look_up, moe.router)
 
 

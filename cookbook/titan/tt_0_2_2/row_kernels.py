@@ -1,12 +1,12 @@
-"""Routed experts whose scores weight activations, and the row kernels of two EP backends.
+"""Routed experts that score activations instead of outputs, and row kernels of two EP backends.
 
-An expert's output is linear in its activation: the sum over a token's experts is the same but for
-rounding. No gradient needs the outputs then: they are not kept, and recomputation stops before the
-last product. Megatron Core applies "probs on activations" since v0.13. The EP backend `deepep` does
-so with `deepep.score_activations`, `standard` and `mxfp8_a2a` with `cookbook.row_kernels`.
+An expert's output is linear in its activation, so scoring the activation gives the same sum over a
+token's experts, up to rounding. No gradient then needs the outputs: they are not kept, and
+recomputation skips the last GEMM. Megatron Core has "probs on activations" since v0.13. The option
+is `deepep.score_activations` for `deepep`, `cookbook.row_kernels` for `standard` and `mxfp8_a2a`.
 
-There TorchTitan orders rows by an index, weights the experts' outputs by a batched GEMM in float32
-and writes them back by another index. Here rows are ordered and brought back in one pass each.
+For the latter two backends, TorchTitan gathers rows by an index, scores outputs by a batched GEMM
+in float32 and scatters them by another index. The row kernels need one pass in each direction.
 """
 
 import functools
@@ -38,21 +38,21 @@ from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, no
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of rows by expert; a plain class, in which FSDP finds no tensors to cast."""
+    """Rows grouped by expert."""
 
     scores: Tensor  # (rows, 1) float32
-    sizes: Tensor  # (experts,) int32, how many rows each expert has
-    ends: Tensor  # (experts,) int32, where they end
+    sizes: Tensor  # (experts,) int32, number of rows of each expert
+    ends: Tensor  # (experts,) int32, end of each expert's padded group
 
 
 class RowExperts(nn.Module):
-    """Mixed into the class of the routed experts, which then score their activations.
+    """A mixin for the routed experts that scores activations.
 
-    With EP they send rows to the ranks of their experts and back.
+    With EP it also sends rows to the ranks of their experts and back.
     """
 
     cookbook_ep: DeviceMesh | None
-    cookbook_tp: DeviceMesh | None  # the ranks over which each expert is cut
+    cookbook_tp: DeviceMesh | None  # the ranks over which each expert is sharded
     cookbook_precisions: Precisions
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
@@ -76,24 +76,24 @@ class RowExperts(nn.Module):
         with not_saved():
             out = collect(out, None, plan, is_needed=not in_recompute())
             if in_recompute():
-                # No gradient needs the outputs, and no rank sends any.
+                # Skip the combine in recomputation: no gradient needs the outputs.
                 return torch.empty_like(rows).requires_grad_()
             return self.cookbook_precisions.receive(out, there, here, group)
 
     def _compute(self, rows: Tensor, groups: Groups) -> Tensor:
         experts: Any = self
         if not hasattr(experts, "w1"):
-            # The self-check's experts, which multiply nothing.
+            # The self-check's experts have no weights and run no GEMM.
             return super().forward(rows, groups.sizes) * groups.scores.to(rows.dtype)
         w1, w2, w3 = local_weights(experts)
         ends = groups.ends
         if not experts.use_grouped_mm:
             both = group_products(rows, join(rows.dtype, w1, w3), ends, grouped=False)
             return group_products(scored_swiglu(both, groups.scores), w2, ends, grouped=False)
-        # FSDP may have cast them to the parameters' type.
+        # FSDP may have cast the rows to the parameters' dtype.
         rows = rows.bfloat16()
         if type(w1) not in (Tensor, nn.Parameter):
-            # Compiled, since TorchAO writes the casts to FP8 as several operators each.
+            # Use the compiled path: each of TorchAO's casts to FP8 is several operators.
             return experts_with_probs(experts, rows, groups.scores, ends)
         both = group_products(rows, join(torch.bfloat16, w1, w3), ends)
         if w2.dtype != torch.bfloat16:
@@ -106,7 +106,7 @@ class RowExperts(nn.Module):
 class RowMoE(MoE):
     """TorchTitan's layer with `RowExperts`."""
 
-    # Set where EP borrows the TP ranks, each of which sends its shard of the tokens.
+    # Set if EP also spans the TP ranks, so that each TP rank sends its shard of the tokens.
     cookbook_shard_mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,15 +122,16 @@ class RowMoE(MoE):
             shard = TokenShard.of_mesh(length, self.cookbook_shard_mesh)
             mine, scores, chosen = (shard_tokens(one, shard) for one in (tokens, scores, chosen))
         if experts.cookbook_tp is not None:
-            # Each rank has one term of the gradient. There are fewer tokens to sum than rows.
+            # Each TP rank has one term of the gradient. Sum it here, over tokens, because there are
+            # `top_k` times as many rows.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
-        # Padded where rows are multiplied here, without being sent.
+        # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
         plan = plan_on_device(chosen, self.router.num_experts, alignment)
         dtype = torch.bfloat16 if getattr(experts, "use_grouped_mm", True) else x.dtype
         groups = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
         routed = experts(spread(mine, plan, dtype), groups)
-        # Before anything waits for the rows.
+        # Run the shared experts before anything waits for the routed rows.
         out = None if self.shared_experts is None else self.shared_experts(tokens)
         activity.rows.add("kernels")
         needed = not in_recompute()
@@ -148,7 +149,7 @@ def _mixed(mixin: type[nn.Module], experts: type[nn.Module]) -> type[nn.Module]:
 
 
 def mix_in(mixin: Any, experts: Any) -> None:
-    """Change the class of the routed experts; this instance alone, as FSDP does."""
+    """Add `mixin` to the class of this instance of the routed experts, as FSDP does."""
     experts.__class__ = _mixed(mixin, experts.__class__)
 
 
@@ -158,7 +159,7 @@ def use_row_kernels(
     ep_mesh: DeviceMesh | None = None,
     tp_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Change the classes of a layer and its experts, over the meshes that cut these."""
+    """Replace the classes of a layer and its experts, which are sharded over these meshes."""
     moe.__class__ = RowMoE
     mix_in(RowExperts, moe.experts)
     moe.experts.cookbook_precisions = precisions
@@ -166,16 +167,16 @@ def use_row_kernels(
 
 
 class ProbsOnActivations:
-    """The computation of `GroupedExperts.forward`, which takes no scores.
+    """`GroupedExperts.forward` with scores applied to the activations.
 
-    Like TorchTitan's function it is compiled once for all layers, which are alike.
+    Like TorchTitan's function, it is compiled once for all layers.
     """
 
     def __init__(self) -> None:
         self._activate, self._project = _activate, group_products
 
     def compile(self, backend: str) -> None:
-        """Compile both halves; further calls change nothing."""
+        """Compile both halves; further calls have no effect."""
         if self._activate is _activate:
             self._activate = torch.compile(_activate, backend=backend, fullgraph=True)
             self._project = torch.compile(group_products, backend=backend, fullgraph=True)
@@ -183,7 +184,7 @@ class ProbsOnActivations:
     def __call__(self, experts: Any, rows: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
         """Return scored outputs (rows, features); their values are undefined in recomputation.
 
-        Rows are in padded groups by expert, which end at `ends`; scores are (rows, 1) float32.
+        Rows are in padded groups by expert, which end at `ends`; `scores` are (rows, 1) float32.
         """
         w1, w2, w3 = local_weights(experts)
         if not experts.use_grouped_mm:
@@ -201,7 +202,7 @@ class ProbsOnActivations:
 def _activate(
     w1: Tensor, w3: Tensor, rows: Tensor, scores: Tensor, ends: Tensor, grouped: bool = True
 ) -> Tensor:
-    # Grouped GEMMs take BF16 only. Cast once, so that one copy is kept.
+    # Grouped GEMMs take BF16 only. Cast once, so that autograd keeps one copy for both GEMMs.
     rows = rows.bfloat16() if grouped else rows
     activations = nn.functional.silu(group_products(rows, w1, ends, grouped))
     activations = activations * group_products(rows, w3, ends, grouped)
@@ -209,17 +210,17 @@ def _activate(
 
 
 def group_products(rows: Tensor, weights: Tensor, ends: Tensor, grouped: bool = True) -> Tensor:
-    """Multiply each group of rows with its expert's weights (experts, out, in)."""
+    """Multiply each group of rows by its expert's weights (experts, out, in)."""
     if grouped:
         return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=ends)
-    # The last part belongs to no expert.
+    # The rows after the last group belong to no expert.
     *parts, rest = rows.tensor_split(ends.tolist())
     products = [part @ weight.T for part, weight in zip(parts, weights, strict=True)]
     return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[1])])
 
 
 def local_weights(experts: Any) -> list[Tensor]:
-    """Return this rank's part of the three weights of `GroupedExperts`."""
+    """Return this rank's shards of the three weights of `GroupedExperts`."""
     weights = (experts.w1, experts.w2, experts.w3)
     return [w.to_local() if isinstance(w, DTensor) else w for w in weights]
 

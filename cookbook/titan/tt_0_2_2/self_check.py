@@ -1,7 +1,7 @@
-"""Compares every kernel that a job uses with a reference, on its own GPU, before the first step.
+"""Compare every kernel of a job with a reference, on the job's own GPUs, before the first step.
 
-Kernels have been silently wrong on one GPU generation, or in the backward only. A wrong one ends
-the job.
+Kernels have been silently wrong on one GPU generation, or only in the backward. A wrong kernel
+stops the job.
 """
 
 import json
@@ -31,10 +31,10 @@ FILE = "self_check.json"
 
 
 def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[str, Any] | None:
-    """Check the cell's kernels, on all ranks; end every rank with one line where one is wrong.
+    """Check the cell's kernels on all ranks; exit every rank with one line if a kernel is wrong.
 
-    Return a summary for the log, with errors in units of their bounds; None where it is switched
-    off, or nothing runs.
+    Return a summary for the log, with errors as fractions of their bounds. Return None if the check
+    is switched off, or in a dry build.
     """
     if job_config.comm.mode != "default":
         return None
@@ -63,10 +63,10 @@ def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[
 
 
 def check_nvshmem(maps: str) -> None:
-    """Log the NVSHMEM in `maps`, the content of /proc/self/maps; refuse another than torch's wheel.
+    """Log the NVSHMEM in `maps`, the content of /proc/self/maps; refuse any but the wheel's.
 
-    DeepEP was linked with that one. With another, which the loader takes from LD_LIBRARY_PATH, it
-    hangs or fails between nodes.
+    DeepEP was linked with the NVSHMEM wheel that torch installs. If the loader takes another one
+    from LD_LIBRARY_PATH, DeepEP hangs or fails between nodes.
     """
     spec = find_spec("nvidia.nvshmem") if find_spec("nvidia") else None
     folders = (spec and spec.submodule_search_locations) or ()
@@ -82,10 +82,10 @@ def check_nvshmem(maps: str) -> None:
 
 
 def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResult]:
-    """Return the results of a cell's cases, of each the worst of all ranks, on every rank.
+    """Return each case's worst result over all ranks; every rank returns the same.
 
-    Skip kernels and shapes that are known already, and collective cases once any rank has failed:
-    the others would hang.
+    Exclude the cases in `skip`, given as (kernel, shape). Skip collective cases if any rank has
+    failed, because the other ranks would hang.
     """
     found: list[CaseResult] = []
     with _without_traces(cell.device):
@@ -122,12 +122,12 @@ def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
 
 @contextmanager
 def _without_traces(device: str) -> Iterator[None]:
-    """Restore notes of kernels, settings and memory afterwards; log nothing."""
+    """Suppress logging, and restore recorded activity, settings and GPU memory afterwards."""
     noted = [varlen_attention.ran, activity.dispatches, activity.rows, activity.losses]
     noted += [activity.saved, activity.patches_applied]
     before = [set(notes) for notes in noted]
     precision = torch.get_float32_matmul_precision()
-    # The references are in float32, and TF32 has no more bits than BF16.
+    # The float32 references must not use TF32, whose precision is close to BF16's.
     torch.set_float32_matmul_precision("highest")
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)

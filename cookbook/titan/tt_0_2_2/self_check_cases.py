@@ -1,7 +1,7 @@
-"""The kernels that a cell uses on a rank, as test cases at the cell's own shapes.
+"""The kernels that a rank of a cell uses, as test cases at the cell's own shapes.
 
-A GPU takes the cell's own widths, heads and experts, and as many tokens as keep all cases within
-some seconds. A CPU takes less: there the cases are for the code around the kernels.
+On a GPU the cases have the cell's own widths, heads and experts, with the tokens limited so that
+all cases take a few seconds. On a CPU they are smaller and test only the code around the kernels.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
 from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
 _NO_OPTION = "no option does without it; another torch may"
-# By kernel: the option that does without it.
+# By kernel: the option that avoids it.
 _AVOID = {
     "flex": "model.attention=flash_attention_4 does without it",
     FLASH_ATTENTION_4: "leave out model.attention, or set model.attention=flavor",
@@ -75,7 +75,7 @@ class Cell:
         self.parts = FAMILIES[job_config.model.name]
         self.comm_backend: str = job_config.parallelism.expert_parallel_comm_backend
         self.local_experts: int = model_args.moe_args.num_experts // dims.ep
-        # The hidden size of an expert on one rank.
+        # The hidden size of each expert's shard on one rank.
         cut = dims.tp if dims.ep == 1 else dims.etp
         self.expert_hidden: int = model_args.moe_inter_dim // cut
 
@@ -86,7 +86,7 @@ class Cell:
 
 
 def kernel_cases(cell: Cell) -> list[KernelCase]:
-    """Return all that a rank of the cell uses, in the order of the test; the same on every rank."""
+    """Return the cases of all kernels that a rank uses, in test order; the same on every rank."""
     makers = (_attention, _grouped_gemms, _linear_layers, _rows, _loss, _exchange)
     return [case for make in makers for case in make(cell)]
 
@@ -96,16 +96,16 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
         layer: Any = cell.parts.attention(cell.model_args)
     is_flash = cell.job_config.model.attention == FLASH_ATTENTION_4
     kernel = FLASH_ATTENTION_4 if is_flash else cell.model_args.attn_type
-    # Context parallelism gives a rank a part of each sequence; the kernel is the same.
+    # Context parallelism gives each rank a shard of each sequence, for the same kernel.
     whole = cell.job_config.training.seq_len // cell.dims.cp
     limits = cell.limits
     groups = layer.n_heads // getattr(layer, "n_kv_heads", layer.n_heads)
     heads = max(groups, min(layer.n_heads // cell.dims.tp, limits.heads // groups * groups))
     length = min(whole, limits.sequence)
     while groups * length**2 > 4 * products.SCORES:
-        # The reference compares all query heads of a key at a time, at most 4 GiB of scores.
+        # The reference computes all query heads of a key at once; limit its scores to 4 GiB.
         length //= 2
-    # Of one forward: a pipeline's microbatch, or the whole local batch.
+    # The sequences of one forward: a pipeline's microbatch, or the whole local batch.
     sequences = cell.job_config.training.local_batch_size
     if cell.dims.pp_enabled:
         sequences = cell.job_config.parallelism.pipeline_parallel_microbatch_size
@@ -120,10 +120,10 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     )
     attend_by = {"flex": flex, "sdpa": sdpa, FLASH_ATTENTION_4: products.flash_attention_4}[kernel]
     room = f" in room for {most:,}" if most else ""
-    # SDPA knows no documents.
+    # SDPA has no document mask.
     packings = ("whole",) if kernel == "sdpa" else limits.packings
     for packing in packings:
-        # Each kind of inputs once: several sequences of many documents as trained ones.
+        # Test both kinds of values once: values as in training with the first packing only.
         like_trained = packing == packings[0]
         values = "values as trained" if like_trained else "random values"
         run = partial(
@@ -143,14 +143,14 @@ def flex(shape: products.AttentionShape, ends: torch.Tensor) -> products.Attend:
 
 
 def sdpa(shape: products.AttentionShape, ends: torch.Tensor) -> products.Attend:
-    """Return TorchTitan's SDPA, which knows no documents: `ends` are those of sequences."""
+    """Return TorchTitan's SDPA, which has no document mask: `ends` are the ends of sequences."""
     return _unfolded(shape, partial(ScaledDotProductAttentionWrapper(), scale=shape.scale))
 
 
 def _unfolded(
     shape: products.AttentionShape, attention: Callable[..., torch.Tensor]
 ) -> products.Attend:
-    """Return an attention over (batch, heads, length, head_dim) for folded tensors."""
+    """Adapt an attention over (batch, heads, length, head_dim) to folded tensors."""
     options = {"enable_gqa": True} if shape.groups > 1 else {}
 
     def attend(*folded: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def _unfolded(
 def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
     if not cell.model_args.moe_args.use_grouped_mm:
         return
-    # First: it builds the converters, which set the alignment.
+    # Build the experts first: their converters set the alignment that is read below.
     probe = _experts(cell, torch.empty(1, 32, 32, dtype=torch.bfloat16))
     (kind,) = observe_model([probe]).grouped_gemms
     alignment, experts = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M, cell.local_experts
@@ -173,7 +173,7 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
     own = products.GroupedShape(experts, num_rows, n, k, alignment)
     shapes = [own, replace(own, n=k, k=n)]
     if cell.device == "cuda":
-        # Short sums, where one wrong scale of a block is a large part.
+        # Add a case with short sums, in which one wrong block scale causes a large relative error.
         shapes.append(products.GroupedShape(9, 700, 384, 256, alignment))
     kernel = f"grouped GEMM {kind}"
     avoid = _AVOID.get(kernel, "precision bf16 does without it")
@@ -194,7 +194,7 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
 
 
 def _experts(cell: Cell, weight: torch.Tensor) -> nn.Module:
-    """Return the cell's routed experts, quantized as in training, with one weight alone."""
+    """Return the cell's routed experts, quantized as in training, with only the weight `w1`."""
     experts, n, k = weight.shape
     with torch.device("meta"):
         module = GroupedExperts(k, n, experts, use_grouped_mm=True)
@@ -206,8 +206,8 @@ def _experts(cell: Cell, weight: torch.Tensor) -> nn.Module:
 
 
 def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
-    # One layer without experts and one with: every kind of linear layer is among theirs.
-    # A copy, since TorchTitan's arguments have more attributes than fields.
+    # One layer without experts and one with experts contain every kind of linear layer.
+    # Use deepcopy, not replace: TorchTitan's arguments have attributes that are not fields.
     args = deepcopy(cell.model_args)
     args.n_layers, args.n_dense_layers = 2, 1
     with torch.device("meta"):
@@ -221,7 +221,7 @@ def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
             found.setdefault((kind, layer.out_features, layer.in_features), layer)
     by_size = sorted(found, key=lambda one: one[1] * one[2])
     if cell.device == "cpu":
-        # The smallest of each kind.
+        # Keep only the smallest layer of each kind.
         by_size = list({one[0]: one for one in reversed(by_size)}.values())
     num_rows = cell.limits.linear_rows
     for kind, n, k in by_size:
@@ -266,7 +266,7 @@ def _loss(cell: Cell) -> Iterator[KernelCase]:
     backend = options.backend if options.enable and "loss" in options.components else None
     mesh = cell.dims.get_optional_mesh("tp")
     group = None if mesh is None else mesh.get_group()
-    # One less than a whole chunk.
+    # Leave the last chunk one token short, to test uneven chunks.
     tokens = min(2048, cell.limits.tokens) // num_chunks * num_chunks - 1
     kernel = "loss in chunks"
     shape = f"{tokens:,} tokens of {args.dim}, {args.vocab_size:,} words, {num_chunks} chunks"
@@ -276,11 +276,11 @@ def _loss(cell: Cell) -> Iterator[KernelCase]:
 
 
 def _exchange(cell: Cell) -> Iterator[KernelCase]:
-    """Dispatch and combine; none where no token is sent, or ETP cuts the experts."""
+    """Yield the case of dispatch and combine; none if EP is 1 or ETP shards the experts."""
     dims, args = cell.dims, cell.model_args
     if dims.ep == 1 or dims.etp > 1:
         return
-    # Several sequences, each a multiple of TP.
+    # Use three sequences, each with a length divisible by TP.
     length = max(cell.limits.tokens // 3 // dims.tp, 1) * dims.tp
     experts, top_k = args.moe_args.num_experts, args.moe_args.top_k
     shape = rows.ExchangeShape(3, length, args.dim, experts, top_k, ep=dims.ep, tp=dims.tp)
@@ -294,7 +294,7 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
 def _exchange_errors(
     cell: Cell, shape: rows.ExchangeShape, precisions: Precisions
 ) -> Iterator[Error]:
-    """Compare the cell's MoE layer without shared experts, parallelized as in training."""
+    """Yield the errors of the cell's MoE layer, without shared experts, parallelized as trained."""
     dims, args = cell.dims, cell.model_args
     tp_mesh, ep_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     assert ep_mesh is not None

@@ -1,9 +1,9 @@
-"""Checks the kernels of several cells on this machine's GPUs, outside of any training.
+"""Check the kernels of several cells on this machine's GPUs, without training.
 
     torchrun --standalone --nproc-per-node=N -m cookbook.titan.tt_0_2_2.self_check_main CELLS -o OUT
 
-CELLS is a JSON file, a list of `[name, TorchTitan's options]`. A case that two cells share runs
-once. Each result is a line on standard output. Ends with status 1 where a kernel is wrong.
+CELLS is a JSON file, a list of `[name, TorchTitan's options]`. A case that several cells share runs
+once. Each result is a line on standard output. The exit status is 1 if any kernel is wrong.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from cookbook.titan.tt_0_2_2.self_check_cases import Cell
 
 
 def cell_of(words: Sequence[str], device: str) -> Cell:
-    """Return the cell of TorchTitan's options, laid out on the ranks that are there."""
+    """Return the cell of TorchTitan's options `words`, laid out on the ranks of this job."""
     config = ConfigManager().parse_args(list(words))
     options = config.parallelism
     dims = ParallelDims(
@@ -41,7 +41,7 @@ def cell_of(words: Sequence[str], device: str) -> Cell:
         etp=options.expert_tensor_parallel_degree,
         world_size=dist.get_world_size(),
     )
-    # The converters of the cell before may have set another one in this process.
+    # Reset the default alignment, which the previous cell's converters may have changed.
     set_token_group_alignment_size_m(8)
     args = deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
     args.update_from_config(config)
@@ -49,7 +49,7 @@ def cell_of(words: Sequence[str], device: str) -> Cell:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the kernels of cells one after another; 0 where none is wrong."""
+    """Check the kernels of each cell in turn; return 1 if any kernel is wrong, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cells", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Results travel as Python objects, for which gloo is enough.
+    # Results are gathered as Python objects on the CPU, over gloo.
     dist.init_process_group("cuda:nccl,cpu:gloo" if device == "cuda" else "gloo")
     began = time.perf_counter()
     found: list[CaseResult] = []

@@ -1,11 +1,12 @@
 """Train and validate on texts: the user's own with `--training.dataset=text --data.files=...`.
 
-TorchTitan 0.2.2 streams C4 and loses its place when it resumes in a second epoch. Here the place
-in the stream is a few numbers for each source, and the order of an epoch follows from the seed, so
-a resumed job reads exactly the batches that an uninterrupted one reads.
+TorchTitan 0.2.2 streams C4 and loses its position when it resumes in a second epoch. Here the
+position is a few numbers per source and the seed determines the order of each epoch, so a resumed
+job reads exactly the batches that an uninterrupted job reads.
 
-TorchTitan's DeepSeek-V3 has no validator. TorchTitan's own reads other batches each time, counts
-its tokens as training's and moves the router's counts; this one restores all of that.
+TorchTitan's DeepSeek-V3 has no validator. TorchTitan's validator reads different batches each time,
+adds its tokens to training's throughput and changes the router's token counts. The validator here
+reads the same batches and restores both counts.
 """
 
 import random
@@ -33,13 +34,13 @@ DATASET = "text"
 
 @dataclass
 class Place:
-    """How far one reader is in one source."""
+    """The position of one reader in one source."""
 
     epoch: int = 0
-    file: int = 0  # in the order of this epoch
-    before: int = 0  # documents of this epoch's files before that one
-    documents: int = 0  # those read of it, by all readers
-    tokens: int = 0  # of this reader, in all epochs
+    file: int = 0  # index of the current file in this epoch's order
+    before: int = 0  # documents in this epoch's earlier files
+    documents: int = 0  # documents of the current file passed so far, including other readers'
+    tokens: int = 0  # tokens that this reader returned in all epochs
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Reader:
 
 
 class TextDataset(IterableDataset, Stateful):
-    """Sequences of tokens of several weighted sources, cut over ranks and data-loader workers.
+    """Token sequences from weighted sources, split over ranks and data-loader workers.
 
     Yields `{"input": tokens}, labels`, each (seq_len,) int64, as TorchTitan's dataset does.
     """
@@ -115,7 +116,7 @@ class TextDataset(IterableDataset, Stateful):
             for source, place in zip(self._sources, self._places, strict=True)
         ]
         while True:
-            # The source that is furthest behind its share of the tokens.
+            # Read from the source that is furthest behind its share of the tokens.
             pairs = zip(self._places, self._sources, strict=True)
             shares = [place.tokens / one.weight for place, one in pairs]
             source = shares.index(min(shares))
@@ -128,13 +129,13 @@ class TextDataset(IterableDataset, Stateful):
                 yield {"input": x[:-1]}, x[1:]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in every source and the tokens that fill no sequence yet."""
+        """Return the position in every source and the tokens left over for the next sequence."""
         files = [[str(file) for file in source.files] for source in self._sources]
         places = [asdict(place) for place in self._places]
         return {"places": places, "buffer": list(self._buffer), "files": files, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved place; with other files or another seed the job ends."""
+        """Continue at a saved position; refuse it if the files or the seed have changed."""
         now = self.state_dict()
         for name, option in (("files", "data.files"), ("seed", "data.shuffle_seed")):
             if state[name] != now[name]:
@@ -148,9 +149,10 @@ class TextDataset(IterableDataset, Stateful):
 
 
 def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAwareDataloader:
-    """Return the data loader of a job's training, or one at the start of its validation texts.
+    """Return the loader of a job's training texts, or of its validation texts from their start.
 
-    TorchTitan's own, or one of the user's texts; arguments as TorchTitan's function takes them.
+    It reads the user's texts or TorchTitan's data sets. `arguments` are those of TorchTitan's
+    function.
     """
     config = arguments["job_config"]
     section = config.validation if validates else config.training
@@ -169,8 +171,8 @@ def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAware
         loader = text_datasets.build_text_validation_dataloader(**arguments, infinite=True)
     else:
         loader = text_datasets.build_text_dataloader(**arguments)
-    # A worker whose rank is gone would wait for ever to write its state, which holds a whole
-    # document, into a pipe that nobody reads.
+    # A worker that outlives its rank would block forever writing its state, which can exceed the
+    # pipe's buffer, into a pipe that nobody reads.
     loader.worker_init_fn = die_with_parent
     return loader
 
@@ -179,14 +181,14 @@ class RepeatableValidator(Validator):
     """TorchTitan's validator over the first `validation.steps` batches of its texts."""
 
     def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, **parts: Any) -> None:
-        # Not Validator's: it builds a loader of TorchTitan's own data sets.
+        # Skip Validator.__init__, which builds a loader of TorchTitan's own data sets.
         BaseValidator.__init__(self, job_config)
         for name, part in parts.items():
             setattr(self, name, part)
         self._place = {"dp_world_size": dp_world_size, "dp_rank": dp_rank}
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Log the validation loss: the mean over tokens, by the rank that has the loss."""
+        """Log the validation loss, the mean over tokens, on the rank that has the loss."""
         self.validation_dataloader = build_dataloader(
             validates=True, job_config=self.job_config, tokenizer=self.tokenizer, **self._place
         )
@@ -210,7 +212,7 @@ class RepeatableValidator(Validator):
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
         """Prepare a batch as TorchTitan's Trainer does.
 
-        TorchTitan's validator makes masks for SDPA too, which takes none.
+        TorchTitan's validator also builds masks for SDPA, which accepts none.
         """
         inputs = input_dict["input"]
         others = {name: value for name, value in input_dict.items() if name != "input"}
@@ -229,9 +231,9 @@ class RepeatableValidator(Validator):
 
 
 def build_validator(job_config: Any, **arguments: Any) -> RepeatableValidator:
-    """Return the validator of a job; arguments as TorchTitan's function takes them.
+    """Return the validator of a job; `arguments` are those of TorchTitan's function.
 
-    Its batches are of training's shape, so that nothing is compiled or sized for another.
+    Its batches have training's shape, so nothing is compiled or allocated for a second shape.
     """
     training, validation = job_config.training, job_config.validation
     validation.seq_len, validation.local_batch_size = training.seq_len, training.local_batch_size

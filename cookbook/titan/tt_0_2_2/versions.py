@@ -1,10 +1,10 @@
-"""The installed packages' versions, and the refusal of those that this package does not know."""
+"""The versions of installed packages; refuses those that this package was not written for."""
 
 import logging
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-# This package uses doors and names that exist, with the expected meaning, in these versions.
+# This package relies on internals of exactly these versions.
 TORCHTITAN = "0.2.2"
 TORCHAO = "0.16.0"
 
@@ -12,7 +12,7 @@ logger = logging.getLogger()
 
 
 def refuse(reason: str) -> SystemExit:
-    """Log `reason` as the line to read, and return the exception that ends this rank."""
+    """Log `reason` as an error, and return the exception that exits this rank."""
     logger.error(f"cookbook refuses: {reason}")
     return SystemExit(1)
 
@@ -25,7 +25,7 @@ def installed(package: str) -> str | None:
 
 
 def check_versions() -> None:
-    """Refuse a TorchTitan or TorchAO that this package was not written for."""
+    """Refuse any version of TorchTitan or TorchAO other than the ones above."""
     for package, known in (("torchtitan", TORCHTITAN), ("torchao", TORCHAO)):
         found = installed(package)
         if found is None or found.split("+")[0] != known:
@@ -36,7 +36,7 @@ def check_versions() -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that decide a run's numbers, for its log and its result."""
+    """Return the versions that affect a run's numbers, for its log and its result."""
     import torch
 
     return {
