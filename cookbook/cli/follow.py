@@ -26,7 +26,7 @@ from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import SETTLED, CellState, cancel_deleted, cancel_run, cell_states
 from cookbook.run.status import FAILED, OPEN, RUNNING, read_json, read_resumptions
 
-_LEAST_STEPS = 4  # fewer steps are too few to estimate the time left
+_LEAST_STEPS = 4  # steps needed to estimate the time left
 POLL_S = {"local": 1.0, "slurm": 5.0}
 _PATIENCE_S = 20.0  # seconds: --watch waits longer for a busy controller than `status`
 

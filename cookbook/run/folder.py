@@ -58,7 +58,7 @@ class CellFolder:
 
     record = _Below("cell.yaml")  # the newest request for the cell (`run.record`)
     script = _Below("train.sh")  # the script that the job runs, exactly as `render` prints it
-    status = _Below("status.json")  # the state, written only by the job
+    status = _Below("status.json")  # the state; once submitted, only the job writes it
     job = _Below("job.json")  # the job's id, written by the submitter, or by the job if that failed
     end = _Below("end.json")  # how the job ended, kept because Slurm forgets jobs
     job_files = _Below("job")  # submitit's files and the batch step's output

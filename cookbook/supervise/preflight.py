@@ -235,7 +235,8 @@ def skewed(ahead: Mapping[str, float]) -> dict[str, Fault]:
 def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
     """Return the fault that more than half of the nodes share (at least two); None if none.
 
-    The cluster, the profile or the job causes such a fault; excluding all its nodes would not help.
+    The cluster, the profile or the job causes such a fault; excluding its nodes would empty the
+    cluster.
     """
     found = [(one.check, f"{node}: {one.reason}") for node in faults for one in faults[node]]
     for check, count in Counter(check for check, _ in found).items():
@@ -321,7 +322,7 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
             listed[node] = Excluded(node, now + hours * 3600, job.reasons[node])
     choice = excluded.choose(needed, known, list(listed.values()))
     if job.record.too_few_nodes == "stop":
-        # Slurm would wait for drained nodes; with `stop` the job must not, so exclude them.
+        # Slurm would wait for drained nodes; with `stop` the job must not, so do not count them.
         gone = retry_while_busy(lambda _: slurm.drained(known))
         usable = [node for node in known if node not in gone]
         choice = excluded.choose(needed, usable, list(listed.values()))

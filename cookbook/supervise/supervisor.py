@@ -43,7 +43,7 @@ _MOST_SPAWNS = 5
 class SignalReceivedError(BaseException):
     """The job received a stop signal while an attempt was being prepared.
 
-    No Exception, which the reader of a checkpoint would take for damage.
+    Not an Exception: `except Exception` around reading a checkpoint would take it for damage.
     """
 
 
