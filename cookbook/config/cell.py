@@ -1,4 +1,4 @@
-"""A cell: a point of recipe x precision x EP backend on a cluster; and the findings about it."""
+"""A cell: one recipe x precision x EP backend on a cluster; and the findings about it."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ from cookbook.config.recipe import (
 from cookbook.config.stack import Stack
 from cookbook.run.record import CellRecord
 
-# Options of the cookbook's own.
+# The cookbook's own options.
 ATTENTION = "model.attention"
 NUM_CHUNKS = "loss.num_chunks"
 EP_CHUNKS = "deepep.num_chunks"
@@ -30,7 +30,7 @@ SCORE_ACTIVATIONS = "deepep.score_activations"
 ROW_KERNELS = "cookbook.row_kernels"
 SAVE_LIST = "activation_checkpoint.op_sac_save_list"
 LAYERS_KEPT = "activation_checkpoint.num_layers_kept"
-# A cell's files, by their key in its record.
+# The parts of a cell that are read from files, by their keys in its record.
 PARTS = ("recipe", "precision", "ep_backend", "cluster")
 # The operators that SAVE_LIST may name; the first three are TorchTitan's own list.
 SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
@@ -38,7 +38,7 @@ SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One point of recipe x precision x EP backend on a cluster."""
+    """One combination of recipe, precision and EP backend on a cluster."""
 
     name: str
     recipe: Recipe
@@ -48,15 +48,15 @@ class Cell:
     nodes: int
     options: Options
     hooks: str  # the module that TorchTitan imports in every training process
-    emulated: bool  # precision or EP backend is computed, not accelerated, on this cluster
-    stand_in_for: str | None = None  # the requested recipe, where another takes its place here
+    emulated: bool  # whether software emulates precision or EP backend on this cluster
+    stand_in_for: str | None = None  # the requested recipe, if `recipe` replaces it
     refused: str | None = None  # why the cell cannot run
     published: float | None = None  # tokens/s/GPU published for exactly this cell
     baseline: str | None = None
-    prediction: str | None = None  # the sweep's text: expected speed, and the meaning of any other
-    left_out: tuple[str, ...] = ()  # options of the sweep that are made for the requested recipe
-    repeat_of: str | None = None  # the cell that this one, the `repeat`-th, repeats
-    repeat: int = 1
+    prediction: str | None = None  # the sweep's text on the expected speed and on deviations
+    left_out: tuple[str, ...] = ()  # the sweep's options that do not apply to a stand-in
+    repeat_of: str | None = None  # the name of the repeated cell
+    repeat: int = 1  # number of the repeat, from 1
 
     @property
     def world(self) -> int:
@@ -76,7 +76,7 @@ class Cell:
 
     @property
     def description(self) -> str:
-        """One line for headers; steps and nodes are the cell's, not the recipe's."""
+        """One line for headers, with the steps and nodes of the cell instead of the recipe's."""
         title = self.recipe.description.partition(":")[0]
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         return f"{self.name}: {title}, {self.steps} steps on {nodes} x {self.cluster.ranks}"
@@ -92,24 +92,24 @@ class Cell:
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """How tokens travel to their experts; the all-to-all where the options mix two kinds."""
+        """How tokens travel to their experts; the all-to-all if the options mix two kinds."""
         return EXCHANGES.get(implied(self.options)["dispatch"], STANDARD)
 
     @property
     def own_pair(self) -> str:
-        """The pair that the recipe is made for, where the cell has another; else empty."""
+        """The pair that the recipe is designed for; empty if it is the cell's own pair."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
-        # A recipe that names neither is for all.
+        # A recipe without `precision` and `ep_backend` is for every pair.
         return "" if own in (self.pair, "bf16+standard") else own
 
     @property
     def uses_flash_attention(self) -> bool:
-        """Whether FlashAttention-4 computes attention; on the CPU its reference does."""
+        """Whether FlashAttention-4, or its reference on the CPU, computes attention."""
         return bool(self.options[ATTENTION] == "flash_attention_4")
 
     @property
     def attends_by_reference(self) -> bool:
-        """Whether that reference runs: the same numbers at a meaningless speed."""
+        """Whether FlashAttention-4's reference runs: equal numerics, meaningless speed."""
         return self.uses_flash_attention and self.cluster.gpu is None
 
     @property
@@ -122,13 +122,13 @@ class Cell:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether torch.compile sees the model's layers."""
+        """Whether the model's layers are compiled."""
         components = self.options["compile.components"]
         return bool(self.options["compile.enable"] and "model" in components)
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the job exports; cluster, EP backend, precision: the later wins."""
+        """The variables that the job exports: precision overrides EP backend, that the cluster."""
         parts = (self.cluster, self.ep_backend, self.precision)
         return dict(itertools.chain(*(exported(part.environment).items() for part in parts)))
 
@@ -152,18 +152,18 @@ class Cell:
             published_source=published.source if published else None,
             environment=Words(self.environment),
             options=self.options.values,
-            # Parts that are the user's own files.
+            # Parts that come from the user's own files.
             files={key: name for key, name in names.items() if name != parts[key].path.stem},
         )
 
     def job_record(self) -> CellRecord:
-        """Return the record with all that a job needs, so that it reads no recipe again."""
+        """Return the record with everything that a job needs without reading the recipe."""
         profile = dict(self.cluster.content)
         return replace(self.record(), too_few_nodes=self.recipe.too_few_nodes, profile=profile)
 
 
 def train_argv(cell: Cell) -> list[str]:
-    """Return all of the cell's arguments but the folders of the run."""
+    """Return all of the cell's training arguments except the folders of the run."""
     stack = cell.options.stack
     words = launch_argv(stack, cell.description)
     words += [*overlay_argv(stack, cell.precision), *overlay_argv(stack, cell.ep_backend)]
@@ -172,7 +172,7 @@ def train_argv(cell: Cell) -> list[str]:
 
 
 def launch_argv(stack: Stack, description: str) -> list[str]:
-    """Return the arguments of every job of the stack: the cookbook's options and hooks."""
+    """Return the arguments that enable the cookbook's options and hooks in a job of the stack."""
     return [
         f"--job.custom_config_module={stack.hooks}.job_config",
         f"--experimental.custom_import={stack.hooks}",
@@ -181,7 +181,7 @@ def launch_argv(stack: Stack, description: str) -> list[str]:
 
 
 def overlay_argv(stack: Stack, overlay: Overlay) -> list[str]:
-    """Return the overlay's name, for log and report, and its `expect` block for the job."""
+    """Return arguments with the overlay's name, for log and report, and its `expect` block."""
     return [f"--cookbook.{overlay.kind}={overlay.name}", *argv_of(stack, overlay.expect)]
 
 
@@ -190,15 +190,15 @@ ERROR, WARNING, HINT = "error", "warning", "hint"
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a cell before it runs: an error refuses it, the others inform."""
+    """A finding about a cell before it runs; an error rejects the cell, other levels inform."""
 
     level: str
     rule: str
-    option: str  # the TorchTitan option to look at; empty where it is none
+    option: str  # the TorchTitan option to look at; empty if no option is to blame
     reason: str
     remedy: str = ""
-    reference: str = ""  # a public source file of TorchTitan, TorchAO, DeepEP, ..., or a page
-    is_input: bool = False  # the input is wrong (exit status 2), rather than the cell refused here
+    reference: str = ""  # URL of a source file of TorchTitan, TorchAO, DeepEP, ..., or of a page
+    is_input: bool = False  # whether the input is wrong (exit status 2), not only the cell rejected
 
     def as_mapping(self) -> dict[str, str]:
         return {key: value for key, value in asdict(self).items() if key != "is_input"}
@@ -208,7 +208,7 @@ class Finding:
         return f"{place}{self.reason}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-# Option, reason, remedy.
+# Tuples of option, reason and remedy.
 Problems = Iterator[tuple[str, str, str]]
 Rule = Callable[..., Iterator[Finding]]
 
@@ -216,9 +216,9 @@ Rule = Callable[..., Iterator[Finding]]
 def rule(
     rules: list[Rule], *, level: str = ERROR, reference: str = "", is_input: bool = False
 ) -> Callable[[Callable[..., Problems]], Rule]:
-    """Append a generator of (option, reason, remedy) to `rules`, as one that yields findings.
+    """Decorate a generator of (option, reason, remedy) as a rule and append it to `rules`.
 
-    The rule has the generator's name and arguments: a cell, and further ones of its list.
+    The rule yields findings and takes the generator's arguments. Its name is the generator's.
     """
 
     def register(problems: Callable[..., Problems]) -> Rule:
@@ -233,7 +233,7 @@ def rule(
 
 
 def unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, str]:
-    """Return the problem of a value that is not in `known`."""
+    """Return (option, reason, remedy) for a value that is not in `known`."""
     close = nearest(found, known)
     remedy = f"did you mean {close[0]!r}?" if close else "choose one of these"
     return option, f"found {found!r}, allowed: {', '.join(known)}", remedy
@@ -241,11 +241,11 @@ def unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a cell may not run, in three parts; a part that was not looked at is None."""
+    """The findings about a cell in three parts; a part that was not checked is None."""
 
-    rules: tuple[Finding, ...]  # errors that hold anywhere
-    built: tuple[Finding, ...] | None = None  # of the model that TorchTitan builds on the CPU
-    # What this environment lacks: errors where the job would run in it, else warnings.
+    rules: tuple[Finding, ...]  # errors in any environment
+    built: tuple[Finding, ...] | None = None  # findings of TorchTitan's build on the CPU
+    # Packages and files missing here: errors if the job would run here, else warnings.
     here: tuple[Finding, ...] | None = None
 
     @property
@@ -258,12 +258,12 @@ class Verdict:
 
     @property
     def refused(self) -> str | None:
-        """Why the cell may not run; None where it may."""
+        """Why the cell cannot run; None if it can."""
         return str(self.errors[0]) if self.errors else None
 
     @property
     def parts(self) -> str:
-        """Which parts were looked at, and which not."""
+        """Text that says which parts were checked and which were not."""
         parts = {"the rules": self.rules, "TorchTitan's build": self.built}
         parts["this environment"] = self.here
         seen = ", ".join(name for name, part in parts.items() if part is not None)

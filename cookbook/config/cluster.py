@@ -46,7 +46,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The least bus bandwidth in the test before training, in GB/s as nccl-tests count it."""
+    """The minimum bus bandwidth in the test before training, in GB/s as in nccl-tests."""
 
     all_reduce: Number
     all_to_all: Number
@@ -64,7 +64,7 @@ class Cluster:
     nodes: Count = 1
     gpus_per_node: Count | None = None
     cpu_ranks_per_node: Count = field(default=1, metadata={"key": "ranks_per_node"})
-    gpu: Gpu | None = None  # None where ranks run on the CPU (gloo)
+    gpu: Gpu | None = None  # None if ranks run on the CPU (gloo)
     emulate: Flag = False
     partition: Text | None = None
     account: Text | None = None
@@ -75,12 +75,12 @@ class Cluster:
     requeue: Flag = True
     max_restarts: Natural = 3
     seconds_to_stop: Count = 300
-    node_failure_days: Number | None = None  # the mean time between two failures of a node
-    write_gb_per_s: Number | None = None  # of all nodes together to the shared folder
+    node_failure_days: Number | None = None  # mean time between failures of a node
+    write_gb_per_s: Number | None = None  # write bandwidth to shared storage, all nodes together
     sbatch: Words = field(default_factory=Words)
     environment: Words = field(default_factory=Words)
-    source: Texts = ()  # files that a job reads, which must exist
-    source_if_exists: Texts = ()  # and those that it reads where they do
+    source: Texts = ()  # shell files that a job sources, which must exist
+    source_if_exists: Texts = ()  # shell files that a job sources if they exist
     rendezvous_port: Count = 29500
     container: Container | None = None
     price_per_gpu_hour: Number | None = None
@@ -89,18 +89,18 @@ class Cluster:
 
     @property
     def grace_seconds(self) -> int:
-        """From the signal to stop to the time limit: at most a quarter of the limit."""
+        """Seconds from the stop signal to the time limit: at most a quarter of the limit."""
         limit = seconds_of(self.time) if self.time else None
         return min(self.seconds_to_stop, limit // 4) if limit else self.seconds_to_stop
 
     @property
     def late_seconds(self) -> int:
-        """From that signal to a requeue in any case, in time before the limit."""
+        """Seconds from the stop signal to an unconditional requeue, before the time limit."""
         return self.grace_seconds * 3 // 4
 
     @property
     def ranks_per_node(self) -> int:
-        """torchrun's workers on each node: one for each GPU."""
+        """The number of torchrun workers per node: one per GPU."""
         return self.gpus_per_node or self.cpu_ranks_per_node
 
     @property
@@ -109,11 +109,11 @@ class Cluster:
 
     @property
     def ranks(self) -> str:
-        """`8 B200` or `2 CPU ranks`, for messages about a node."""
+        """A node's devices for messages: `8 B200` or `2 CPU ranks`."""
         return f"{self.ranks_per_node} {self.gpu.name if self.gpu else 'CPU ranks'}"
 
 
-# sbatch options that the cookbook sets, from the profile's own keys or always to the same value.
+# sbatch options that the cookbook sets, from keys of the profile or to a fixed value.
 _TAKEN = frozenset(
     {"partition", "account", "time", "exclude", "cpus-per-task", "exclusive", "requeue", "nodes"}
     | {"gpus-per-node", "job-name", "ntasks", "ntasks-per-node", "mem", "no-requeue", "output"}
@@ -122,7 +122,7 @@ _TAKEN = frozenset(
 
 
 def default_cluster() -> str:
-    """Return COOKBOOK_CLUSTER, `local` without Slurm, or the one profile that fits its nodes."""
+    """Return COOKBOOK_CLUSTER, `local` without Slurm, or the only profile that fits its nodes."""
     if name := os.environ.get("COOKBOOK_CLUSTER"):
         return name
     groups = slurm.node_groups() if has_slurm() else None
@@ -141,17 +141,17 @@ def default_cluster() -> str:
 
 
 def runs_here(cluster: Cluster) -> bool:
-    """Whether a job on `cluster` would run in this environment, with its packages and files."""
+    """Return whether a job on `cluster` would run in this environment."""
     is_job = os.environ.get("SLURM_JOB_ID") and not os.environ.get("COOKBOOK_CHECK")
     is_here = cluster.scheduler == "local" or bool(is_job)
     return is_here or (has_slurm() and _slurm_has(cluster, nodes=1))
 
 
 def _slurm_has(cluster: Cluster, nodes: int) -> bool:
-    """Whether Slurm reports so many nodes with the cluster's GPUs."""
+    """Return whether Slurm reports at least `nodes` nodes with the cluster's GPUs."""
     found = 0
     for count, gres in slurm.node_groups() or ():
-        # `gpu:b200:8(S:0-1)`, `gpu:8`, `(null)`.
+        # Examples of gres: `gpu:b200:8(S:0-1)`, `gpu:8`, `(null)`.
         match = re.search(r"gpu:(?:([^:(,]+):)?([0-9]+)", gres)
         kind, gpus = match.groups() if match else (None, 0)
         is_alike = not kind or not cluster.gpu or cluster.gpu.name.lower() in kind.lower()
@@ -162,15 +162,15 @@ def _slurm_has(cluster: Cluster, nodes: int) -> bool:
 
 @functools.cache
 def load_cluster(name: str) -> Cluster:
-    """Read the profile called `name`, or at the path `name`; `local` gets this machine's GPUs."""
+    """Read the profile with the name or path `name`; `local` gets this machine's GPUs."""
     cluster = _read_cluster(read_yaml(find_file("cluster", name)))
     gpus = visible_gpus() if cluster.scheduler == "local" else ()
-    # Unlike GPUs in one job would run at the pace of the slowest: take those like the first.
+    # Use only GPUs of the first one's type: in a mixed job the slowest would set the pace.
     return replace(cluster, gpu=gpus[0], gpus_per_node=gpus.count(gpus[0])) if gpus else cluster
 
 
 def cluster_from_record(record: CellRecord) -> Cluster:
-    """Return the profile as it was when the cell was recorded."""
+    """Return the cluster profile stored in the cell's record."""
     return _read_cluster(YamlFile(Path(f"{record.cluster}.yaml"), record.profile, {}, {}))
 
 
@@ -187,17 +187,17 @@ def _read_cluster(file: YamlFile) -> Cluster:
 
 
 def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Keys, reason and remedy of values that pydantic lets pass."""
+    """Yield keys, reason and remedy of invalid values that pydantic accepts."""
     if cluster.scheduler == "slurm" and (cluster.gpus_per_node is None) != (cluster.gpu is None):
         yield ("gpus_per_node",), "goes with `gpu`", "set both, or neither for CPU"
     if "ranks_per_node" in file.content and cluster.gpu is not None:
         yield ("ranks_per_node",), "is for CPU nodes", "there is a rank for each GPU"
-    # Somebody wrote 90, as in sm_90, for 9.0.
+    # A common mistake is 90, as in sm_90, for 9.0.
     if cluster.gpu and cluster.gpu.compute_capability >= 20:
         found = f"found {cluster.gpu.compute_capability:g}, allowed: MAJOR.MINOR"
         remedy = f"write {cluster.gpu.compute_capability / 10:.1f}"
         yield ("gpu", "compute_capability"), found, remedy
-    # sbatch reads both words in any case.
+    # sbatch accepts both words in upper or lower case.
     is_word = cluster.time and cluster.time.upper() in ("INFINITE", "UNLIMITED")
     if cluster.time and not is_word and seconds_of(cluster.time) is None:
         allowed = "MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED"
@@ -228,12 +228,12 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
 
 
 def seconds_of(limit: str) -> int | None:
-    """Return a time limit of sbatch (`90`, `1:30:00`, `1-12`) in seconds; None for no limit."""
+    """Return an sbatch time limit (`90`, `1:30:00`, `1-12`) in seconds; None for no limit."""
     match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+(?::[0-9]+){0,2})", limit)
     if match is None:
         return None
     days, parts = match[1], [int(part) for part in match[2].split(":")]
-    # Minutes stand first, hours only where there are days, or three parts.
+    # The first part is minutes, or hours if there are days or three parts.
     if days is None and len(parts) < 3:
         parts.insert(0, 0)
     hours, minutes, seconds = [*parts, 0, 0][:3]

@@ -1,4 +1,4 @@
-"""TorchTitan's options as files and command lines set them, and as a job will hold them."""
+"""TorchTitan's options: as set by files and command lines, and as effective in a job."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from cookbook.config.stack import Stack, load_stack
 
 @dataclass(frozen=True)
 class Setting:
-    """One TorchTitan option with a checked value, and the place that set it."""
+    """The checked value of a TorchTitan option, and the file or flag that set it."""
 
     value: Any
     origin: str
@@ -24,7 +24,7 @@ Settings = Mapping[str, Setting]
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The options that a job sets, by dotted name; `options[name]` is set or the default."""
+    """The options of a job by dotted name; `options[name]` is the set value or the default."""
 
     stack: Stack
     settings: Settings
@@ -41,18 +41,18 @@ class Options:
         return {name: setting.value for name, setting in self.settings.items()}
 
     def override(self, *layers: Settings) -> "Options":
-        """Return these with `layers` laid over them, the later winning."""
+        """Return the options overridden by `layers`; later layers win."""
         over = {name: setting for layer in layers for name, setting in layer.items()}
         return Options(self.stack, {**self.settings, **over})
 
     def origin(self, name: str) -> str:
-        """Return the place that set `name`, for the head of a message; it ends with the name."""
+        """Return the place that set `name`, to start a message; the place ends with the name."""
         place = self.settings[name].origin if name in self.settings else name
         return place if place.endswith(name) else f"{place}: {name}"
 
     @property
     def family(self) -> Family | None:
-        """None for one that the stack does not know, as is `model`."""
+        """The model's family; None, as is `model`, if the stack does not know it."""
         return self.stack.families.get(self["model.name"])
 
     @property
@@ -78,12 +78,12 @@ DEGREES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of a job are divided; every degree at least 1."""
+    """The parallel degrees of a job; each is at least 1."""
 
     world: int
     pp: int
     dp_replicate: int
-    # TorchTitan's -1 (the remaining ranks) is resolved: 0 where the other degrees leave none.
+    # TorchTitan's -1 (the remaining ranks) is resolved; 0 if the other degrees leave no ranks.
     dp_shard: int
     cp: int
     tp: int
@@ -104,7 +104,7 @@ def layout_of(options: Options, world: int) -> Layout:
 
 
 def read_sections(file: YamlFile) -> Settings:
-    """Read the options of all sections at the top of `file`."""
+    """Read the options of all top-level sections of `file`."""
     top, sections = file.content, load_stack().sections
     return read_options(file, {key: top[key] for key in top if key.partition(".")[0] in sections})
 
@@ -112,7 +112,7 @@ def read_sections(file: YamlFile) -> Settings:
 def read_options(
     file: YamlFile, mapping: Mapping[str, Any], within: tuple[str, ...] = ()
 ) -> Settings:
-    """Read options by dotted name below the keys `within`; `a: {b: 1}` is the same as `a.b: 1`."""
+    """Read options from `mapping`, at the keys `within` of `file`; `a: {b: 1}` equals `a.b: 1`."""
     stack, settings = load_stack(), dict[str, Setting]()
 
     def read(mapping: Mapping[str, Any], keys: tuple[str, ...], prefix: str) -> None:
@@ -134,7 +134,7 @@ def read_options(
 
 
 def command_line_settings(words: Sequence[str], flag: str = "--set") -> Settings:
-    """Parse SECTION.KEY=VALUE words; errors name the `flag` that they stand after."""
+    """Parse SECTION.KEY=VALUE words; errors name `flag`, the option that the words follow."""
     settings = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -151,7 +151,7 @@ def argv_of(stack: Stack, settings: Settings) -> list[str]:
 
 
 def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
-    """Parse `--section.key=value` and `--section.key value`; of an option's values, the last."""
+    """Parse `--section.key=value` and `--section.key value`; the last value of an option wins."""
     settings, left = dict[str, Setting](), list(words)
     while left:
         word = left.pop(0)
@@ -186,7 +186,7 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
     return Options(stack, settings)
 
 
-# Bash's read-only ones, and those that the scripts need (held to both by tests/test_overlay.py).
+# Bash's read-only variables and the scripts' variables; tests/test_overlay.py checks the list.
 RESERVED = frozenset(
     {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "IFS", "SECONDS", "ATTEMPT"}
     | {"CELL", "CELL_DIR", "EP_BACKEND", "EP_BACKEND_ARGS", "HEAD_ADDRESS", "LOG_RANK", "NUM_NODES"}
@@ -197,7 +197,7 @@ RESERVED = frozenset(
 
 
 def check_environment(file: YamlFile, environment: Words, sources: Words | None = None) -> None:
-    """Refuse variables that a job cannot export, and values that need expansion by a shell."""
+    """Raise InputError if a job cannot export a variable, or if a value needs shell expansion."""
     taken = [("environment", name) for name in environment]
     taken += [("environment_from", str(name)) for pair in (sources or {}).items() for name in pair]
     for key, name in taken:
@@ -214,5 +214,5 @@ def check_environment(file: YamlFile, environment: Words, sources: Words | None 
 
 
 def exported(words: Words) -> dict[str, str]:
-    """Return the texts that a shell exports; YAML's true is 1."""
+    """Return the variables as strings to export; YAML's true becomes 1."""
     return {key: str(int(one)) if isinstance(one, bool) else one for key, one in words.items()}

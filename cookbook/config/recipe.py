@@ -1,7 +1,7 @@
-"""The files of `recipes/` by name, and two kinds of them: recipes, and the overlays over them.
+"""Find the files of `recipes/` by name; read recipes, and the overlays that modify recipes.
 
-A new kind of EP exchange is a row of `EXCHANGES`, a dispatcher in `titan/`, and its speed in
-`predict/`; any other precision or EP backend is a YAML file.
+A new kind of dispatch needs a row in `EXCHANGES`, a dispatcher in `titan/` and its speed in
+`predict/`. Any other precision or EP backend needs only a YAML file.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ from cookbook.config.options import (
 )
 from cookbook.config.stack import load_stack
 
-# The folder below `recipes/` of each kind: its name in messages, and the remedy for one of its
-# names in the place of another kind's.
+# Kinds of files by their folder below `recipes/`: the kind's name in messages, and the remedy if
+# a name of this kind was given for another kind.
 KINDS = {
     "": ("recipe", "write: python submit.py run {}"),
     "precision": ("precision", "it is a precision: --precision {}"),
@@ -50,24 +50,23 @@ KINDS = {
     "cluster": ("cluster", "it is a cluster: --cluster {}"),
     "sweep": ("sweep", "write: python submit.py sweep {}"),
 }
-# Safe in a shell, in a path, and as a name of jobs and W&B runs. A cell's name holds three of them
-# and becomes a folder, whose name may have 255 bytes.
+# Names are safe in shells and paths, and as names of jobs and W&B runs. A cell's name contains
+# three of them and becomes a folder, whose name may have 255 bytes.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
 _WORD_CHARACTERS = 40
 
 
 def check_name(place: str, name: str) -> None:
-    """Raise where cells, jobs and folders cannot be named after `name`."""
+    """Raise InputError if cells, jobs and folders cannot be named after `name`."""
     if not _NAME.fullmatch(name):
         allowed = "letters, digits, '.', '-' and '_', at most 60, a letter or digit first"
         raise InputError(place, f"found {name!r}, allowed: {allowed}")
 
 
 def word_of(value: Any) -> str:
-    """Return an option's value as a part of a cell's name: letters for files, jobs and W&B.
+    """Return an option's value as part of a cell's name, safe for files, jobs and W&B.
 
-    Two values of an option have two words: one that does not hold all of its value ends with a
-    digest of it.
+    Different values give different words: a word that is not the whole value ends with a digest.
     """
     items = value if isinstance(value, list) else [value]
     text = "+".join(map(str, items))
@@ -81,13 +80,13 @@ def word_of(value: Any) -> str:
 
 
 def names_in(kind: str) -> list[str]:
-    """Return the names of the files of `kind`; editors' backup files have no such names."""
+    """Return the names of the files of `kind`, without editors' backup files."""
     stems = (path.stem for path in (RECIPES / kind).glob("*.yaml"))
     return sorted(filter(_NAME.fullmatch, stems))
 
 
 def find_file(kind: str, name: str) -> Path:
-    """Return the file for `name`, which may also be the path of a user's own YAML file."""
+    """Return the file called `name`, which may also be the path of the user's own YAML file."""
     title = KINDS[kind][0]
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
@@ -105,7 +104,7 @@ def find_file(kind: str, name: str) -> Path:
 
 
 def reference(kind: str, path: Path) -> str:
-    """Return the name by which `find_file` finds `path` from any folder, or the whole path."""
+    """Return a name or absolute path by which `find_file` finds `path` from any folder."""
     path = path.resolve()
     return path.stem if path.parent == (RECIPES / kind).resolve() else str(path)
 
@@ -117,20 +116,20 @@ COMM_BACKEND = "parallelism.expert_parallel_comm_backend"
 class Exchange:
     """How tokens travel to the ranks of their experts."""
 
-    name: str  # as an EP backend's `expect.dispatch` and the job's log have it
-    title: str  # for messages
-    sizes: tuple[int, ...] = ()  # EP degrees that it is configured for; empty for any
-    ranks_per_node: int = 0  # of every node, where it leaves the node; 0 for any number
-    has_etp: bool = True  # works with expert tensor parallelism
-    # The cookbook's hooks bring its MoE layer, which overlaps it with the shared experts itself.
+    name: str  # value of `expect.dispatch` in EP backends, also used in the job's log
+    title: str  # name in messages
+    sizes: tuple[int, ...] = ()  # supported EP degrees; empty for any
+    ranks_per_node: int = 0  # required ranks per node if EP spans nodes; 0 for any number
+    has_etp: bool = True  # whether it works with expert tensor parallelism
+    # Whether the cookbook's hooks supply an MoE layer, which overlaps it with the shared experts.
     has_own_layer: bool = False
-    sends_once_per_rank: bool = False  # a token for several experts of one rank
+    sends_once_per_rank: bool = False  # whether a token is sent once for several experts of a rank
 
 
 STANDARD = Exchange("standard", "the all-to-all")
 _MXFP8 = Exchange("mxfp8", "TorchAO's quantized all-to-all")
-# `Buffer.get_dispatch_config` of the pinned DeepEP has a tuned configuration for these; others fail
-# its assertion.
+# EP degrees with a tuned configuration in `Buffer.get_dispatch_config` of the pinned DeepEP, which
+# fails an assertion at any other degree.
 _SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 _DEEPEP = Exchange(
     "deepep", "DeepEP", _SIZES, 8, has_etp=False, has_own_layer=True, sends_once_per_rank=True
@@ -139,7 +138,7 @@ EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8, _DEEPEP)
 
 
 def implied(options: Options) -> dict[str, str]:
-    """Return `grouped_gemms`, `linear_layers` and `dispatch` as the options turn them on."""
+    """Return the `grouped_gemms`, `linear_layers` and `dispatch` that the options enable."""
     converters = options["model.converters"]
     grouped = {
         "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],
@@ -168,7 +167,7 @@ _EXPECTED: Mapping[Kind, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Needs:
-    """What an overlay asks of the machine and of other options, which must have these values."""
+    """An overlay's requirements: hardware, packages, and options that must have given values."""
 
     settings: Settings
     device: Literal["cuda"] | None = None
@@ -179,33 +178,32 @@ class Needs:
 
 @dataclass(frozen=True)
 class Overlay:
-    """A precision (`bf16`, `mxfp8`: formats of the GEMMs) or an EP backend (`deepep`: exchanges).
+    """A precision (GEMM formats, such as `mxfp8`) or an EP backend (dispatch, such as `deepep`).
 
-    Where the GPU lacks `needs.compute_capability`, `emulated`, if there is one, is laid over
-    `settings`.
+    If the GPU lacks `needs.compute_capability`, the options in `emulated` override `settings`.
     """
 
     kind: Kind
     name: str
     description: Text
     needs: Needs
-    expect: Settings  # must be active in training: `cookbook.<key>` of the job
+    expect: Settings  # features that must be active in training, as options `cookbook.<key>`
     settings: Settings
     emulated: Settings | None
     path: Path
     synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
-    environment_from: Words = field(default_factory=Words)  # the values of other variables
+    environment_from: Words = field(default_factory=Words)  # variables copied from other variables
 
     def expects(self, key: str) -> Any:
         return self.expect[f"cookbook.{key}"].value
 
 
 def load_precision(name: str, gpu: Gpu | None = None) -> Overlay:
-    """Read the precision of a name, synonym or path; `fp8` means the format that `gpu` has."""
+    """Read a precision by name, synonym or path; `fp8` means the format that `gpu` supports."""
     if name != "fp8":
         return load_overlay("precision", name)
-    # The newest generation first.
+    # Try the format of the newest GPU generation first.
     for precision in (load_overlay("precision", "mxfp8"), load_overlay("precision", "float8")):
         if gpu and precision.needs.compute_capability <= gpu.compute_capability:
             return precision
@@ -218,7 +216,7 @@ def load_ep_backend(name: str) -> Overlay:
 
 @functools.cache
 def load_overlay(kind: Kind, name: str) -> Overlay:
-    """Read the overlay of `kind` called `name`, by a synonym, or at the path `name`."""
+    """Read the overlay of `kind` with the name, synonym or path `name`."""
     if not name.endswith((".yaml", ".yml")) and name not in names_in(kind):
         name = _synonyms(kind).get(name, [name])[0]
     path = find_file(kind, name)
@@ -255,7 +253,7 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
 
 @functools.cache
 def _synonyms(kind: Kind) -> Mapping[str, list[str]]:
-    """Return the overlays that have each synonym; a file that cannot be read has none."""
+    """Return overlay names by synonym; a file that cannot be read has no synonyms."""
     found: dict[str, list[str]] = {}
     for name in names_in(kind):
         with contextlib.suppress(InputError):
@@ -277,18 +275,18 @@ class Published:
 class Recipe:
     """A model, its layout on the cluster and its training options."""
 
-    name: str  # of the file
+    name: str  # name of the file
     description: Text
     nodes: Count
     settings: Settings
     path: Path
-    short_name: Text = field(metadata={"key": "name"})  # begins the names of cells and jobs
-    stand_in: Text | None = None  # the recipe that `--cluster local` trains in its place
-    precision: Text = "bf16"  # of a cell that names none; so is `ep_backend`
-    ep_backend: Text = "standard"
-    spare_nodes: Natural = 0  # beyond those that train, to take the place of bad ones
-    too_few_nodes: Literal["wait", "stop"] = "wait"  # without enough healthy nodes
-    max_restarts: Natural | None = None  # after failures; None: as the cluster's profile says
+    short_name: Text = field(metadata={"key": "name"})  # prefix of the names of cells and jobs
+    stand_in: Text | None = None  # the recipe that `--cluster local` trains instead
+    precision: Text = "bf16"  # default for cells without a precision of their own
+    ep_backend: Text = "standard"  # default for cells without an EP backend of their own
+    spare_nodes: Natural = 0  # extra nodes, which replace bad ones
+    too_few_nodes: Literal["wait", "stop"] = "wait"  # action without enough healthy nodes
+    max_restarts: Natural | None = None  # restarts after failures; None for the cluster's value
     published: Published | None = None
 
     @property
@@ -305,7 +303,7 @@ class Recipe:
 
 @functools.cache
 def load_recipe(name: str) -> Recipe:
-    """Read the recipe called `name`, or at the path `name`."""
+    """Read the recipe with the name or path `name`."""
     path = find_file("", name)
     file = read_yaml(path)
     if "recipes" in file.content:

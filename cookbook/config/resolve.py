@@ -1,4 +1,4 @@
-"""Merge recipe, overlays, cluster and command line into a cell, and judge it."""
+"""Merge recipe, overlays, cluster and command line into a cell, and validate it."""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
 from cookbook.run.record import CellRecord
 
-# Settings of the sweep, of its axes, and of the command line.
+# Settings of the sweep, of its axes and of the command line, in this order.
 Layers = tuple[Settings, Settings, Settings]
 
 
@@ -38,26 +38,26 @@ def resolve_cell(
     layers: Layers = ({}, {}, {}),
     suffix: str = "",
 ) -> Cell:
-    """Merge the parts into a cell, name it and judge it; a stand-in's name has no `suffix`."""
+    """Merge the parts into a cell, name and validate it; a stand-in's name omits `suffix`."""
     cell = merge_config(recipe, precision, ep_backend, cluster, nodes=nodes, layers=layers)
     words = [suffix] if suffix and not cell.stand_in_for else []
     words += [f"{key.rpartition('.')[2]}_{word_of(one.value)}" for key, one in layers[1].items()]
     name = "-".join([cell.name, *words])
-    # A folder's name may have 255 bytes; a run adds to it while it is made.
+    # A folder's name may have 255 bytes, and a run appends to it while creating the folder.
     if len(name) > 200:
         found = f"its name has {len(name)} characters, allowed: 200"
         raise InputError(f"cell {name[:40]}...", found, "vary less, or shorten the names")
     cell = replace(cell, name=name, published=published_number(cell))
     option, folder = "checkpoint.folder", cell.options["checkpoint.folder"]
     if folder.startswith("/"):
-        # Cells that share a folder would continue each other's checkpoints.
+        # In a shared folder cells would resume from each other's checkpoints.
         own = Setting(f"{folder}/{name}", cell.options.origin(option))
         cell = replace(cell, options=cell.options.override({option: own}))
     return _judged(cell)
 
 
 def _judged(cell: Cell) -> Cell:
-    """Return the cell with the rules' first error; raise where the input is wrong."""
+    """Return the cell with the rules' first error; raise InputError if the input is wrong."""
     findings = validation_errors(cell)
     for one in findings:
         if one.is_input:
@@ -74,11 +74,11 @@ def merge_config(
     nodes: int | None = None,
     layers: Layers = ({}, {}, {}),
 ) -> Cell:
-    """Return the cell before it is judged.
+    """Merge the parts into a cell without validating it.
 
-    The later wins: recipe, EP backend, precision (emulated where the GPU lacks it), cluster, sweep,
-    the sweep's axes, the command line. On the `local` cluster the recipe's stand-in takes its
-    place, and the sweep's own settings, made for the recipe's size, are left out.
+    Later parts win: recipe, EP backend, precision (emulated if the GPU lacks it), cluster, sweep,
+    the sweep's axes, command line. On the `local` cluster the recipe's stand-in replaces it, and
+    the sweep's own settings, which suit the recipe's size, are dropped.
     """
     (of_sweep, varied, overrides), stand_in_for, left_out = layers, None, tuple[str, ...]()
     if cluster.scheduler == "local" and recipe.stand_in is not None:
@@ -86,7 +86,7 @@ def merge_config(
         left_out, of_sweep = tuple(of_sweep), {}
     layout, model = dict[str, Setting](), Options(load_stack(), recipe.settings).model
     if cluster.scheduler == "local" and DEGREES["ep"] in recipe.settings and model:
-        # EP over all ranks of this machine that the experts can be divided among.
+        # EP over as many of this machine's ranks as divide the experts.
         ranks, origin = cluster.ranks_per_node, f"cluster {cluster.name} "
         degree = math.gcd(ranks, model.num_experts)
         layout[DEGREES["ep"]] = Setting(degree, f"{origin}({ranks} ranks)")
@@ -111,7 +111,7 @@ def merge_config(
 
 
 def published_number(cell: Cell) -> float | None:
-    """Return the tokens/s/GPU published for this cell: with the recipe's own nodes and options."""
+    """Return the tokens/s/GPU published for the cell, if nodes and options are the recipe's own."""
     number = cell.recipe.published_numbers.get(cell.pair)
     if number is None or cell.nodes != cell.recipe.nodes or cell.stand_in_for is not None:
         return None
@@ -135,10 +135,10 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
 def cell_from_record(
     name: str, record: CellRecord, place: str, nodes: int | None, overrides: Settings
 ) -> Cell:
-    """Rebuild the cell of `record` as it was asked for most recently, under `overrides`; judge it.
+    """Rebuild and validate the cell of `record`, as last requested, with `overrides`.
 
-    Its options are the recorded ones, whatever became of the recipe; the overlays' `expect` blocks
-    and the environment come from the files as they are now. `place` is the record's, for errors.
+    The options are the recorded ones, even if the recipe has changed. The overlays' `expect` blocks
+    and the environment come from the current files. `place` names the record in errors.
     """
     stack, anew = load_stack(), "start a new run"
     parts = {key: str(record.files.get(key) or getattr(record, key) or "") for key in PARTS}
@@ -152,7 +152,7 @@ def cell_from_record(
     }
     total = "lr_scheduler.total_steps"
     if "training.steps" in overrides and total not in settings and record.steps is not None:
-        # Another number of steps must not bend the learning rate.
+        # A new number of steps must not change the learning-rate schedule.
         settings[total] = Setting(record.steps, f"{place}: training.steps")
     trained = Options(stack, settings)
     options = trained.override(overrides)
@@ -183,11 +183,11 @@ def cell_from_record(
 def this_machine(
     ranks: int, gpu: Gpu | None, environment: Mapping[str, str] | None = None
 ) -> Cluster:
-    """Return one node with `ranks` GPUs of that kind, or CPU ranks, without any settings."""
+    """Return a cluster of one node with `ranks` GPUs or CPU ranks, without settings."""
     return Cluster(
         name="this machine",
         description="the machine that this runs on",
-        # Not `local`: there, large recipes have stand-ins.
+        # Not `local`, which would replace large recipes by their stand-ins.
         scheduler="slurm",
         settings={},
         path=Path(__file__),
@@ -208,7 +208,7 @@ def cell_on(
     name: str = "",
     source: str = "bench",
 ) -> Cell:
-    """Return a recipe with its overlays and any `options` over them, refused or not."""
+    """Return the cell of a recipe, overlays and `options` on `cluster`, without validating it."""
     overlays = load_precision(precision), load_ep_backend(ep_backend)
     asked = {option: Setting(value, source) for option, value in options.items()}
     cell = merge_config(load_recipe(recipe), *overlays, cluster, layers=({}, {}, asked))

@@ -1,6 +1,6 @@
-"""A stack: pinned packages, and the options and models of its TorchTitan.
+"""A stack: pinned packages, and the options and models of the pinned TorchTitan.
 
-Read from `requirements.txt` and from `tables/<name>.json`, which is made from the installed
+It is read from `requirements.txt` and `tables/<name>.json`, which is generated from the installed
 TorchTitan (see `job_config.py` of the stack's package in `titan/`).
 """
 
@@ -18,7 +18,7 @@ from cookbook.base.errors import InputError, described, nearest, quotes_remedy, 
 from cookbook.base.family import Family
 from cookbook.base.paths import REQUIREMENTS
 
-# Public sources, at the versions of the stack.
+# Public sources at the stack's versions.
 TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
 TORCHAO = "https://github.com/pytorch/ao/blob/v0.16.0/torchao"
 FLASH_ATTENTION = "https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/cute"
@@ -33,7 +33,7 @@ _LINE = re.compile(
 
 @dataclass(frozen=True)
 class Pin:
-    """A pinned package; `value` is its version, or its commit where `source` is a repository."""
+    """A pinned package; `value` is its version, or its commit if `source` is a repository."""
 
     name: str
     value: str
@@ -42,7 +42,7 @@ class Pin:
 
     @property
     def requirement(self) -> str:
-        """The line that pip takes, without the marker that keeps it out of a plain install."""
+        """The requirement for pip, without the `extra` marker that excludes it by default."""
         return f"{self.name} @ {self.source}" if self.source else f"{self.name}=={self.value}"
 
 
@@ -53,7 +53,7 @@ def read_pins(path: Path = REQUIREMENTS) -> list[Pin]:
 
 
 def stack_name(path: Path = REQUIREMENTS) -> str:
-    """Return the stack that `path` pins, from its first line (`# stack 2026.02`)."""
+    """Return the name of the stack from the first line of `path` (`# stack 2026.02`)."""
     return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# stack").strip()
 
 
@@ -68,7 +68,7 @@ class Option:
     choices: tuple[str, ...] = ()
 
     def check(self, place: str, value: Any) -> Any:
-        """Return `value` as TorchTitan holds it; another type or choice is an input error."""
+        """Return `value` in TorchTitan's type; raise InputError for a wrong type or choice."""
         if self.optional and value in (None, "None"):
             return None
         if self.kind == "choice":
@@ -83,7 +83,7 @@ class Option:
             found = f"found {described(value)}, allowed: {_ALLOWED[self.kind]}"
             raise InputError(place, found, quotes_remedy(value, _ALLOWED[self.kind]))
         if self.kind == "list" and not value and self.default:
-            # TorchTitan reads an empty word as a list of one empty name.
+            # TorchTitan parses an empty argument as a list of one empty name.
             raise InputError(place, "found an empty list, which TorchTitan cannot be given here")
         for items in {"list": [value], "lists": value}.get(self.kind, ()):
             if any("," in item or item == "" for item in items):
@@ -131,7 +131,7 @@ def _holds(kind: str, value: Any) -> bool:
     return type(value).__name__ == kind and (kind != "float" or math.isfinite(value))
 
 
-# Options that the scripts set, after all settings, and the remedy.
+# Options that the scripts set after all settings, and the remedies for setting them elsewhere.
 _SET_BY_SCRIPTS = {
     "job.dump_folder": "set CELL_DIR or COOKBOOK_RUNS in the environment",
     "metrics.save_tb_folder": "it is in the attempt's folder",
@@ -147,7 +147,7 @@ _SET_BY_SCRIPTS = {
     "cookbook.dispatch": "set dispatch in the EP backend's `expect` block",
     "cookbook.emulated": "it follows from precision and cluster",
 }
-# Keys of the cookbook's own files that are no options.
+# Keys of the cookbook's files that are not TorchTitan options, and their remedies.
 _OWN_KEYS = {
     "precision": "use --precision, or `precision` at the top of a recipe or sweep",
     "ep_backend": "use --ep-backend, or `ep_backend` at the top of a recipe or sweep",
@@ -157,12 +157,12 @@ _OWN_KEYS = {
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """A pinned set of packages, the options that its TorchTitan understands, and the families."""
+    """A pinned set of packages, with the options and model families of its TorchTitan."""
 
     name: str
     pins: Mapping[str, str]
     options: Mapping[str, Option]
-    sections: frozenset[str]  # their first words: `training`, `parallelism`, ...
+    sections: frozenset[str]  # first words of the options: `training`, `parallelism`, ...
     families: Mapping[str, Family]
     refused_families: Mapping[str, str]
     datasets: Sequence[str]
@@ -173,13 +173,13 @@ class Stack:
         return f"cookbook.titan.tt_{self.pins['torchtitan'].replace('.', '_')}"
 
     def option(self, place: str, name: str) -> Option:
-        """Return the option called `name`; an error names the nearest real ones."""
+        """Return the option called `name`; raise InputError with the nearest names if unknown."""
         if name not in self.options:
-            # Else options of any section whose last word is near, or a degree by its initials.
+            # If no full name is near: options with a similar last word, or a degree's initials.
             known = [full for full in self.options if full not in _SET_BY_SCRIPTS]
             last = {full: full.rpartition(".")[2] for full in known}
             keys = nearest(name.rpartition(".")[2], {*last.values()})
-            # `tp` is `tensor_parallel_degree`.
+            # `tp` stands for `tensor_parallel_degree`.
             initials = {key: "".join(w[:1] for w in key.split("_")) for key in last.values()}
             keys += [key for key in initials if initials[key] == f"{name}d"]
             close = nearest(name, last, 3) or [n for n in last if last[n] in keys]
@@ -189,7 +189,7 @@ class Stack:
         return self.options[name]
 
     def setting(self, place: str, name: str) -> Option:
-        """Return `option(name)` for YAML files and `--set`; those that scripts set are an error."""
+        """Return `option(name)`; raise InputError if only the scripts may set the option."""
         if name in _OWN_KEYS:
             raise InputError(place, "is no option of TorchTitan", _OWN_KEYS[name])
         if name in _SET_BY_SCRIPTS:
@@ -199,7 +199,7 @@ class Stack:
 
 @functools.cache
 def load_stack(name: str | None = None) -> Stack:
-    """Read the stack called `name`; by default the one that this checkout's requirements pin."""
+    """Read the stack called `name`, by default the one in this checkout's requirements."""
     name = name or stack_name()
     tables = {path.stem: path for path in (Path(__file__).parent / "tables").glob("*.json")}
     if name not in tables:

@@ -1,4 +1,4 @@
-"""A sweep: recipes and the axes to multiply them by, from a YAML file, and its cells."""
+"""A sweep: recipes crossed with axes, read from a YAML file, and the resulting cells."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,32 +28,32 @@ Pair = tuple[Overlay, Overlay]
 
 @dataclass(frozen=True)
 class Point:
-    """A pair of a sweep; None for the recipe's own."""
+    """A pair of precision and EP backend in a sweep, with its own settings."""
 
-    pair: Pair | None = None
-    recipe: Recipe | None = None  # the one recipe that it is for; None for all of the sweep
-    name: str = ""  # ends the names of its cells
-    settings: Settings = field(default_factory=dict)  # laid over those of the sweep
-    prediction: str = ""  # expected speed, and the meaning of any other; text for the report
+    pair: Pair | None = None  # None for the recipe's own pair
+    recipe: Recipe | None = None  # the only recipe that uses the point; None for all recipes
+    name: str = ""  # suffix of the names of the point's cells
+    settings: Settings = field(default_factory=dict)  # settings that override the sweep's
+    prediction: str = ""  # text for the report on the expected speed and on deviations
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Recipes and the axes to multiply them by."""
+    """Recipes and the axes that they are crossed with."""
 
     name: str
     description: str
     recipes: tuple[Recipe, ...]
-    points: tuple[Point, ...] = (Point(),)  # the product of the two axes, or one by one
-    baseline: str | None = None  # `bf16+standard`
+    points: tuple[Point, ...] = (Point(),)  # product of precisions and EP backends, or listed
+    baseline: str | None = None  # the baseline's pair, such as `bf16+standard`
     settings: Settings = field(default_factory=dict)
-    # Multiplies further by the values of any TorchTitan options.
+    # Further axes: values of TorchTitan options.
     vary: Mapping[str, tuple[Setting, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CellRequest:
-    """The command line's choices for every cell; None and empty keep the sweep's own."""
+    """The command line's choices for every cell; None or empty keeps the sweep's values."""
 
     cluster: Cluster
     precision: str | None = None
@@ -63,9 +63,9 @@ class CellRequest:
 
 
 def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
-    """Return the cells of `sweep` in order, none twice; raise where none is left."""
+    """Return the cells of `sweep` in order, without duplicates; raise InputError without cells."""
     cells: dict[str, Cell] = {}
-    # Cells of one group differ in precision and EP backend alone, so they share a baseline.
+    # Cells of a group differ only in precision and EP backend, so they share a baseline.
     groups: dict[str, tuple[str, Point]] = {}
     baselines: dict[str, str] = {}
     axes = {name: axis for name, axis in sweep.vary.items() if name not in request.overrides}
@@ -79,14 +79,14 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             cell = resolve_cell(*parts, nodes=request.nodes, layers=layers, suffix=point.name)
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
             if cell.name in cells:
-                # Recipes with one stand-in, or pairs that the command line makes one.
+                # Skip duplicates: recipes with a common stand-in, pairs made equal by overrides.
                 other, other_point = groups[cell.name]
                 if cell.stand_in_for or (other == group and other_point is not point):
                     continue
                 found = f"two of its cells are called {cell.name!r}"
                 remedy = "no value of an axis may stand twice, and recipes need names of their own"
                 raise InputError(f"sweep {sweep.name}", found, remedy)
-            # A prediction is for the sweep's own cell; its number of steps does not matter.
+            # A prediction holds for the unmodified cell; only the number of steps may differ.
             is_own = pair == point.pair and cell.nodes == recipe.nodes and not cell.stand_in_for
             if is_own and request.overrides.keys() <= {"training.steps"}:
                 cell = replace(cell, prediction=point.prediction or None)
@@ -99,11 +99,11 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
 
 
 def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
-    """Return every cell `num_repeats` times, in the order to train them: A B, then B A, A B, ...
+    """Return every cell `num_repeats` times, in training order: A B, then B A, then A B, ...
 
-    So each cell of a round is next to the others of it, and a machine that gets slower from run to
-    run slows both sides of a comparison alike. Repeats are cells of their own: `<cell>-r2`, ...
-    Cells that are refused are not repeated.
+    The cells of a round run next to each other in alternating order, so a machine that slows down
+    affects both sides of a comparison equally. Repeats are separate cells: `<cell>-r2`, ...
+    Rejected cells are not repeated.
     """
     found = list(cells)
     for repeat in range(2, num_repeats + 1):
@@ -117,7 +117,7 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
 
 
 def requested_pair(recipe: Recipe, request: CellRequest, pair: Pair | None = None) -> Pair:
-    """Return `pair`, else that of the recipe or its stand-in, with the command line's own parts."""
+    """Return `pair`, or by default the recipe's pair, with the command line's choices in it."""
     cluster = request.cluster
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         recipe = load_recipe(recipe.stand_in)
@@ -162,7 +162,7 @@ class _File:
 
 
 def load_sweep(name: str) -> Sweep:
-    """Read the sweep called `name`, or at the path `name`."""
+    """Read the sweep with the name or path `name`."""
     path = find_file("sweep", name)
     file = read_yaml(path)
     if "recipes" not in file.content and "nodes" in file.content:
@@ -197,13 +197,13 @@ def load_sweep(name: str) -> Sweep:
 
 
 def sweep_of_recipe(name: str) -> Sweep:
-    """Return a single recipe as a sweep of one cell, with the recipe's own pair."""
+    """Return a sweep with one cell: the recipe called `name`, with its own pair."""
     recipe = load_recipe(name)
     return Sweep(recipe.short_name, recipe.description, (recipe,))
 
 
 def is_sweep(name: str) -> bool:
-    """Return whether `name` names a sweep: one in the cookbook, or a file with a sweep's keys."""
+    """Return whether `name` is a sweep of the cookbook or a YAML file with the key `recipes`."""
     if name.endswith((".yaml", ".yml")):
         return Path(name).is_file() and "recipes" in read_yaml(Path(name)).content
     return name in names_in("sweep")

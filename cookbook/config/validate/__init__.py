@@ -1,7 +1,7 @@
-"""The verdict of a cell: by the rules, and in this environment; the driver and the job ask for it.
+"""Validate a cell by rules and in this environment, for the driver and the job.
 
-TorchTitan refuses more when it builds the model (`check/`); a rule stands here where TorchTitan
-sees a fault only in the job, or never.
+A rule is here if TorchTitan detects the mistake only in the job, or never. Mistakes that it detects
+when it builds the model are left to that build (`check/`).
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from cookbook.config.cluster import runs_here
 from cookbook.config.validate import kernels, layout, values
 
 _SET_UP = "run: bash setup.sh"
-# Options that hold a path, the file that must be there, and the remedy where it is not.
+# Options that are paths, the file that must exist there, and the remedy if it does not.
 _PATHS = {
     "model.hf_assets_path": (
         "tokenizer.json",
@@ -34,15 +34,15 @@ _PATHS = {
 
 
 def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
-    """Return the verdict before the build; `check` adds the errors that the build finds."""
+    """Return the verdict without TorchTitan's build, whose errors `check` adds."""
     rules = tuple(validation_errors(cell))
-    # After a layout that does not divide, or another wrong value, nothing more is looked at.
+    # If the input is wrong, such as an invalid layout, the environment is not checked.
     here = () if any(one.is_input for one in rules) else tuple(missing_here(cell, is_submitted))
     return Verdict(rules, here=here)
 
 
 def validation_errors(cell: Cell) -> list[Finding]:
-    """Return the rules' errors, wrong input first; where the layout does not divide, that alone."""
+    """Return the rules' errors, wrong input first; an invalid layout is the only error."""
     if problems := layout.layout_findings(cell.options, cell.world):
         return problems
     rules = (*values.RULES, *kernels.RULES, *layout.RULES)
@@ -51,17 +51,17 @@ def validation_errors(cell: Cell) -> list[Finding]:
 
 
 def wrong_value(cell: Cell, option: str) -> list[str] | None:
-    """Return reason and remedy of an error in `option` that no other option can fix."""
+    """Return (reason, remedy) if `option` has a value that no other option can make valid."""
     found = (*values.bounds(cell), *values.selected(cell))
     problems = [*layout.impossible(cell.options), *((f.option, f.reason, f.remedy) for f in found)]
     return next((words for name, *words in problems if name == option), None)
 
 
 def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
-    """Return the packages and files that the cell needs and this environment lacks.
+    """Return findings for the packages and files that the cell needs and this environment lacks.
 
-    Errors where its job would run in this environment, or `is_submitted` from it. Elsewhere
-    warnings, as a plan for another cluster needs nothing here.
+    They are errors if the job would run in this environment or `is_submitted` from it; otherwise
+    warnings, since planning for another cluster does not need them.
     """
     found = [finding for rule in HERE for finding in rule(cell)]
     if not found or is_submitted or runs_here(cell.cluster):
@@ -70,7 +70,7 @@ def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
     return [replace(one, level=WARNING, reason=one.reason + words) for one in found]
 
 
-# Rules about this machine. The job runs in the checkout's folder.
+# Rules about this machine. Paths are relative to the checkout, in which jobs run.
 HERE: list[Rule] = []
 
 
@@ -99,7 +99,7 @@ def files(cell: Cell) -> Problems:
 
 @rule(HERE)
 def environment(cell: Cell) -> Problems:
-    """The job's script starts the Python of VENV."""
+    """The job's script runs the Python in VENV, so it must exist."""
     venv = os.environ.get("VENV")
     if venv and not Path(venv, "bin/python").exists():
         yield "VENV", f"no Python at {venv}", "name a virtual environment, or unset VENV"
@@ -107,7 +107,7 @@ def environment(cell: Cell) -> Problems:
 
 @rule(HERE)
 def vocabulary(cell: Cell) -> Problems:
-    """A token that the model lacks ends a job on the GPU with an index error."""
+    """A token id outside the model's vocabulary stops the job with an index error on the GPU."""
     path, model = cell.options["model.hf_assets_path"], cell.options.model
     tokenizer = ROOT / (path or "") / "tokenizer.json"
     if model is None or not tokenizer.is_file():
@@ -117,7 +117,7 @@ def vocabulary(cell: Cell) -> Problems:
         added = [token["id"] for token in content.get("added_tokens", ())]
         largest = max(len(content.get("model", {}).get("vocab", {})) - 1, *added, 0)
     except (ValueError, AttributeError, KeyError, TypeError):
-        # The tokenizer's own reader says more.
+        # The job's tokenizer reports a malformed file in more detail.
         return
     if largest >= model.vocab:
         title, last = cell.options.model_title, model.vocab - 1
@@ -164,7 +164,7 @@ def weights(cell: Cell) -> Problems:
 
 
 def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Reason and remedy of the first tensor that does not fit the model."""
+    """Yield the reason and remedy of the first mismatch between weights and model."""
     family, model, title = cell.options.family, cell.options.model, cell.options.model_title
     if not family or not model:
         return
@@ -187,7 +187,7 @@ def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[t
 
 @rule(HERE)
 def packages(cell: Cell) -> Problems:
-    """A container has packages of its own."""
+    """Required packages must be installed, unless the job runs in a container with its own."""
     if cell.cluster.container is not None:
         return
     needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}
@@ -203,7 +203,7 @@ def packages(cell: Cell) -> Problems:
 
 
 def read_shapes(file: Path) -> dict[str, list[int]]:
-    """Return the shapes in a safetensors file's header; ValueError for another file."""
+    """Return the shapes in a safetensors file's header; raise ValueError for any other file."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > 100 * 2**20:

@@ -1,4 +1,4 @@
-"""The needs of precision, EP backend and attention, held against the options."""
+"""Rules that check the needs of precision, EP backend and attention against the options."""
 
 from cookbook.config.cell import (
     ATTENTION,
@@ -21,8 +21,8 @@ CUSTOM_IMPORT = "experimental.custom_import"
 MX = frozenset({"quantize.grouped_mm.mx", "quantize.linear.mx"})
 _PARALLELIZE = f"{TORCHTITAN}/models/llama4/infra/parallelize.py"
 _MX = f"{TORCHTITAN}/components/quantization/mx.py"
-# Of queries and keys, and of values. Gradients of other sizes were not compared with a reference,
-# and some have been wrong on some GPUs.
+# Head dimensions (queries and keys, values) with verified gradients. Those of other dimensions were
+# not compared with a reference, and some have been wrong on some GPUs.
 _FLASH_HEAD_DIMS = ((192, 128), (128, 128))
 
 
@@ -99,7 +99,7 @@ def expert_tensor_parallel(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe_deepep.py")
 def hooks_are_on(cell: Cell) -> Problems:
-    """The cookbook's corrections and options of TorchTitan come with its `custom_import`."""
+    """TorchTitan gets the cookbook's patches and options only through `custom_import`."""
     hooks = cell.options.stack.hooks
     if cell.hooks == hooks:
         return
@@ -124,7 +124,7 @@ def mxfp8_hardware(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_MX)
 def mxfp8_linear_compiles(cell: Cell) -> Problems:
-    """TorchAO's SM100 casts do not compile under TP; emulated, they are plain operations (H200)."""
+    """TorchAO's SM100 casts do not compile under TP; emulated casts are plain operations."""
     name = "quantize.linear.mx"
     is_native = name in cell.options["model.converters"] and not cell.options[f"{name}.emulate"]
     if is_native and cell.is_compiled and cell.layout.tp > 1:
@@ -135,12 +135,12 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
 def flash_attention(cell: Cell) -> Problems:
-    """It has kernels for two generations of GPUs, and only the families' own heads were checked."""
+    """FlashAttention-4 supports two GPU generations; only the families' head sizes are verified."""
     model, remedy = cell.options.model, f"set {ATTENTION}=flavor"
     capability, have = _gpu_of(cell)
     if not cell.uses_flash_attention:
         return
-    # Hopper and Blackwell of data centres; on the CPU (0) its reference runs.
+    # Data-centre Hopper (9) and Blackwell (10); on the CPU (0) a reference runs.
     if int(capability) not in (0, 9, 10):
         reason = "FlashAttention-4 needs a GPU of compute capability 9.x (H100, H200) or 10.x "
         yield ATTENTION, f"{reason}(B200), {have}", remedy
@@ -153,7 +153,7 @@ def flash_attention(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/context_parallel.py")
 def context_parallel_attention(cell: Cell) -> Problems:
-    """TorchTitan has context parallelism for SDPA only; most flavors have FlexAttention."""
+    """TorchTitan supports context parallelism for SDPA only; most flavors use FlexAttention."""
     model, title = cell.options.model, cell.options.model_title
     if cell.layout.cp == 1:
         return

@@ -1,7 +1,7 @@
 """TorchTitan's rules for dividing a job's ranks, layers and batch, and for pipeline schedules.
 
-They are those of `ParallelDims`, `pipeline_llm` and the models in TorchTitan; each
-names the option to change and, where one exists, the nearest value that would do.
+The rules mirror `ParallelDims`, `pipeline_llm` and the models in TorchTitan. Each error names the
+option to change and, if there is one, the nearest valid value.
 """
 
 import math
@@ -13,10 +13,10 @@ from cookbook.config.options import DEGREES, Layout, Options, Setting, layout_of
 from cookbook.config.recipe import COMM_BACKEND, EXCHANGES, STANDARD
 from cookbook.config.stack import PIPELINING, TORCHTITAN
 
-# TorchTitan's default for each pipeline schedule; those with two take more if asked to.
+# Stages per pipeline rank: TorchTitan's default by schedule. Multi-stage schedules allow more.
 STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 STAGES_PER_RANK |= {"InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
-# Option, reason, and the remedy or the values to try.
+# Tuples of option, reason, and the remedy or the values to try.
 _Problem = tuple[str, str, str | list[int]]
 _BATCH = "training.local_batch_size"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -25,7 +25,7 @@ _MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 
 
 def layout_findings(options: Options, world: int) -> list[Finding]:
-    """Return all that does not divide in a job of `world` ranks, the outermost degree first."""
+    """Return the layout errors of a job of `world` ranks, outermost degree first."""
     reference, found = f"{TORCHTITAN}/distributed/parallel_dims.py", []
     for option, reason, remedy in _problems(options, world):
         if not isinstance(remedy, str):
@@ -35,11 +35,11 @@ def layout_findings(options: Options, world: int) -> list[Finding]:
 
 
 def _suggestion(name: str, values: list[int], options: Options, world: int) -> str:
-    """Name the value nearest to the one found that leaves no problem, or not this one."""
+    """Suggest the nearest of `values` that solves all problems, or at least that of `name`."""
     sizes = EXCHANGES.get(options[COMM_BACKEND], STANDARD).sizes
     if name == DEGREES["ep"] and sizes:
         values = [value for value in values if value in (1, *sizes)]
-    # Of two that are as near, the smaller needs less.
+    # Of two equally near values prefer the smaller, which needs fewer resources.
     left = {
         value: [one[0] for one in _problems(options.override({name: Setting(value, name)}), world)]
         for value in sorted(values, key=lambda value: (abs(value - options[name]), value))
@@ -48,7 +48,7 @@ def _suggestion(name: str, values: list[int], options: Options, world: int) -> s
     best = next((value for value in nearest_first if name not in left[value]), None)
     if best is None:
         return ""
-    # A value in a file is easiest tried on the command line.
+    # Values from a file are easiest to override on the command line.
     is_in_file = name in options and ".y" in options.origin(name)
     return f"try {best}: --set {name}={best}" if is_in_file else f"try {best}"
 
@@ -87,14 +87,14 @@ def _problems(options: Options, world: int) -> list[_Problem]:
 
 
 def impossible(options: Options) -> Problems:
-    """Yield the values that fit no job: unknown models, degrees and batches below 1."""
+    """Yield values that are invalid in every job: unknown models, degrees and batches below 1."""
     family, refused = options.family, options.stack.refused_families
     known = {"model.name": options.stack.families, "model.flavor": family and family.flavors}
     for option, names in known.items():
         found = options[option]
         if option == "model.name" and found in refused:
             yield option, f"found {found!r}: {refused[found]}", f"choose {' or '.join(names or ())}"
-        # Without a family there are no flavors to compare with.
+        # Flavors are compared only if the family is known.
         elif names and found not in names:
             _, reason, remedy = unknown(option, found, names)
             reason = reason if option in options else f"is not set; {reason.partition(', ')[2]}"
@@ -113,9 +113,9 @@ def _undivided(short: str, degree: int, total: int, things: str) -> list[_Proble
 
 
 def _degrees(layout: Layout) -> Iterator[_Problem]:
-    """The first problem of the degrees alone."""
+    """Yield the first problem of the degrees, regardless of the model."""
     product = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
-    # TorchTitan takes EP from the data-parallel ranks, and from TP's as well where ETP is 1.
+    # TorchTitan forms EP groups from data-parallel ranks, and from TP ranks too if ETP is 1.
     ranks = layout.dp_shard * layout.cp * layout.tp
     if product != layout.world:
         for short in ("pp", "tp", "cp", "dp_replicate"):
@@ -135,13 +135,13 @@ def _degrees(layout: Layout) -> Iterator[_Problem]:
     ):
         yield from problems
     elif layout.ep > 1 and layout.dp_shard * layout.cp == 1:
-        # apply_fsdp asks for the dense layers' FSDP mesh as soon as there is EP.
+        # With EP, apply_fsdp needs the FSDP mesh of the dense layers.
         reason = f"comes to {layout.dp_shard} with CP 1, allowed with EP above 1: 2 and up"
         yield DEGREES["dp_shard"], reason, f"use fewer TP or PP ranks, or set {DEGREES['ep']} 1"
 
 
 def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Problem]:
-    """The refusals of `pipeline_llm`; embedding and output count as layers of their stages."""
+    """Yield the errors of `pipeline_llm`; embedding and output count as layers of their stages."""
     by_hand = options["parallelism.module_fqns_per_model_part"]
     if layout.pp == 1 or by_hand or options["parallelism.pipeline_parallel_schedule_csv"]:
         return
@@ -168,7 +168,7 @@ def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Prob
 
 
 def less_layers(options: Options) -> tuple[int, int]:
-    """Return by how many layers the first and the last stage are smaller (embedding, output)."""
+    """Return how many layers fewer the first and last stage have, for embedding and output."""
     section = "parallelism.pipeline_parallel"
     first, last = (options[f"{section}_{end}_stage_less_layers"] for end in ("first", "last"))
     return first, last
@@ -182,7 +182,7 @@ RULES: list[Rule] = []
 
 
 def microbatches(cell: Cell) -> int | None:
-    """Return the microbatches of a step; None without a pipeline or a batch that divides."""
+    """Return the microbatches per step; None without a pipeline or if the batch does not divide."""
     size, batch = cell.options[_MICROBATCH], cell.options[_BATCH]
     if cell.layout.pp == 1 or size < 1 or batch % size:
         return None
@@ -231,7 +231,7 @@ def two_stages(cell: Cell) -> Problems:
 def dual_pipe_v_overlap(cell: Cell) -> Problems:
     """DualPipeV overlaps TorchTitan's own dispatch and combine, which some MoE layers replace.
 
-    TorchTitan builds such a cell, and it stops in its first step.
+    TorchTitan builds such a cell, but its first step fails.
     """
     option = "parallelism.pipeline_parallel_expert_parallel_overlap"
     is_overlapped = cell.options[option] and cell.options[_SCHEDULE].lower() == "dualpipev"

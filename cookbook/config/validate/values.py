@@ -1,6 +1,6 @@
-"""Values that TorchTitan accepts by mistake, or refuses only after all ranks have started.
+"""Rules for values that TorchTitan accepts by mistake, or rejects only once all ranks run.
 
-Those of single options; of recomputation; and of weights, own texts, validation and checkpoints.
+They cover single options, recomputation, weights, text files, validation and checkpoints.
 """
 
 import math
@@ -25,7 +25,7 @@ _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
 _RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
 TEXT = "text"
-# The smallest and the largest value that makes sense.
+# Options by the smallest and largest sensible value.
 _BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
     (1, math.inf): (
         *("training.steps", "training.gc_freq", "metrics.log_freq", "checkpoint.interval"),
@@ -44,7 +44,7 @@ _BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
     (0, 2**63 - 1): ("debug.seed",),
 }
 _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
-# Lists of names; TorchTitan ends at any other, or ignores it.
+# Valid names in options that are lists; TorchTitan stops at any other name or ignores it.
 _NAMES: dict[str, tuple[str, ...]] = {
     "compile.components": ("model", "loss"),
     "model.converters": (
@@ -68,7 +68,7 @@ def bounds(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def names(cell: Cell) -> Problems:
-    """TorchTitan ignores a wrong component, and ends at other names once all ranks have started."""
+    """TorchTitan ignores an unknown component; other unknown names stop it once all ranks run."""
     for option, known in {**_NAMES, "training.dataset": cell.options.stack.datasets}.items():
         value = cell.options[option]
         for name in [value] if isinstance(value, str) else value:
@@ -78,7 +78,7 @@ def names(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/tools/profiling.py", is_input=True)
 def profiled_steps(cell: Cell) -> Problems:
-    """The profiler skips, warms up, and then records the last steps of every `profile_freq`."""
+    """In every `profile_freq` steps the profiler skips, warms up, then records the last steps."""
     options, option = cell.options, "profiling.profile_freq"
     needed = options["profiling.profiler_warmup"] + options["profiling.profiler_active"]
     found = options[option]
@@ -96,7 +96,7 @@ def kept_checkpoints(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def pinned_memory(cell: Cell) -> Problems:
-    """PyTorch stages into pinned memory with the help of a GPU, and fails at the first save."""
+    """PyTorch needs a GPU to stage into pinned memory; without one the first save fails."""
     option = "checkpoint.async_mode"
     pinned = cell.options[option] == "async_with_pinned_mem"
     if cell.options["checkpoint.enable"] and pinned and cell.cluster.gpu is None:
@@ -106,7 +106,7 @@ def pinned_memory(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
-    """`op` or n, at which TorchTitan ends once the model is built; 0 recomputes every layer."""
+    """TorchTitan rejects values other than `op` and n only after the build; 0 means all layers."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
@@ -131,7 +131,7 @@ def unused(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/components/validate.py", is_input=True)
 def validation(cell: Cell) -> Problems:
-    """A validation is some batches of training's shape, the same ones each time."""
+    """Validation always uses the same batches, with the shape of training's batches."""
     options = cell.options
     if not options["validation.enable"]:
         return
@@ -162,7 +162,7 @@ def texts(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)
 def routing(cell: Cell) -> Problems:
-    """TorchTitan's switch deals experts in turn."""
+    """TorchTitan's option for forced load balance means round-robin routing."""
     option, forced = "debug.moe_routing", "debug.moe_force_load_balance"
     found = cell.options[option]
     if cell.options[forced] and option in cell.options.settings and found != "round_robin":
@@ -171,7 +171,7 @@ def routing(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_CHECKPOINT, is_input=True)
 def addresses(cell: Cell) -> Problems:
-    """TorchTitan reads a URL as a relative path, and finds no checkpoint there."""
+    """TorchTitan treats a URL as a relative path and finds no checkpoint there."""
     for name in ("checkpoint.folder", "checkpoint.initial_load_path"):
         value = cell.options[name]
         if value and "://" in value:
@@ -197,10 +197,10 @@ def formats(cell: Cell) -> Problems:
     if options[in_hf] and not options[alone]:
         yield alone, "is false, and published weights hold the model alone", "set it to true"
     if options[save] and model:
-        # FP32; the routed experts are nearly all of a large model.
+        # The FP32 size of the routed experts, which are nearly all of a large model.
         layers = model.n_layers - model.n_dense_layers
         size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9
-        # Rank 0 writes them as one file, under the timeout of a collective.
+        # Rank 0 writes one file while the other ranks wait in a collective, which may time out.
         if size > 60:
             reason = f"rank 0 would write {size:,.0f} GB as one file, until a collective times out"
             remedy = "leave it out, and run: python submit.py export RUN/CELL --to FOLDER"
