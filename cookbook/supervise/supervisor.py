@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -58,7 +59,8 @@ class Supervisor:
 
     def __init__(self, cells: Sequence[CellFolder], arguments: Sequence[str] = ()) -> None:
         # Resolve links: `runs` may be one, and a container mounts only the cell's folder.
-        self.cells = [CellFolder(cell.path.resolve()) for cell in cells]
+        # As text, which a job that waits or is requeued still finds in its pickle after an update.
+        self.folders = [str(cell.path.resolve()) for cell in cells]
         self.arguments = list(arguments)
         self.running: RunningAttempt | None = None
         self.signal_number = 0
@@ -82,13 +84,14 @@ class Supervisor:
         return self.supervise()
 
     def supervise(self) -> int:
+        cells = [CellFolder(Path(folder)) for folder in self.folders]
         job_id, began, codes = exits.own_job(), time.time(), dict[str, int]()
-        for cell in self.cells:
+        for cell in cells:
             # The submitter may have been killed before it recorded this job.
             if job_id and not cell.job.exists():
                 own = job_id if exits.slurm_job() else process_job(int(job_id))
                 status.write_job(cell, own)
-        for cell in self.cells:
+        for cell in cells:
             if status.read_status(cell).state in (FINISHED, status.REFUSED):
                 continue
             job = status.read_job(cell)
