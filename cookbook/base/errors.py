@@ -1,4 +1,4 @@
-"""The errors of this package, how they are worded, and how a command ends with them."""
+"""The errors of this package, their wording, and the exit status that they give a command."""
 
 import contextlib
 import difflib
@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-# The place of an error about a bare name; `named_at` replaces it.
+# Values of `place` in errors about a bare name; `named_at` replaces them by a real place.
 _KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
 
 
 class InputError(Exception):
-    """The input is wrong: `submit.py` prints the message alone and ends with status 2.
+    """The input is wrong: `submit.py` prints only the message and exits with status 2.
 
     `place` leads from the file to the key (`recipes/debug.yaml: training.steps`), `found` has the
-    wrong value and the allowed ones, and `remedy` is empty where `found` already says it.
+    wrong value and the allowed values, and `remedy` is empty if `found` implies it.
     """
 
     def __init__(self, place: str, found: str, remedy: str = "") -> None:
         self.place, self.found, self.remedy = place, found, remedy
-        # All three, so that it crosses processes.
+        # Pass all three: pickling to another process needs them.
         super().__init__(place, found, remedy)
 
     def __str__(self) -> str:
@@ -31,12 +31,12 @@ class InputError(Exception):
 
 
 class JobError(Exception):
-    """The work failed although the input was right: status 1."""
+    """The work failed although the input was right; the command exits with status 1."""
 
 
 @contextlib.contextmanager
 def named_at(place: str) -> Iterator[None]:
-    """Give an error about a bare name the `place` where that name was read."""
+    """Set `place`, where a name was read, in errors about the bare name."""
     try:
         yield
     except InputError as error:
@@ -46,17 +46,17 @@ def named_at(place: str) -> Iterator[None]:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """Return the `count` members of `known` most similar to `name`; empty where none is close."""
+    """Return up to `count` members of `known` that are most similar to `name`, if any is close."""
     written = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), written, n=count, cutoff=0.6)
     if not close and len(name) > 2:
-        # The short name of a recipe, or a path without its ending.
+        # `name` may be the short name of a recipe, or a path without its suffix.
         close = [one for one in written if name.lower() in one or one in name.lower()][:count]
     return [written[one] for one in close]
 
 
 def unknown_name(place: str, what: str, name: str, known: Iterable[str]) -> InputError:
-    """Return the error for a `name` that is not in `known`, with the nearest one as remedy."""
+    """Return the error for a `name` that is not in `known`, with the nearest name as remedy."""
     names = sorted(known)
     close = nearest(name, names)
     found = f"unknown {what} {name!r}; allowed: {', '.join(names) or 'none, there is none yet'}"
@@ -77,7 +77,7 @@ def described(value: Any) -> str:
 
 
 def quotes_remedy(value: Any, allowed: str) -> str:
-    """Return the remedy where quotes, or the lack of them, gave `value` another type."""
+    """Return the remedy if quotes, or missing quotes, gave `value` the wrong type; else empty."""
     if allowed == "a text" and isinstance(value, bool | int | float):
         return "put it in quotes"
     reader = {"a whole number": int, "a number": float}.get(allowed)
@@ -90,11 +90,11 @@ def quotes_remedy(value: Any, allowed: str) -> str:
 def run_command(name: str, work: Callable[[], int]) -> int:
     """Run `work` and return the exit status; print an error as one line on standard error.
 
-    The status is that of `work`; 2 for wrong input; 1 where the work or the system failed; 130
-    after an interrupt; 0 where the reader of standard output has left (`| head`).
+    The status is the result of `work`, 2 for wrong input, 1 if the work or the system failed, 130
+    after an interrupt, and 0 if the reader of standard output has gone (`| head`).
     """
     if sys.stdout is None:
-        # The caller has closed it.
+        # The caller has closed standard output.
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal in an ASCII locale shows `?`, not a traceback.
@@ -104,7 +104,7 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         try:
             status = work()
         except SystemExit as end:
-            # argparse, after --help and after a wrong option.
+            # argparse exits after --help and after a wrong option.
             if not isinstance(end.code, int | None):
                 raise
             status = end.code or 0
@@ -125,6 +125,6 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        # Python flushes once more when it exits, and would end with another status.
+        # Python flushes again at exit; another failure would change the exit status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status

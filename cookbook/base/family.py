@@ -1,7 +1,7 @@
-"""Model families, the sizes of their flavors and their pipeline stages, readable without torch.
+"""Model families, the sizes of their flavors and their pipeline stages, without importing torch.
 
-The training process describes each family (`titan/tt_0_2_2/families`), and `make golden` writes the
-descriptions into the stack's table, which the driver reads.
+`titan/tt_0_2_2/families` describes every family from TorchTitan. `make golden` writes the
+descriptions to the stack's table, which the driver reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ class Sizes:
 
     dim: int
     heads: int
-    kv_heads: int  # of keys and values; with multi-head latent attention as many as `heads`
-    qk_norm: bool  # each head's queries and keys are normed
-    q_lora: int  # ranks of multi-head latent attention; without it `kv_lora` is 0
-    kv_lora: int
-    nope: int  # of each query and key, the part without and the part with rotary embedding
-    rope: int
+    kv_heads: int  # heads of keys and values; equal to `heads` with multi-head latent attention
+    qk_norm: bool  # whether each head's queries and keys are normalized
+    q_lora: int  # latent width of queries; 0 for queries without a latent
+    kv_lora: int  # latent width of keys and values; 0 without multi-head latent attention
+    nope: int  # width of a head's queries and keys without rotary embedding
+    rope: int  # width of the rest: with rotary embedding
     v_head: int
     dense_hidden: int
     expert_hidden: int
@@ -33,14 +33,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Model(Sizes):
-    """A whole model; its router may choose from `num_limited_groups` of `num_expert_groups`."""
+    """A model; its router may be limited to `num_limited_groups` of `num_expert_groups`."""
 
     n_layers: int
     n_dense_layers: int
     num_expert_groups: int | None
     num_limited_groups: int | None
-    attn_type: str  # TorchTitan's name of the flavor's own attention
-    by_document: bool  # tokens attend within their document, not their whole sequence
+    attn_type: str  # TorchTitan's name for the flavor's attention
+    by_document: bool  # whether tokens attend only within their document
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.n_dense_layers
@@ -55,29 +55,29 @@ class Family:
     """A model family that the cookbook trains."""
 
     name: str
-    title: str  # its name in messages
+    title: str  # name in messages
     flavors: Mapping[str, Model]
-    # Tensors of a published checkpoint, and the sizes that are their dimensions; None for any size.
+    # Tensors of a published checkpoint, with names of sizes as dimensions; None for any size.
     weights: Mapping[str, Sequence[str | None]]
-    extra_layers: int = 0  # that a published checkpoint may have beyond the model's
-    has_pipelines: bool = True  # TorchTitan cuts it into pipeline stages
-    publishes_bias: bool = True  # a published checkpoint has a place for the routing bias
+    extra_layers: int = 0  # layers that a published checkpoint may have beyond the model's
+    has_pipelines: bool = True  # whether TorchTitan can split the model into pipeline stages
+    publishes_bias: bool = True  # whether published checkpoints include the routing bias
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Family":
-        """Read a family of a stack's table; sizes that its flavors share are in `shared`."""
+        """Make a family from its entry in a stack's table; `shared` applies to all flavors."""
         shared, rest = entry["shared"], {key: one for key, one in entry.items() if key != "shared"}
         flavors = {name: Model(**shared, **own) for name, own in entry["flavors"].items()}
         return cls(**{**rest, "flavors": flavors})
 
 
 def is_v_shaped(schedule: str) -> bool:
-    """Return whether stages go down the pipeline ranks and back up, two on each rank."""
+    """Return whether the stages run down the pipeline ranks and back up, two stages per rank."""
     return schedule.lower() in ("zbvzerobubble", "dualpipev")
 
 
 def stages_of(schedule: str, rank: int, ranks: int, per_rank: int) -> list[int]:
-    """Return the stages of pipeline rank `rank` of `ranks`, each of which has `per_rank`."""
+    """Return the stages of pipeline rank `rank` of `ranks`, with `per_rank` stages per rank."""
     if is_v_shaped(schedule):
         return [rank, ranks * per_rank - 1 - rank]
     return [rank + turn * ranks for turn in range(per_rank)]

@@ -1,4 +1,4 @@
-"""Write files whole and in turn, and values as JSON."""
+"""Write files atomically and under a lock, and format values as JSON."""
 
 import contextlib
 import fcntl
@@ -11,9 +11,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
-    """Write `content` through a temporary file beside `path`, so that no reader sees a part.
+    """Write `content` to `path` atomically, through a temporary file in the same folder.
 
-    An OSError names `path`, also where the disk is full.
+    An OSError names `path`, even if the disk is full.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,17 +32,17 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep out others who lock `path`, on any machine that shares it; an empty file stays there."""
+    """Hold an exclusive lock on `path`, on all machines that share it; leave an empty file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
-        # Not every shared file system has locks.
+        # Some shared file systems do not support locks.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def json_text(value: object) -> str:
-    """Return `value` as indented JSON with a final line break; NaN and infinity become null."""
+    """Format `value` as indented JSON with a final newline; NaN and infinity become null."""
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The GPUs of this machine as NVML lists them, and those that CUDA shows; no torch is needed."""
+"""The GPUs of this machine from NVML, and the GPUs that CUDA can see, without importing torch."""
 
 import contextlib
 import functools
@@ -28,12 +28,12 @@ class InstalledGpu:
     model: Gpu
     driver: str
     uuid: str
-    memory_used_mib: int = 0  # by anybody, without the driver's reserve
-    processes: tuple[str, ...] = ()  # those that compute on it, as `4711 (python)`
-    ecc_errors: int = 0  # uncorrectable ones since the driver was loaded
-    row_pending: bool = False  # a memory row waits for a reset
-    row_failed: bool = False  # no spare row was left for one
-    links: int = 0  # active NVLinks
+    memory_used_mib: int = 0  # memory used by all processes, without the driver's reserve
+    processes: tuple[str, ...] = ()  # compute processes on the GPU, as `4711 (python)`
+    ecc_errors: int = 0  # uncorrectable ECC errors since the driver was loaded
+    row_pending: bool = False  # whether a memory row will be remapped at the next GPU reset
+    row_failed: bool = False  # whether remapping failed for lack of a spare row
+    links: int = 0  # number of active NVLinks
 
 
 class NoGpusError(Exception):
@@ -45,9 +45,9 @@ class NoGpusError(Exception):
 
 
 def read_gpus(timeout_s: float = 20.0) -> tuple[InstalledGpu, ...]:
-    """Return all GPUs of this machine, in NVML's order; NoGpusError after `timeout_s` too."""
+    """Return all GPUs of this machine in NVML's order; raise NoGpusError if none, or on timeout."""
     answer: list[tuple[InstalledGpu, ...] | NoGpusError] = []
-    # A daemon: a driver that hangs would keep any other thread, and with it the process.
+    # A daemon thread, so that a hanging driver cannot keep the process from exiting.
     thread = threading.Thread(target=lambda: answer.append(_ask_nvml()), daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -80,14 +80,14 @@ def _ask_nvml() -> tuple[InstalledGpu, ...] | NoGpusError:
 
 def _installed(nvml: Any, handle: Any, driver: str) -> InstalledGpu:
     def known(otherwise: Any, query: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the answer to a query that some cards do not support."""
+        """Return the result of a query, or `otherwise` if the GPU does not support it."""
         try:
             return query(*arguments)
         except nvml.NVMLError:
             return otherwise
 
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    # The second version tells the driver's reserve from memory in use.
+    # Version 2 separates the driver's reserve from used memory.
     memory = known(None, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
     total, used = (memory.total, memory.used) if memory else (0, 0)
     running = [one.pid for one in known([], nvml.nvmlDeviceGetComputeRunningProcesses, handle)]
@@ -109,7 +109,7 @@ def _installed(nvml: Any, handle: Any, driver: str) -> InstalledGpu:
 
 
 def installed_gpus() -> tuple[InstalledGpu, ...]:
-    """Return all GPUs of this machine; none where NVML lists none."""
+    """Return all GPUs of this machine; empty if NVML lists none."""
     try:
         return read_gpus()
     except NoGpusError:
@@ -119,10 +119,10 @@ def installed_gpus() -> tuple[InstalledGpu, ...]:
 def select_visible(
     installed: Sequence[InstalledGpu], chosen: str | None
 ) -> tuple[InstalledGpu, ...]:
-    """Return those of `installed` that CUDA shows, in its order, for a CUDA_VISIBLE_DEVICES.
+    """Return the GPUs that CUDA sees, in CUDA's order, for a `chosen` CUDA_VISIBLE_DEVICES.
 
-    All where it is unset (None). Else it lists indices or beginnings of UUIDs; an entry that names
-    no GPU or several ends the list, and a GPU that is named twice voids it.
+    If it is unset (None), CUDA sees all GPUs. Otherwise it lists indices or prefixes of UUIDs. The
+    first entry that does not match exactly one GPU ends the list; a repeated GPU empties it.
     """
     if chosen is None:
         return tuple(installed)
@@ -142,13 +142,13 @@ def select_visible(
 
 @functools.cache
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the models of the GPUs that a program started here finds, in CUDA's order."""
+    """Return the models of the GPUs that CUDA sees in this environment, in CUDA's order."""
     visible = select_visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     return tuple(gpu.model for gpu in visible)
 
 
 def driver_version() -> str | None:
-    """Return the loaded NVIDIA driver's version, from the kernel; None where there is none."""
+    """Return the version of the loaded NVIDIA driver from the kernel; None without a driver."""
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
         found = re.search(r"Kernel Module(?: for \S+)?\s+([0-9][0-9.]*)", text)
@@ -160,8 +160,8 @@ def has_slurm() -> bool:
     return shutil.which("sbatch") is not None
 
 
-# Dense, in TFLOP/s, by bits of an input's element; the 16-bit ones are TorchTitan 0.2.2's. The
-# first entry counts that is part of a GPU's name.
+# Dense peaks in TFLOP/s by bits per input element; the 16-bit values are TorchTitan 0.2.2's. The
+# first key that is part of the GPU's name applies.
 _PEAKS: dict[str, dict[int, float]] = {
     "GB200": {16: 2500.0, 8: 5000.0},
     "B200": {16: 2250.0, 8: 4500.0},
@@ -174,5 +174,5 @@ _PEAKS: dict[str, dict[int, float]] = {
 
 
 def peak_tflops(name: str, bits: int) -> float | None:
-    """Return the peak of a matrix product on the GPU called `name`; None where not known here."""
+    """Return the peak of matrix products on the GPU called `name`; None if it is unknown."""
     return next((peaks.get(bits) for model, peaks in _PEAKS.items() if model in name), None)

@@ -1,4 +1,4 @@
-"""Where the parts of this checkout lie."""
+"""The paths of this checkout's parts."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 TEMPLATES = ROOT / "templates"
 REQUIREMENTS = ROOT / "requirements.txt"
-# Corpus and tokenizer for local runs, made by set-up.
+# Corpus and tokenizer for local runs, created by setup.sh.
 LOCAL_ASSETS = ROOT / "assets" / "local"
 
 
 def runs_folder() -> Path:
-    """Where runs go: COOKBOOK_RUNS, else `runs/`.
+    """Return the folder of all runs: COOKBOOK_RUNS, by default `runs/`.
 
-    A relative path starts at the checkout, as it does in the job, wherever the caller stands.
+    A relative path is relative to the checkout, as in jobs, not to the working directory.
     """
     return ROOT / (os.environ.get("COOKBOOK_RUNS") or "runs")

@@ -1,6 +1,6 @@
-"""Aligned tables, as plain text and in Markdown, and the one style of figures in files.
+"""Aligned tables as plain text and Markdown, and the common style of figures.
 
-The doctor prints plain tables before any package is installed, so they need none.
+Plain tables need no packages, since the doctor prints them before any is installed.
 """
 
 import io
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 def terminal_width() -> int | None:
-    """Return the columns of standard output; None for a file or a pipe."""
+    """Return the width of standard output in columns; None for a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def text_table(
     rows: Iterable[Sequence[str]], *, align: str = "", width: int | None = None, indent: int = 0
 ) -> str:
-    """Return the rows as lines of plain text whose columns are aligned, without borders.
+    """Return the rows as plain text with aligned columns and no borders.
 
-    `align` has a letter for each column, "l" or "r"; columns without one are "l". Lines fit into
-    `width` by breaks between the last column's words; breaks that it has are kept.
+    `align` has one letter per column, "l" or "r"; the default is "l". The last column is wrapped
+    between words to fit `width`; its own line breaks are kept.
     """
     table = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     align = align.ljust(len(widths), "l")
     start = indent + sum(widths[:-1]) + 2 * (len(widths) - 1)
-    # A narrower last column is hard to read; the line grows too long instead.
+    # A last column narrower than 20 is hard to read, so the line may exceed `width` instead.
     room = max(width - start, 20) if width else sys.maxsize
     lines: list[str] = []
     for *cells, last in table:
@@ -45,7 +45,7 @@ def text_table(
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
-    """Return a Markdown table that is aligned in its source too."""
+    """Return a Markdown table whose source is aligned as well."""
     table = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (head, *rows)]
     widths = [max(2, *map(len, column)) for column in zip(*table, strict=True)]
     ends = {"l": "-", "r": ":"}
@@ -68,14 +68,15 @@ def draw_figure(
     grid: Literal["x", "y"] = "y",
     legend: str = "",
 ) -> dict[str, bytes]:
-    """Return the picture that `paint` draws as `svg` and as `png`; a name makes the same bytes.
+    """Return the figure that `paint` draws as `svg` and `png`; the output is reproducible.
 
-    `height` is in inches, of 7.6 in width; `legend` the colour of its labels, or `linecolor`.
+    `name` seeds the SVG's ids. `height` is in inches; the width is 7.6. `legend`: the colour of the
+    legend's labels, or `linecolor`; empty for no legend.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    # A `$` in a cell's name begins no formula.
+    # Do not parse `$` in a cell's name as the start of a formula.
     style: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": name}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(7.6, height), layout="constrained")
@@ -90,7 +91,7 @@ def draw_figure(
             place: Any = {"loc": "outside upper left", "ncols": 2, "frameon": False}
             figure.legend(fontsize=9, labelcolor=legend, **place)
         files = {"svg": io.BytesIO(), "png": io.BytesIO()}
-        # Without a date the same numbers make the same file.
+        # Omit the date, so that equal numbers give equal files.
         figure.savefig(files["svg"], format="svg", metadata={"Date": None})
         figure.savefig(files["png"], format="png", dpi=144)
     return {suffix: file.getvalue() for suffix, file in files.items()}

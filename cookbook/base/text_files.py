@@ -1,8 +1,8 @@
 """Read the documents of a training corpus: JSON lines, gzipped JSON lines or Parquet.
 
-The driver checks the files before a job is queued, and the data loader of the training process
-reads them with the same functions, so both report the same place of a fault. `submit.py data`
-records the lengths of documents in `texts.json` beside the runs, for `check` and `plan`.
+The driver checks the files before a job is queued, and the training process's data loader reads
+them with the same functions, so both report errors at the same file and line. `submit.py data`
+records the lengths of documents in `texts.json` in the folder of runs, for `check` and `plan`.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from cookbook.base.files import json_text, write_whole
 from cookbook.base.paths import runs_folder
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-# Documents read, and shuffled, at a time.
+# The number of documents that are read and shuffled together.
 WINDOW = 4096
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Files that are read as one stream; `weight` is its share of the tokens."""
+    """Files that are read as one stream; `weight` is the stream's relative share of the tokens."""
 
     pattern: str
     files: tuple[Path, ...]
@@ -37,14 +37,14 @@ class TextSource:
 
 @dataclass(frozen=True)
 class Document:
-    """A document that has not been parsed; `row` is its line, or its row in a Parquet file."""
+    """An unparsed document; `row` is its line number, or its row in a Parquet file, from 1."""
 
     file: Path
     row: int
     raw: str | bytes | None
 
     def text(self, key: str) -> str:
-        """Return the text under `key`; InputError for broken JSON, or none."""
+        """Return the text under `key`; raise InputError if the JSON is invalid or has no text."""
         place = f"{self.file}:{self.row}"
         value: Any = self.raw
         if self.file.suffix != ".parquet":
@@ -66,7 +66,7 @@ class Document:
 def find_sources(patterns: Sequence[str], root: Path = Path()) -> list[TextSource]:
     """Return the sources of `data.files`: globs, files or folders.
 
-    `0.7:web/*.jsonl` gives a source a weight; without weights all files are one source.
+    `0.7:web/*.jsonl` is a source with weight 0.7; without weights all files are one source.
     """
     place = "data.files"
     weighted = [re.fullmatch(r"(\d+(?:\.\d+)?):(.+)", pattern) for pattern in patterns]
@@ -93,7 +93,7 @@ def _files(pattern: str, root: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
     else:
-        # Path.glob takes no absolute pattern.
+        # Path.glob does not accept absolute patterns.
         found = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207
     if not found:
         start = f"relative paths start at {root.resolve()}"
@@ -111,7 +111,7 @@ def _files(pattern: str, root: Path) -> list[Path]:
 
 
 def read_windows(file: Path, key: str) -> Iterator[list[Document]]:
-    """Yield the documents of a file in order, `WINDOW` at a time."""
+    """Yield the documents of a file in order, in lists of up to `WINDOW`."""
     try:
         if file.suffix == ".parquet":
             yield from _read_parquet(file, key)
@@ -127,7 +127,7 @@ def read_windows(file: Path, key: str) -> Iterator[list[Document]]:
 
 
 def _read_parquet(file: Path, key: str) -> Iterator[list[Document]]:
-    # Of the datasets package, so it is there wherever training is.
+    # pyarrow is a dependency of datasets, so it is installed wherever training runs.
     import pyarrow
     import pyarrow.parquet
 
@@ -145,9 +145,9 @@ def _read_parquet(file: Path, key: str) -> Iterator[list[Document]]:
 
 
 def check_sources(patterns: Sequence[str], key: str, root: Path) -> None:
-    """Read the first 100 documents of every file; raise, with file and line, as a job would.
+    """Read the first 100 documents of every file; raise the InputError that a job would raise.
 
-    Relative patterns start at `root`.
+    Patterns are relative to `root`.
     """
     for file in (file for source in find_sources(patterns, root) for file in source.files):
         first = next(read_windows(file, key), [])
@@ -160,7 +160,7 @@ def check_sources(patterns: Sequence[str], key: str, root: Path) -> None:
 def write_lengths(
     sources: Sequence[TextSource], text_key: str, tokenizer: Path, mean: float, median: float
 ) -> None:
-    """Record the mean and the median length of the documents, in tokens."""
+    """Record the mean and median length of the documents in tokens."""
     found = _read_lengths() | {_key(sources, text_key, tokenizer): [mean, median]}
     write_whole(runs_folder() / "texts.json", json_text(found))
 
@@ -168,13 +168,13 @@ def write_lengths(
 def read_lengths(
     sources: Sequence[TextSource], text_key: str, tokenizer: Path
 ) -> tuple[float, float] | None:
-    """Return mean and median; None if these files, as they are now, were not counted."""
+    """Return the recorded mean and median; None if the files, in their current state, have none."""
     found = _read_lengths().get(_key(sources, text_key, tokenizer))
     return (found[0], found[1]) if found else None
 
 
 def _read_lengths() -> dict[str, list[float]]:
-    # Nothing was counted yet, and a damaged file is counted anew.
+    # A missing or damaged file means that no lengths are known.
     with contextlib.suppress(OSError, ValueError):
         found: dict[str, list[float]] = json.loads((runs_folder() / "texts.json").read_bytes())
         return found
@@ -182,7 +182,7 @@ def _read_lengths() -> dict[str, list[float]]:
 
 
 def _key(sources: Sequence[TextSource], text_key: str, tokenizer: Path) -> str:
-    """Return a digest of the files' paths, sizes and times, the weights and the tokenizer."""
+    """Return a digest of the files' paths, sizes and mtimes, the weights and the tokenizer."""
     total = sum(source.weight for source in sources)
     known = [text_key, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     for source in sources:

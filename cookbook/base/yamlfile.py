@@ -1,8 +1,8 @@
-"""Read YAML files, with the line of each key and the text of each number, into dataclasses.
+"""Read YAML files into dataclasses, keeping the line of each key and the text of each number.
 
-Scalars are those of YAML 1.2: `1e-4` is a number, `12:00:00` and `on` are texts (1.1 differs).
-A field without a default is required. `field(metadata={"key": name})` is filled by another key.
-Errors name file, line, key and allowed values.
+Scalars follow YAML 1.2: `1e-4` is a number, `12:00:00` and `on` are texts, unlike in YAML 1.1.
+Fields without a default are required. `field(metadata={"key": name})` reads a field from the key
+`name`. Errors name file, line, key and allowed values.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ class YamlFile:
 
     path: Path
     content: Mapping[str, Any]
-    lines: Mapping[Keys, int] = field(repr=False)  # of each key, by its keys from the top
-    texts: Mapping[Keys, str] = field(repr=False)  # numbers as typed (`3.10` is the number 3.1)
+    lines: Mapping[Keys, int] = field(repr=False)  # line numbers by path of keys from the top
+    texts: Mapping[Keys, str] = field(repr=False)  # scalars as typed, such as `3.10` for 3.1
 
     def place(self, *keys: str) -> str:
-        """Return `recipes/debug.yaml:12: training.steps`, for the head of a message."""
+        """Return a place to start a message: `recipes/debug.yaml:12: training.steps`."""
         known = keys
         while known and known not in self.lines:
             known = known[:-1]
@@ -57,13 +57,13 @@ class YamlFile:
 
 
 def shown_path(path: Path) -> str:
-    """Return the path relative to the working directory where it is below it, else whole."""
+    """Return the path, relative if it is below the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 def read_yaml(path: Path) -> YamlFile:
-    """Read the mapping in `path`; syntax errors, duplicate keys, other types are input errors."""
+    """Read the mapping in `path`; raise InputError for wrong syntax, content or duplicate keys."""
     try:
         return parse_yaml(path.read_text(encoding="utf-8"), path)
     except OSError as error:
@@ -125,12 +125,12 @@ Natural = Annotated[int, Field(strict=True, ge=0)]
 Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Texts = tuple[Text, ...]
 Numbers = dict[str, Annotated[float, Field(strict=True)]]
-# A mapping whose values somebody else checks.
+# A mapping whose values the caller checks.
 Unchecked = dict[str, Any]
-# Names with a word each, for a shell: a number stands as it was typed, `3.10` and not 3.1.
+# Strings by name, for a shell; numbers keep their spelling (`3.10`, not 3.1).
 Words = dict[str, str | bool]
 
-# The allowed values, by the type of pydantic's error.
+# Descriptions of the allowed values, by the type of pydantic's error.
 _ALLOWED = {
     "string_type": "a text",
     "string_too_short": "a text",
@@ -151,9 +151,9 @@ def fill(
     beside: Collection[str] = (),
     **given: Any,
 ) -> T:
-    """Make a `cls` of the mapping at `within` of `file`, and of fields `given`, which are no keys.
+    """Make a `cls` from the mapping at the keys `within` of `file` and the values `given`.
 
-    Keys `beside` them may stand there too (`a` allows `a.b`); somebody else reads those.
+    Fields in `given` are not keys of the file. Keys in `beside` (`a` allows `a.b`) are ignored.
     """
     fields = {
         field.metadata.get("key", field.name): field.name
@@ -190,11 +190,11 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 def _input_error(
     cls: Any, file: YamlFile, within: tuple[str, ...], keys: dict[str, str], found_by: Any
 ) -> InputError:
-    """Return the first of pydantic's errors in our words; unknown keys before missing ones."""
+    """Return pydantic's first error as an InputError; unknown keys come before missing keys."""
     errors = found_by.errors(include_url=False)
     error = min(errors, key=lambda one: one["type"] != "unexpected_keyword_argument")
     kind = error["type"]
-    # The branches of a union (`str`, `bool`) end the path, and are no keys.
+    # pydantic appends the branch of a union (`str`, `bool`) to the path; it is not a key.
     first, *rest = [str(key) for key in error["loc"] if key not in ("str", "bool")]
     place, found = file.place(*within, keys.get(first, first), *rest), error["input"]
     if kind == "missing":
@@ -220,7 +220,7 @@ def _dataclass_at(cls: Any, name: str) -> Any:
 
 
 def mapping_at(file: YamlFile, *keys: str) -> dict[str, Any]:
-    """Return the mapping at `keys`; empty where there is nothing."""
+    """Return the mapping at `keys`; empty if it is missing."""
     found: Any = file.content
     for depth, key in enumerate(keys, 1):
         found = found.get(key)

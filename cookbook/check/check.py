@@ -1,6 +1,6 @@
-"""A verdict on cells: the rules, TorchTitan's build, memory, work and time.
+"""Check cells: the rules, TorchTitan's build, memory, work and time.
 
-The driver imports no torch: one subprocess builds all cells, in a fake world.
+The driver does not import torch: one subprocess builds all cells with fake process groups.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from cookbook.predict.traffic import Work, count_work
 
 @dataclass(frozen=True)
 class Built:
-    """TorchTitan's answer for a cell: ranks, a failure, or neither."""
+    """The result of TorchTitan's build of a cell: ranks, a failure, or neither."""
 
-    # Of the first rank of every pipeline stage `active`, `warnings` and `not_exercised`.
+    # `active`, `warnings` and `not_exercised` of the first rank of every pipeline stage.
     ranks: tuple[dict[str, Any], ...] = ()
-    failure: dict[str, Any] | None = None  # the error of one of them
-    unavailable: str = ""  # why TorchTitan could not be asked here
+    failure: dict[str, Any] | None = None  # the error of the first rank that failed
+    unavailable: str = ""  # why TorchTitan cannot build here
     seconds: float = 0.0
 
     def noted(self, key: str) -> list[str]:
-        """Return what the ranks say under `key`, each text once."""
+        """Return the distinct texts of all ranks under `key`."""
         return list(dict.fromkeys(text for rank in self.ranks for text in rank[key]))
 
     def active(self, key: str) -> set[str]:
@@ -49,17 +49,17 @@ class Built:
 
 @contextlib.contextmanager
 def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell], Built]]:
-    """Start the subprocess; the function builds one cell."""
+    """Start the subprocess; yield a function that builds one cell."""
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
-        # A reader that is gone must not cost the answer, so errors go to a file and not a pipe.
+        # Errors go to a file: a pipe that nobody reads could block the subprocess.
         said = Path(folder) / "errors"
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "TMPDIR": folder,
             "PYTHONDONTWRITEBYTECODE": "1",
-            # TorchTitan and the hooks decide for CPU or CUDA when they are imported, and CUDA, once
-            # asked, cannot be used in the children that it forks.
+            # TorchTitan and the hooks choose CPU or CUDA at import, and CUDA, once initialized,
+            # cannot be used in forked children.
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "disabled",
@@ -67,13 +67,13 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
         with said.open("w") as errors:
             command = [sys.executable, "-m", module, load_stack().hooks]
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-            # The children it forks must end with it.
+            # A session of its own, so that its forked children can be killed with it.
             pipes |= {"env": environment, "start_new_session": True}
             process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
         assert process.stdin
         assert process.stdout
         requests, answers = process.stdin, process.stdout
-        # It is ready, or has ended.
+        # The subprocess prints a line when it is ready; the line is empty if it has exited.
         answers.readline()
 
         def build(cell: Cell) -> Built:
@@ -102,7 +102,7 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
 
 
 def build_cells(cells: Sequence[Cell]) -> list[Built]:
-    """Build every cell; cells that differ in their names alone are built once."""
+    """Build every cell; cells that differ only in their names are built once."""
     known: dict[str, Built] = {}
     requests = [json.dumps(_request(cell)) for cell in cells]
     with dry_run() as build:
@@ -123,7 +123,7 @@ def _request(cell: Cell) -> dict[str, Any]:
 
 
 _MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
-# TorchTitan's warnings that say nothing about the cell, or repeat a rule.
+# Beginnings of TorchTitan's warnings that are not about the cell or repeat a rule.
 _ROUTINE = (
     *("HF assets path", "Pipeline Parallel loss is not visible", "Warmup", "decay"),
     "model.safetensors.index.json",
@@ -132,17 +132,17 @@ _ROUTINE = (
 
 @dataclass(frozen=True)
 class CellCheck:
-    """All that a check found out about a cell."""
+    """All results of a cell's check."""
 
     cell: Cell
     judged: Verdict
     advice: tuple[Finding, ...] = ()
     built: Built | None = None
-    ranks: tuple[Rank, ...] = ()  # none if TorchTitan did not build it, or its layers are unknown
-    stages: tuple[StageMemory, ...] = ()  # their memory
+    ranks: tuple[Rank, ...] = ()  # empty if TorchTitan did not build the cell or cannot be counted
+    stages: tuple[StageMemory, ...] = ()  # memory of the `ranks`
     work: Work | None = None
     step: StepTime | None = None
-    no_step: str = ""  # why the time of its step is not known
+    no_step: str = ""  # why the step time is unknown
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -169,13 +169,13 @@ class CellCheck:
 
     @property
     def verdict(self) -> str | None:
-        """`fits`, `tight` or `will not fit`; None without a GPU, or where memory is not known."""
+        """`fits`, `tight` or `will not fit`; None without a GPU or if memory is unknown."""
         gpu, peak = self.cell.cluster.gpu, self.peak
         return verdict(peak.total, gpu.memory_gib, self.cell.options) if peak and gpu else None
 
     @property
     def summary(self) -> str:
-        """One line: why not, or how it fits."""
+        """One line: why the cell cannot run, or how it fits into memory."""
         if self.judged.refused:
             return self.judged.refused
         if self.peak is None:
@@ -188,14 +188,14 @@ class CellCheck:
 def check_cells(
     cells: Sequence[Cell], *, build: bool = True, is_submitted: bool = False
 ) -> list[CellCheck]:
-    """Check every cell; without `build`, by the rules alone.
+    """Check every cell; without `build`, only by the rules.
 
-    A cell that the rules refuse is not built; one that only lacks something here is.
+    Cells that the rules reject are not built. Cells with missing packages or files are.
     """
     checks = []
     for cell in cells:
         judged = judge(cell, is_submitted=is_submitted)
-        # A layout that does not divide would get advice about something else.
+        # With wrong input, such as an invalid layout, advice would be misleading.
         is_divided = not any(finding.is_input for finding in judged.rules)
         advice = tuple(found for rule in ADVICE for found in rule(cell)) if is_divided else ()
         checks.append(CellCheck(cell, judged, advice))
@@ -228,7 +228,7 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
         return
     if built.failure:
         message, place = built.failure["error"], built.failure["place"]
-        # A message with an option's full name has its last word too.
+        # Find the options whose last word is in the message.
         named = [name for name in cell.options.settings if name.rpartition(".")[2] in message]
         version, (package, _, file) = cell.options.stack.pins["torchtitan"], place.partition("/")
         reason = f"TorchTitan {version} refuses it: {message} (rank {built.failure['rank']}, "
@@ -249,11 +249,11 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
             yield Finding(WARNING, "torchtitan", "", f"TorchTitan warns: {text}", "", trainer)
     if check.ranks:
         yield from (found for rule in BUILT_ADVICE for found in rule(cell, check.ranks))
-    # A filter that leaves no layer, or a GPU for which TorchTitan takes another kernel, shows in
-    # the model alone.
+    # Only the built model shows that a filter excluded all layers, or that TorchTitan chose another
+    # kernel for the GPU.
     for key in OF_PRECISION:
         words, precision = built.active(key), cell.precision
-        # A stage without a layer to quantize has no say.
+        # Ignore stages without a layer to quantize.
         if key == "linear_layers":
             words = words - {"bf16"} or words
         expected, active = precision.expects(key), " and ".join(sorted(words)) or "none"

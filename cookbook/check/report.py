@@ -1,4 +1,4 @@
-"""The findings of a check: a text for people, or one JSON object for programs."""
+"""Render the results of a check as text for people or as one JSON object for programs."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from cookbook.predict.traffic import EP_BACKENDS
 
 
 def render_json(checks: Sequence[CellCheck]) -> str:
-    """`{"may_run", "cells": [...]}`; what is not known is null."""
+    """Return the checks as `{"may_run": ..., "cells": [...]}`; unknown values are null."""
     may_run, cells = all(check.may_run for check in checks), list(map(_as_mapping, checks))
     return json.dumps({"may_run": may_run, "cells": cells}, indent=2) + "\n"
 
@@ -60,7 +60,7 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
 
 
 def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None) -> str:
-    """A line for every cell, what all cells share, then each in detail; sentences fit `width`."""
+    """Return a line per cell, the findings that all cells share, then every cell in detail."""
     first, cluster = checks[0].cell, checks[0].cell.cluster
     words = {True: "may run", False: "REFUSED"}
     verdicts = [[check.cell.name, words[check.may_run], check.summary] for check in checks]

@@ -1,4 +1,4 @@
-"""Warnings and hints about a cell that may run, each a rule as in config/validate."""
+"""Warnings and hints about cells that may run, written as rules like those of config/validate."""
 
 import math
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from cookbook.config.validate.layout import microbatches
 from cookbook.predict.rank import Rank
 from cookbook.predict.shapes import destinations, routing_of
 
-# About a cell, and about a cell that was built with its counted ranks.
+# Rules on a cell, and rules on a built cell and its ranks.
 ADVICE: list[Rule] = []
 BUILT_ADVICE: list[Rule] = []
 
-# Throughput runs are short; a longer run is there to learn something.
+# Throughput runs are shorter than this number of steps; the loss of longer runs matters.
 _LONG_RUN = 200
 _BATCH = "training.local_batch_size"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
@@ -30,7 +30,7 @@ _BLOG = (
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/train.py")
 def fewer_nodes(cell: Cell) -> Problems:
-    """On a smaller cluster a recipe shrinks, and the global batch with it."""
+    """On a smaller cluster a recipe uses fewer nodes, which also reduces the global batch."""
     wanted, layout = cell.recipe.nodes, cell.layout
     if cell.nodes >= wanted or cell.stand_in_for is not None or cell.cluster.scheduler == "local":
         return
@@ -45,14 +45,14 @@ def fewer_nodes(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT)
 def another_pair(cell: Cell) -> Problems:
-    """A recipe is laid out, and fits, for the precision and EP backend that it names."""
+    """A recipe's layout is designed for the precision and EP backend that the recipe names."""
     if own := cell.own_pair:
         yield "", f"{cell.recipe.name} is made for {own}, and this cell has {cell.pair}", ""
 
 
 @rule(ADVICE, level=WARNING, reference="https://slurm.schedmd.com/sbatch.html#OPT_time")
 def short_time_limit(cell: Cell) -> Problems:
-    """sbatch reads `04:00` as four minutes."""
+    """sbatch parses `04:00` as four minutes."""
     limit = cell.cluster.time or ""
     if cell.cluster.scheduler == "slurm" and limit.count(":") == 1 and "-" not in limit:
         minutes = (seconds_of(limit) or 0) / 60
@@ -61,7 +61,7 @@ def short_time_limit(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference="https://github.com/pytorch/torchtitan/pull/2416")
 def released_torchtitan(cell: Cell) -> Problems:
-    """Released TorchTitan has both faults, which the cookbook's hooks correct."""
+    """Released TorchTitan has two bugs that the cookbook's hooks fix."""
     hooks = cell.options.stack.hooks
     if cell.hooks != hooks:
         reason = "without the cookbook's hooks the router's gradient is wrong under TP, and "
@@ -88,7 +88,7 @@ def pipeline_bubble(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=_CHECKPOINT)
 def checkpoints_resume(cell: Cell) -> Problems:
-    """A long run should be able to go on after a lost node, and its last step too."""
+    """A long run should be able to resume after a lost node, and also from its last step."""
     steps, options = cell.steps, cell.options
     if not options["checkpoint.enable"]:
         if steps > _LONG_RUN:
@@ -118,10 +118,10 @@ def _routing_option(cell: Cell) -> str:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/components/lr_scheduler.py")
 def warm_up_ends(cell: Cell) -> Problems:
-    """TorchTitan shortens a warm-up that is longer than the schedule, which a benchmark may be."""
+    """TorchTitan shortens a warm-up that is longer than the schedule; benchmarks may do so."""
     options, option = cell.options, "lr_scheduler.warmup_steps"
     total = options["lr_scheduler.total_steps"] or cell.steps
-    # Those of the published convergence experiment.
+    # The published convergence experiment has these values.
     is_published = (options[option], total) == (2000, 1500)
     if options[option] > total and not (is_published or options["debug.moe_force_load_balance"]):
         reason = f"{options[option]} steps are longer than the run, whose {total} steps all warm up"
@@ -130,7 +130,7 @@ def warm_up_ends(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference=_CHECKPOINT)
 def weights_are_read(cell: Cell) -> Problems:
-    """Published weights are read once, by all ranks side by side."""
+    """All ranks read published weights in parallel, at the first start only."""
     options = cell.options
     if not (options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]):
         return
@@ -144,7 +144,7 @@ def weights_are_read(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def balance_is_real(cell: Cell) -> Problems:
-    """Experts that are dealt out make throughput comparable and the loss meaningless."""
+    """Forced routing makes throughput comparable and the loss meaningless."""
     routing = routing_of(cell)
     if routing != "trained" and cell.steps > _LONG_RUN:
         how = "round-robin" if routing == "round_robin" else "at random"
@@ -182,7 +182,7 @@ def replicas_are_summed(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/parallel_dims.py")
 def tp_in_a_node(cell: Cell) -> Problems:
-    """TP exchanges activations four times a layer: it belongs on NVLink."""
+    """TP communicates activations four times per layer, so its ranks should share NVLink."""
     degree, per_node = cell.layout.tp, cell.cluster.ranks_per_node
     if degree > per_node or per_node % degree:
         reason = f"{degree} ranks do not lie within one node of {per_node}"
@@ -191,7 +191,7 @@ def tp_in_a_node(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference="https://github.com/deepseek-ai/DeepEP/blob/main/README.md")
 def exchange_within_a_node(cell: Cell) -> Problems:
-    """An exchange made for InfiniBand gains most between nodes."""
+    """A dispatch designed for InfiniBand gains most between nodes."""
     exchange, ep = cell.exchange, cell.layout.ep
     if exchange.sends_once_per_rank and 1 < ep <= exchange.ranks_per_node:
         reason = f"at EP {ep} {exchange.title} may gain little over the all-to-all, or lose to it:"
@@ -214,7 +214,7 @@ def reference_has_no_speed(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference=_BLOG)
 def small_experts(cell: Cell, ranks: Sequence[Rank]) -> Problems:
-    """Quantizing costs the same for small experts, whose GEMMs gain less."""
+    """Small experts gain less from quantized GEMMs, while quantizing inputs costs the same."""
     hidden = ranks[0].model.expert_hidden
     if cell.options["model.converters"] and not cell.emulated and hidden < 2048:
         reason = f"for experts of hidden size {hidden} quantizing may cost more than faster GEMMs"
@@ -224,7 +224,7 @@ def small_experts(cell: Cell, ranks: Sequence[Rank]) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def forced_balance_flatters(cell: Cell, ranks: Sequence[Rank]) -> Problems:
-    """Experts dealt out in turn lie on few ranks, and each rank gets a token once."""
+    """Round-robin routing sends tokens to few ranks, which favors sending once per rank."""
     ep, exchange = cell.layout.ep, cell.exchange
     if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
         return
@@ -237,16 +237,16 @@ def forced_balance_flatters(cell: Cell, ranks: Sequence[Rank]) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference="https://doi.org/10.1016/j.future.2004.11.016")
 def saving(cell: Cell, ranks: Sequence[Rank]) -> Problems:
-    """The interval at which saving and repeating together cost least (Young and Daly)."""
+    """The best interval minimizes the time lost to saves and to repeated steps (Young and Daly)."""
     cluster, options = cell.cluster, cell.options
     if not options["checkpoint.enable"] or cluster.node_failure_days is None:
         return
-    # A parameter with Adam's two moments.
+    # The checkpoint: parameters and Adam's two moments.
     size_gb = 3 * ranks[0].parameters * ranks[0].units[0].bytes / 1e9
     waits_s = written_s = size_gb / cluster.write_gb_per_s if cluster.write_gb_per_s else None
     if options["checkpoint.async_mode"] != "disabled":
-        # Training waits for the copy to the host's memory alone, at about 10 GB/s; TorchTitan's
-        # log says what it was: `Finished saving the checkpoint ...`.
+        # Training waits only for the copy to host memory, at about 10 GB/s. TorchTitan logs the
+        # real time: `Finished saving the checkpoint ...`.
         waits_s = size_gb / cell.world / 10.0
     if waits_s is None:
         reason = f"training waits until {size_gb:,.0f} GB are written, at each save"
@@ -255,7 +255,7 @@ def saving(cell: Cell, ranks: Sequence[Rank]) -> Problems:
     days = cluster.node_failure_days / cell.nodes
     best_s = max(math.sqrt(2 * waits_s * days * 86_400), written_s or 0.0)
     found_s = 60 * options["checkpoint.interval_minutes"]
-    # The curve is flat around its lowest point: 3 times longer or shorter costs little.
+    # The cost is flat around its minimum: an interval 3 times longer or shorter costs little more.
     if found_s and best_s / 3.0 <= found_s <= best_s * 3.0:
         return
     found = f"every {found_s / 60:g} minutes" if found_s else "by steps, not by minutes"

@@ -1,4 +1,4 @@
-"""Looks at layouts one by one: does it fit, and how fast is it; walks from one to another."""
+"""Evaluate layouts one by one for memory and speed, and walk from one layout to another."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -27,9 +27,9 @@ BATCH = "training.local_batch_size"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that the rules allow, and the `memory` of the stage that needs most.
+    """A valid layout, with the `memory` of the pipeline stage that needs most.
 
-    `step` is None where it does not fit well, or its time is not modelled (`unknown` says why).
+    `step` is None if the layout does not fit, or if its time is not modelled for reason `unknown`.
     """
 
     cell: Cell
@@ -40,29 +40,29 @@ class Candidate:
 
     @property
     def speed(self) -> float:
-        """Predicted tokens/s/GPU; 0 where it is not known."""
+        """Predicted tokens/s/GPU; 0 if unknown."""
         return self.step.tokens_per_second_per_gpu if self.step else 0.0
 
     def times(self, base: Self | None) -> float | None:
-        """Return how many times as fast as `base` it is predicted to be."""
+        """Return the predicted speed relative to `base`; None if either speed is unknown."""
         return round(self.speed / base.speed, 2) if base and base.speed and self.speed else None
 
 
 @dataclass
 class Found:
-    """The candidates so far; `larger` layouts need no less memory than one that does not fit."""
+    """The candidates so far; `larger` counts layouts skipped since a smaller one does not fit."""
 
     candidates: list[Candidate] = field(default_factory=list)
     larger: int = 0
     interrupted: bool = False
 
     def ranked(self) -> list[Candidate]:
-        """Return those that fit, the fastest first."""
+        """Return the candidates with a known speed, fastest first."""
         known = [one for one in self.candidates if one.step]
         return sorted(known, key=lambda one: -one.speed)
 
     def front(self) -> list[Candidate]:
-        """Return the Pareto front over speed and memory, the fastest first."""
+        """Return the Pareto front over speed and memory, fastest first."""
         front: list[Candidate] = []
         for one in self.ranked():
             if not front or one.memory.total < front[-1].memory.total:
@@ -76,7 +76,7 @@ class Found:
 
 
 def recomputation(cell: Cell) -> str:
-    """Return the mode, or what selective recomputation saves; and how many layers it skips."""
+    """Describe recomputation: the mode or the saved operators, and the layers that it skips."""
     mode = str(cell.options["activation_checkpoint.mode"])
     if mode == "memory_budget":
         mode += f" {cell.options['activation_checkpoint.memory_budget']:g}"
@@ -93,17 +93,17 @@ def search(
     documents: Documents | None = None,
     on_progress: Callable[[Found], None] = lambda found: None,
 ) -> Found:
-    """Look at every cell; Ctrl-C ends it and keeps the candidates.
+    """Evaluate every cell; Ctrl-C stops the search and keeps the candidates.
 
-    A layout with a larger batch, or with less recomputation, than one that does not fit is counted
-    without a look: it needs no less.
+    A layout is skipped, and counted as too large, if one with the same or a smaller batch and the
+    same or full recomputation does not fit: it needs no less memory.
     """
     found, known = Found(), KnownRanks()
     too_large: dict[tuple[str, str], int] = {}
     try:
         for cell in cells:
             batch, mode = cell.options[BATCH], recomputation(cell)
-            # All settings but for the batch and recomputation.
+            # All settings except batch and recomputation.
             settings = sorted(cell.options.values.items())
             rest = [s for s in settings if not s[0].startswith((BATCH, "activation_checkpoint."))]
             structure = str([cell.pair, rest])
@@ -133,21 +133,21 @@ class _Recorder(Options):
 
 @dataclass
 class KnownRanks:
-    """The ranks of layouts of one recipe and cluster, which differ in a few options alone.
+    """A cache of the ranks of one recipe's layouts on one cluster.
 
-    Layouts share ranks that were counted from the same values of all options ever read.
+    The cache's key is the values of all options that any count of ranks has read.
     """
 
     read: dict[str, None] = field(default_factory=dict)
     ranks: dict[str, tuple[Rank, ...]] = field(default_factory=dict)
 
     def of(self, cell: Cell) -> tuple[Rank, ...]:
-        """Return the ranks of `cell`, counted where no layout before had the same."""
+        """Return the ranks of `cell` from the cache, or count them."""
         known = self.ranks.get(self._key(cell))
         if known is None:
             recorder = _Recorder(cell.options.stack, cell.options.settings, self.read)
             known = describe_ranks(replace(cell, options=recorder))
-            # By all options that have been read, those just now too.
+            # Compute the key again: it now includes the options that were just read.
             self.ranks[self._key(cell)] = known
         return known
 
@@ -172,8 +172,8 @@ def evaluate(
 
 
 _OVERLAYS = "precision and EP backend"
-# In this order, since a batch or a mode fits only behind what makes room for it. Options of no
-# group go with the overlays.
+# The order matters: a larger batch or less recomputation fits only after the changes that free
+# memory. Options in no group change together with the overlays.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
     _OVERLAYS: (),
@@ -187,7 +187,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Stop:
-    """A layout on the way from one to another, with the change that led to it."""
+    """A layout on the walk from one layout to another, with the change that led to it."""
 
     changed: str
     fits: bool
@@ -195,13 +195,13 @@ class Stop:
 
     @property
     def us_per_token(self) -> dict[str, float]:
-        """Microseconds of each term for a token and GPU, which compare across batches."""
+        """Microseconds per token and GPU by term, which are comparable across batch sizes."""
         tokens = self.step.tokens_per_gpu
         return {name: 1000 * ms / tokens for name, ms in self.step.terms_ms.items()}
 
 
 def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Stop]:
-    """Go from `start` to `end` by groups of options; a refused stop goes with the next change."""
+    """Walk from `start` to `end` by groups of options; an invalid stop merges with the next one."""
 
     def stop(changed: str, cell: Cell) -> Stop:
         candidate = evaluate(cell, documents)

@@ -1,4 +1,4 @@
-"""The layouts of a search: a recipe's cell with every combination of some axes."""
+"""The search space: a recipe's cell with every combination of values along some axes."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _MODE, _BY = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 _BUDGET = "activation_checkpoint.memory_budget"
 _STRUCTURE = (DEGREES["tp"], DEGREES["pp"], DEGREES["ep"], _SCHEDULE, _PER_STAGE, BATCH, _MODE)
-# Options that one mode alone reads.
+# Options that only one recomputation mode reads.
 _OF_MODE = {_BY: "selective", _BUDGET: "memory_budget"}
 
 
@@ -39,13 +39,13 @@ def _saving(*operators: str) -> dict[str, Any]:
     return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
 
 
-# Options that the rules refuse beside a mode.
+# Values for options that the rules reject in a recomputation mode.
 _RESETS: dict[str, dict[str, Any]] = {
     "full": {SAVE_LIST: []},
     "none": {SAVE_LIST: [], LAYERS_KEPT: 0},
     "memory_budget": {SAVE_LIST: [], LAYERS_KEPT: 0},
 }
-# Ways to recompute: options that belong together.
+# Recomputation variants: options that are set together.
 RECOMPUTATION: tuple[dict[str, Any], ...] = (
     {_MODE: "full", **_RESETS["full"]},
     _saving("attention", "communication"),
@@ -54,34 +54,34 @@ RECOMPUTATION: tuple[dict[str, Any], ...] = (
     {_MODE: "none", **_RESETS["none"]},
 )
 _WORKERS = "training.dataloader.num_workers"
-# A process that tokenizes beside the training.
+# A data-loader process that tokenizes in parallel with training.
 _WORKER: dict[str, Any] = {
     _WORKERS: 1,
     "training.dataloader.prefetch_factor": 2,
     "training.dataloader.persistent_workers": True,
 }
 OVERLAYS = ("precision", "ep_backend")
-# Local batches without a pipeline; and microbatches of a pipeline, beside the recipe's own.
+# Local batch sizes without a pipeline, and with a pipeline (in addition to the recipe's own).
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
-# Layouts whose refusals are counted for a rejected value.
+# The most layouts whose errors are counted to explain a rejected value.
 _MOST_ASKED = 500
 
 
 @dataclass(frozen=True)
 class Space:
-    """The cell as it was asked for, values of its options, and names of its `overlays`, to vary."""
+    """The requested cell, with the values of options and the names of overlays to vary."""
 
     base: Cell
     varied: Mapping[str, Sequence[Any]]
     overlays: Mapping[str, Sequence[str]]
 
     def cells(self) -> Iterator[Cell]:
-        """Return every layout that the rules allow, each once."""
+        """Return every valid layout once."""
         return (cell for cell in self.all_candidates() if not validation_errors(cell))
 
     def all_candidates(self) -> Iterator[Cell]:
-        """Return refused layouts too."""
+        """Yield every layout once, including invalid ones."""
         base = self.base
         origins = {name: f"--vary {name}" for name in self.varied}
         given = base.options.settings.items()
@@ -124,7 +124,7 @@ class Space:
             batches = _BATCHES if pp == 1 else sorted({*_MICROBATCHES, self.base.options[BATCH]})
             of_deepep: dict[str, Any] = {}
             if start.exchange.has_own_layer:
-                # Between nodes let experts compute beside the exchanges.
+                # If EP spans nodes, overlap the experts with dispatch and combine.
                 between_nodes = ep > start.cluster.ranks_per_node
                 chunks = max(start.options[EP_CHUNKS], 2) if between_nodes else 1
                 of_deepep = {EP_CHUNKS: chunks, SCORE_ACTIVATIONS: True}
@@ -140,7 +140,7 @@ class Space:
                 yield self._settled(chosen) | of_deepep
 
     def _settled(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Drop options that the rest leaves unread, so that no layout comes twice."""
+        """Drop options that have no effect with the others, so that no layout is repeated."""
         mode = chosen[_MODE]
         settled = {n: value for n, value in chosen.items() if _OF_MODE.get(n, mode) == mode}
         if settled[DEGREES["ep"]] == 1:
@@ -151,7 +151,7 @@ class Space:
         return settled
 
     def _means(self) -> dict[str, list[Any]]:
-        """Return options that always pay (docs/evidence/performance.md), one value each."""
+        """Return one value for each option that always pays off (docs/evidence/performance.md)."""
         gpu, options, means = self.base.cluster.gpu, self.base.options, dict[str, Any]()
         if gpu is not None and gpu.compute_capability >= 9.0:
             means[ATTENTION] = "flash_attention_4"
@@ -186,10 +186,10 @@ def _changed(cell: Cell, settings: Settings) -> Cell:
 def space_of(
     base: Cell, words: Sequence[str], asked: Settings, overlays: Mapping[str, Any]
 ) -> Space:
-    """Make the space around `base`; InputError for a key that is no axis, or a wrong value.
+    """Make the space around `base`; raise InputError for an unknown key or an invalid value.
 
-    Each of `words` is from `--vary`, KEY=V1,V2: an option, `precision` or `ep_backend`. `--set`
-    holds the options `asked` at one value; `overlays` has None where the command line names none.
+    `words` are arguments of `--vary`, KEY=V1,V2, whose key is an option, `precision` or
+    `ep_backend`. `asked`: options fixed by `--set`. `overlays`: names by kind, None if not given.
     """
     varied: dict[str, Sequence[Any]] = {name: [s.value] for name, s in asked.items()}
     named = {kind: [name] for kind, name in overlays.items() if name is not None}
@@ -225,7 +225,7 @@ def space_of(
 def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
     """Return `OPTION=VALUE: reason` for each value of `space` that none of its `cells` has.
 
-    Values refused for themselves come first, before those refused for their neighbours.
+    Values that are invalid themselves come before values that conflict with other options.
     """
     rejected = []
     for option, values in space.varied.items():
@@ -237,7 +237,7 @@ def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
 
 
 def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
-    """Return the option to change, and why."""
+    """Return the option to change and the reason why no layout has `value`."""
     place = f"--vary {option}"
     alone = _changed(space.base, {option: Setting(value, place)})
     try:
@@ -253,6 +253,6 @@ def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
     ) or Counter((one.option, str(one)) for one in validation_errors(alone))
     if not found:
         return "", "no layout has room for it"
-    # The option's own refusal says more than its neighbours'.
+    # An error about the option itself explains more than errors about other options.
     culprit, reason = max(found, key=lambda key: (key[0] == option, found[key]))
     return culprit, reason.removeprefix(f"{option}: ")
