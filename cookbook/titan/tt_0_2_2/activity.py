@@ -56,7 +56,7 @@ class RankActivity:
 
 
 def words(found: Iterable[str]) -> str | None:
-    """Join the words with "and"; return None if there are none."""
+    """Return the words joined with "and", or None if there are none."""
     return " and ".join(sorted(found)) or None
 
 
@@ -83,7 +83,7 @@ def observe_model(model_parts: Iterable[nn.Module]) -> ModelActivity:
 
 
 def observe_dispatch() -> frozenset[str]:
-    """Return the dispatches this rank used (`standard`, `deepep`, `mxfp8`); empty if none."""
+    """Return the kinds of dispatch that this rank ran: `standard`, `deepep`, `mxfp8`, or none."""
     both = {MXFP8_DISPATCH, MXFP8_COMBINE}
     return frozenset(dispatches - both | {"mxfp8"} if both <= dispatches else dispatches)
 

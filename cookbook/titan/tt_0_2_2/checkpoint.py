@@ -45,7 +45,7 @@ class Wish(IntEnum):
 
 
 class CheckpointPolicy:
-    """Decide after each step whether to save; TorchTitan's `manager` considers step numbers."""
+    """Decides after each step whether to save; TorchTitan's `manager` only counts steps."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
@@ -72,7 +72,7 @@ class CheckpointPolicy:
             logger.info(f"{reason}; the run ends at a checkpoint of step {curr_step}")
         if self.should_save(curr_step, last_step):
             self.saved_at = time.monotonic()
-        # Before a stop, pass the real `last_step` (False): TorchTitan may save its last step
+        # A stop saves an ordinary step (`last_step` False): TorchTitan may save the last step
         # without the optimizer, and over NCCL, which can time out during a large save.
         self._save(curr_step, last_step=last_step)
         if last_step:
@@ -205,8 +205,7 @@ def without_missing_bias(adapter: Any) -> Any:
             return self._asked
 
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-            # TorchTitan loads into the last dict that `to_hf` returned, so a deleted key is not
-            # loaded.
+            # TorchTitan loads only the keys of the dict that `to_hf` returned last.
             reader = super().get_hf_storage_reader(path, from_quantized)
 
             def biases(names: Iterable[str]) -> list[str]:

@@ -127,7 +127,7 @@ def prepare_cpu() -> None:
 
 
 def sum_gradients_in_fsdp(model: nn.Module) -> None:
-    """Make FSDP use plain sums: TorchTitan's divide factor needs PREMUL_SUM, which gloo lacks."""
+    """Make FSDP reduce by plain sums: gloo lacks PREMUL_SUM, which its divide factor needs."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

@@ -68,7 +68,7 @@ class Routing(SimpleNamespace):
 def leave(
     rows: Tensor, scores: Tensor, experts: Tensor, num_experts: int
 ) -> tuple[Tensor, Routing]:
-    """Record that `rows` (tokens, features) and their routing are ready; drop zero scores."""
+    """Record that `rows` (tokens, features) and routing are ready; drop experts with score 0."""
     exchange = Exchange()
     # Convert before `ready` is recorded: DeepEP sends float32 scores and contiguous tensors.
     experts = experts.masked_fill(scores == 0, -1).contiguous()
@@ -275,7 +275,7 @@ class HalvedFeedForward(FeedForward):
 
 
 def cut(values: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """Split (tokens, ...) into chunks of almost equal length, by one autograd node for all."""
+    """Split (tokens, ...) into near-equal chunks, whose gradients autograd concatenates once."""
     if chunks == 1:
         return (values,)
     least, more = divmod(len(values), chunks)
@@ -337,9 +337,9 @@ class SplitMoE(DeepEPMoE):
 
 
 def use_split_moe(moe: Any, group: ProcessGroup, chunks: int, score_activations: bool) -> None:
-    """Replace the classes of this MoE layer, its routed and shared experts, as FSDP replaces them.
+    """Replace the classes of this MoE layer and of its routed and shared experts.
 
-    `group` is the process group of the EP ranks.
+    Other instances keep their classes. `group` is the process group of the EP ranks.
     """
     moe.__class__ = SplitMoE
     # TorchTitan's Qwen3 always builds the standard layer, which has a reorderer.

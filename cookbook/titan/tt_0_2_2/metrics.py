@@ -209,7 +209,7 @@ def build_metrics_processor(
     processor.self_check, processor.model_args = self_check, model_args
     attempt = attempt_folder()
     if attempt and processor._is_metrics_rank():
-        # Use a new container: in jobs without loggers TorchTitan's is a dummy that logs nothing.
+        # Use a new container: without TensorBoard and W&B, TorchTitan's logger may be a dummy.
         both = LoggerContainer()
         both.add_logger(processor.logger)
         both.add_logger(JsonLines(attempt / FILE, torch.distributed.get_rank()))

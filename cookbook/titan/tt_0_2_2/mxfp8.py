@@ -122,7 +122,7 @@ def emulated_weight_gradient(
     out_dtype: torch.dtype | None = torch.bfloat16,
     block_size: int = 32,
 ) -> Tensor:
-    """Dequantize, multiply each group of M in BF16, and return (groups, N, K).
+    """Return the weight gradient (groups, N, K), dequantized and multiplied in BF16.
 
     TorchAO's function of the same signature loops over groups on the host, which does not compile.
     Groups must consist of whole blocks, so that no scale spans two groups.

@@ -110,8 +110,8 @@ class PartialOutputRowwiseParallel(RowwiseParallel):
 class PrepareMoE(PrepareModuleInputOutput):
     """Gathers an MoE layer's input along the sequence and sums its output over TP ranks.
 
-    A DeepEP layer does both itself, and only for its shared experts: for the routed experts each
-    rank sends its own shard and gets the same shard back.
+    A DeepEP layer does both itself, and not for its routed experts: each rank sends its own shard
+    of the tokens to them and gets the same shard back.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -145,7 +145,7 @@ class SequenceShardReorderer(ParallelStyle):
 
 
 def without_hooks(name: str) -> type[ParallelStyle]:
-    """Return TorchTitan's style `name` reduced to sharding weights: our experts dispatch rows."""
+    """Return the style `name` without dispatch hooks: experts with row kernels send their rows."""
     plan = getattr(llama4_parallelize, name)
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -114,7 +114,7 @@ class _Unmultiplied(TorchDispatchMode):
 
 
 class SaveList(set[Any]):
-    """The operators to save; records the saved kinds for the report of the first step."""
+    """The operators to save; it records which kinds are saved, for the first step's report."""
 
     def __init__(self, operators: Iterable[Any]) -> None:
         super().__init__(operators)
@@ -146,7 +146,7 @@ def apply_ac(
     operators = {*options.pop("op_sac_save_list"), *own}
     if save:
         kinds = kinds_of_operators()
-        # Keep TorchTitan's operators of no kind, such as the maximum that scales FP8.
+        # Keep TorchTitan's other operators, such as the maximum that FP8 scales need.
         operators -= kinds.keys()
         operators |= {operator for operator, kind in kinds.items() if kind in save}
     titan.apply_ac(model, ac_config, op_sac_save_list=SaveList(operators), **options)

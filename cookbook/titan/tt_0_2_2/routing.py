@@ -31,7 +31,7 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 _COUNT = "cookbook_load"
 # An expert is starved if its load is below this fraction of the mean.
 STARVED = 0.1
-# The most sets of counts to write per run: for 58 layers of 256 experts a set takes 100 KB.
+# Write all counts at most this often per run: for 58 layers of 256 experts they take 100 KB.
 _MOST_COUNTS = 50
 
 

@@ -93,7 +93,8 @@ class RowExperts(nn.Module):
         # FSDP may have cast the rows to the parameters' dtype.
         rows = rows.bfloat16()
         if type(w1) not in (Tensor, nn.Parameter):
-            # Use the compiled path: each of TorchAO's casts to FP8 is several operators.
+            # Quantized weights use the compiled path, because TorchAO casts to FP8 by several
+            # unfused operators.
             return experts_with_probs(experts, rows, groups.scores, ends)
         both = group_products(rows, join(torch.bfloat16, w1, w3), ends)
         if w2.dtype != torch.bfloat16:
@@ -104,7 +105,7 @@ class RowExperts(nn.Module):
 
 
 class RowMoE(MoE):
-    """TorchTitan's layer with `RowExperts`."""
+    """TorchTitan's MoE layer with `RowExperts` and the row kernels."""
 
     # Set if EP also spans the TP ranks, so that each TP rank sends its shard of the tokens.
     cookbook_shard_mesh: DeviceMesh | None = None
@@ -149,7 +150,7 @@ def _mixed(mixin: type[nn.Module], experts: type[nn.Module]) -> type[nn.Module]:
 
 
 def mix_in(mixin: Any, experts: Any) -> None:
-    """Add `mixin` to the class of this instance of the routed experts, as FSDP does."""
+    """Add `mixin` to the class of these routed experts; other instances keep their class."""
     experts.__class__ = _mixed(mixin, experts.__class__)
 
 
@@ -159,7 +160,7 @@ def use_row_kernels(
     ep_mesh: DeviceMesh | None = None,
     tp_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Replace the classes of a layer and its experts, which are sharded over these meshes."""
+    """Replace the classes of an MoE layer and its experts, which are sharded over these meshes."""
     moe.__class__ = RowMoE
     mix_in(RowExperts, moe.experts)
     moe.experts.cookbook_precisions = precisions

@@ -123,7 +123,7 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     # SDPA has no document mask.
     packings = ("whole",) if kernel == "sdpa" else limits.packings
     for packing in packings:
-        # Test both kinds of values once: values as in training with the first packing only.
+        # Use trained-like values for the first packing and random values for the second.
         like_trained = packing == packings[0]
         values = "values as trained" if like_trained else "random values"
         run = partial(

@@ -1,4 +1,4 @@
-"""The versions of installed packages; refuses those that this package was not written for."""
+"""Read the installed packages' versions and refuse those this package was not written for."""
 
 import logging
 import platform

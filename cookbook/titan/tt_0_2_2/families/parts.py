@@ -51,7 +51,7 @@ def observe_attention() -> tuple[frozenset[str], float | None]:
 
 
 def chosen_attention(model_parts: Iterable[nn.Module]) -> frozenset[str]:
-    """Return the kinds of attention in the modules of a model, which need not have run."""
+    """Return the kinds of attention that a model contains, whether or not it has run."""
     kinds = {**_OWN, DocumentAttentionKernel: FLASH_ATTENTION_4}
     modules = (module for part in model_parts for module in part.modules())
     return frozenset(kinds[type(module)] for module in modules if type(module) in kinds)
@@ -84,14 +84,14 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
 
 
 class DocumentMask(BlockMask):
-    """Cumulative document lengths of a folded batch; TorchTitan's layers require a BlockMask."""
+    """Cumulative document lengths of a folded batch, as the BlockMask that layers require."""
 
     def __init__(self, cu_seqlens: Tensor) -> None:
         self.cu_seqlens = cu_seqlens
 
 
 class DocumentAttentionKernel(nn.Module):
-    """FlashAttention-4 in place of FlexAttentionWrapper, which gets local tensors under TP."""
+    """FlashAttention-4 in place of FlexAttentionWrapper; under TP it gets local tensors."""
 
     def forward(
         self,
