@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 def ask(command: Sequence[str], timeout_s: float = 5.0) -> Answer:
-    """Run `command` with a timeout, so that an unresponsive Slurm controller delays nothing."""
+    """Run `command` with a timeout, so that a Slurm controller that hangs delays little."""
     text: Any = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
     try:
         done = subprocess.run(command, timeout=timeout_s, stdin=subprocess.DEVNULL, **text)
@@ -108,10 +108,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """One check; `is_for_local` if runs on this machine alone need it too.
+    """A check; `is_for_local` marks a check that runs on this machine alone need too.
 
-    A job runs each check that has `node_hours` on its nodes, and excludes a failing node for so
-    many hours.
+    A job runs every check with `node_hours` on its nodes, and excludes a node that fails it for
+    `node_hours` hours.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Check:
         return Finding(self.name, *verdict) if verdict else None
 
 
-# In the order of the report: of the imports in `doctor/__init__.py`, then of definition.
+# In report order: modules as imported by `doctor/__init__.py`, and in a module as defined.
 CHECKS: list[Check] = []
 
 

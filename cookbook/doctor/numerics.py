@@ -114,7 +114,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     first, second = _RECIPES["gpu" if machine.gpu else "cpu"]
     choices: list[tuple[str, str, str, dict[str, Any]]] = [
         *((first, precision, "standard", {}) for precision in names_in("precision")),
-        # Under MXFP8 these backends pad groups of rows to another multiple than in BF16.
+        # MXFP8 too: these backends then pad groups of rows to another multiple than in BF16.
         *((first, one, backend, {}) for backend, one in product(others, ("bf16", "mxfp8"))),
         (first, "bf16", "standard", flash),
         *((first, "mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in with_tp),

@@ -73,7 +73,7 @@ def _capabilities_here() -> list[float]:
 
 
 def install(local: bool, plan: bool) -> int:
-    """Install the packages, or print the `plan`; return the exit status."""
+    """Install the packages or, with `plan`, print what is to do; return the exit status."""
     pins = flash_attention_pins()
     version = next(pin.value for pin in pins if pin.name == PACKAGE)
     if not differences(pins):
@@ -101,7 +101,7 @@ def install(local: bool, plan: bool) -> int:
 
 
 def compile_missing(arch: str, plan: bool, into: Path) -> int:
-    """Compile missing kernels into folder `into`, or print the `plan`; return the exit status."""
+    """Compile missing kernels or, with `plan`, print what is to do; return the exit status."""
     if differences(flash_attention_pins()):
         print("FlashAttention-4's kernels are not compiled: it is not installed at its pins")
         return NOT_NEEDED

@@ -235,8 +235,8 @@ def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
     # Since CUDA 13, cuda/std/tuple is in a folder that nvcc searches only for its own sources.
     if (cccl := toolkit.home / "include/cccl").is_dir():
         environment["CPATH"] = before(str(cccl), "CPATH")
-    # Only without NVSHMEM_DIR does DeepEP find the NVSHMEM wheel that torch loads, with its library
-    # names that have a version. A second NVSHMEM in one process would clash with torch's.
+    # Without NVSHMEM_DIR, DeepEP finds torch's NVSHMEM wheel and its versioned libraries. A second
+    # NVSHMEM in one process would clash with torch's.
     for name in ("NVSHMEM_DIR", "DISABLE_SM90_FEATURES"):
         environment.pop(name, None)
     return environment

@@ -54,7 +54,7 @@ class Rule:
     category: str
     kernel: str = ""  # kernel name; on a CPU the operation's name
     operation: str = ""  # name of the host operation that launched the kernel
-    inside: str = ""  # name of that operation or of any event that encloses it
+    inside: str = ""  # name of the launching operation or of an enclosing event
     collective: str = ""  # collective's name as PyTorch records it (`allgather`, `all_to_allv`)
     group: str = ""  # description of the process group (`mesh_ep`)
 
@@ -109,7 +109,7 @@ RULES = (
     # All that an attention operation launches, including the matrix products of attention on a CPU.
     # The cookbook's own operation is varlen_attention.
     Rule("attention", inside=r"(?i)scaled_?dot_?product|flex_?attention|varlen_attention"),
-    # --- Optimizer and gradient norm: listed before GEMMs and copies, which they also consist of.
+    # --- Optimizer and gradient norm: listed before GEMMs and copies, which they also launch.
     Rule("optimizer", inside=r"^Optimizer\.(step|zero_grad)#"),
     # Fused AdamW, and the norms and scaling of clip_grad_norm_ (multi_tensor_apply, _foreach_*).
     # FSDP's _foreach_copy_ uses the same kernels, so its rule comes first.

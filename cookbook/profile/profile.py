@@ -150,7 +150,7 @@ def waits_for_others(ranks: Sequence[RankProfile]) -> list[Mapping[str, float] |
         for index, durations in by_rank.items():
             waited[index][str(name)] += sum(durations) - least
     for rank, own, total in zip(ranks, waited, ran, strict=True):
-        # Assume that waits are exposed to the same share as the category's whole communication.
+        # Assume that the same share of the waits is exposed as of the category's communication.
         for name in own:
             own[name] *= rank.counted.get(name, 0.0) / (total[name] or 1)
     return [own or None for own in waited]

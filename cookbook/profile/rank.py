@@ -31,7 +31,7 @@ _IS_COMMUNICATION = np.array([category.kind == COMMUNICATION for category in CAT
 class GemmRate:
     """The speed of GEMMs of one kind; None if no shape, or not the GPU's peak, is known."""
 
-    ms: float  # per step
+    ms: float  # milliseconds per step
     known_ms: float  # milliseconds per step of the GEMMs whose shapes are known
     tflops: float | None  # TFLOP/s of the GEMMs whose shapes are known
     peak_share: float | None  # share of the GPU's peak for the inputs' formats
@@ -58,7 +58,7 @@ class RankProfile:
     steps: tuple[int, ...]  # step numbers; empty if the trace has none and counts as one step
     step_ms: float
     each_step_ms: tuple[float, ...]
-    counted: Mapping[str, float]  # by category; adds up to the step with the two idle times
+    counted: Mapping[str, float]  # by category, without overlap; the rest of the step is idle
     busy: Mapping[str, float]  # by category, including overlap with other categories
     idle_host_ms: float
     idle_queued_ms: float
@@ -82,7 +82,7 @@ class RankProfile:
 
     @property
     def hidden(self) -> dict[str, float]:
-        """Time of each category that overlapped with a category that counts first."""
+        """Time of each category that counts for another category, which ran at the same time."""
         return {name: ms - self.counted[name] for name, ms in self.busy.items()}
 
     @property
@@ -141,7 +141,7 @@ def _largest(times: Mapping[Any, float], most: int | None = None) -> dict[Any, f
 
 
 def step_windows(trace: Trace, kernels: Column) -> list[float]:
-    """Return the times of the traced steps' boundaries on the device, one more than steps.
+    """Return the boundaries of the traced steps on the device: one more than there are steps.
 
     The host runs ahead of the device. A step begins on the device once the host has begun it and
     the device has finished the previous step. So the steps cover wall time without gap or overlap.
@@ -195,8 +195,8 @@ def explain_idle(
 ) -> tuple[float, float, dict[str, float]]:
     """Explain the idle time in `gaps` by the next kernel's launch and the host's activity.
 
-    Return three values in microseconds: the time before the host had launched the next kernel, the
-    time between a launch and the kernel's start, and the former by cause.
+    Return microseconds: the host-bound time, before the next kernel was launched; the queued time,
+    from a launch to the kernel's start; and the host-bound time by cause.
     """
     start, end = gaps.T
     events = host.trace.host

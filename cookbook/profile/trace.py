@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 # Operations, annotations and blocking calls, sorted by thread and start, outer before inner. `name`
 # is an index into the trace's names; annotations are not work (`is_work`), they only enclose it.
-# `flops` is 0 unless it is a GEMM with known shapes; `bits` is the size of its inputs' elements.
+# `flops` is 0 except for GEMMs with known shapes; `bits` is the size of a GEMM's input elements.
 HOST = np.dtype(
     [
         *[("name", int), ("start", float), ("end", float), ("thread", float)],
@@ -100,7 +100,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's trace.
+    """One rank's trace; if it has no kernels, the host's operations count as work.
 
     Each of `collectives` is PyTorch's record: name, and the group's description and ranks.
     """
@@ -294,7 +294,7 @@ class Host:
         return at
 
     def operation(self, events: Column) -> Column:
-        """Return for each event itself or the nearest enclosing one that is not a CUDA call."""
+        """Return the operation of each event: itself or, for CUDA calls, the enclosing event."""
         found = np.array(events)
         if len(self.parent):
             names = self.trace.host.name

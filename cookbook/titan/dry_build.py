@@ -1,4 +1,4 @@
-"""Builds cells in a fake world and prints for each whether TorchTitan builds it, or its error.
+"""Builds cells in a fake process group and prints a description of each, or TorchTitan's error.
 
     CUDA_VISIBLE_DEVICES= WANDB_MODE=disabled python -m cookbook.titan.dry_build STACK
 
@@ -143,7 +143,7 @@ def _place(filename: str, line: int | None) -> str:
 
 def main(stack: str, describe: Callable[..., Answer]) -> None:
     """Answer requests until standard input ends."""
-    # Answers keep standard output; what libraries print goes to standard error.
+    # Reserve standard output for the answers: redirect libraries' output to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     importlib.import_module(stack)
@@ -159,7 +159,7 @@ def main(stack: str, describe: Callable[..., Answer]) -> None:
 
 
 class Build(NamedTuple):
-    """A Trainer, TorchTitan's warnings, and what the dry build replaced or did not run."""
+    """A Trainer, TorchTitan's warnings, and notes on all that was replaced or not run."""
 
     trainer: Any
     warnings: list[str]
@@ -182,7 +182,7 @@ def describe(build: Build, stack: str) -> dict[str, Any]:
 
 
 def warm_up(stack: str) -> None:
-    """Import and cache in the parent what each child would otherwise import and compute again."""
+    """Import modules and fill caches in the parent, so that children need not repeat the work."""
     import torch.distributed._functional_collectives
     import torch.distributed.pipelining.schedules
     import torchtitan.components.quantization.float8

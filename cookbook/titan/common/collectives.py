@@ -27,9 +27,9 @@ class Plan:
     """The collectives to time, the same plan for all ranks."""
 
     device: str  # `cuda` (NCCL) or `cpu` (gloo)
-    num_bytes: int  # each rank's input to a collective
+    num_bytes: int  # size of each rank's input to a collective
     groups: list[list[int]]  # disjoint groups of ranks, each of which runs an all-to-all
-    timeout_s: float  # of each collective
+    timeout_s: float  # limit for each collective
 
 
 def main(plan: Plan) -> None:

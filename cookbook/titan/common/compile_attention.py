@@ -17,7 +17,7 @@ from cookbook.titan.common import kernel_cache, varlen_attention
 
 # FlashAttention-4 has separate kernels for more than 256 documents, so compile for both cases.
 DOCUMENTS = (256, 257)
-# Long enough: FlashAttention-4 has other kernels for at most two tiles, which no recipe needs.
+# More than two tiles: shorter sequences have separate kernels, which no recipe needs.
 _LENGTH = 4096
 # (head dim of queries and keys, head dim of values, query heads per key head)
 _HEADS = ((192, 128, 1), (128, 128, 8), (128, 128, 16))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Which copy of a token each row of the padded groups holds, and the row of each copy.
+    """The assignment of tokens' copies to rows of the padded groups, in both directions.
 
     Copy `i * top_k + k` is the copy of token `i` for its `k`-th expert. All tensors are int32.
     """
@@ -36,7 +36,7 @@ def _triton() -> Any:
 
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
-    """Round up to `alignment`, at least once: an empty group's weight gradient is never written."""
+    """Round up to a multiple of `alignment`, not 0: GEMMs skip an empty group's weight gradient."""
     return [max(1, -(-count // alignment)) * alignment for count in counts]
 
 

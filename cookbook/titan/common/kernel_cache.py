@@ -11,7 +11,8 @@ import shutil
 import sys
 from pathlib import Path
 
-# FlashAttention-4's environment variables: "1" enables its kernel cache; the cache's folder.
+# FlashAttention-4's environment variables: its kernel cache is used if the first is "1", and is in
+# the folder that the second names.
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
-# The alarm fires after STEPS median step times and MORE_S seconds: before the supervisor's timeout.
+# A stall is STEPS median step times plus MORE_S seconds: less than the supervisor's timeout.
 STEPS, MORE_S = 4.0, 8.0
 _FEWEST_STEPS = 3
 _POLL_S = 1.0
@@ -144,7 +144,7 @@ class StallAlarm:
             if due is not None and due != written and time.monotonic() >= due:
                 written = due
                 uses_nccl = dist.is_nccl_available() and "nccl" in dist.get_backend()
-                # torch's flight-recorder analyzer reads the files of these two functions.
+                # Both functions return the format that torch's flight-recorder analyzer reads.
                 record = "_dump_nccl_trace" if uses_nccl else "_dump_fr_trace"
                 if content := getattr(torch._C._distributed_c10d, record)():
                     self._trace_path.parent.mkdir(parents=True, exist_ok=True)

@@ -106,7 +106,7 @@ def sum_gradient_over_tp(scores: Tensor, tp_mesh: DeviceMesh) -> Tensor:
 
     Every TP rank scores every token, but uses only the scores of its own token shard or, if TP
     shards the experts, all scores for its own term of the output. Either way its gradient is one
-    term of a sum. TorchTitan 0.2.2 takes the term for the sum, so the router gates of the TP ranks
+    term of a sum. TorchTitan 0.2.2 does not sum the terms, so the router gates of the TP ranks
     drift apart (pytorch/torchtitan#2416).
     """
     return _SumGradient.apply(scores, tp_mesh)

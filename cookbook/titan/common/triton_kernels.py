@@ -1,7 +1,7 @@
 """Triton kernels for the routed experts: group, move, scale and sum rows; SwiGLU.
 
-Each kernel makes one pass over its data. `expert_groups.py` has CPU equivalents of PyTorch
-operations. Sums accumulate in float32, in a fixed order without atomics, so runs are reproducible.
+Each kernel makes one pass over its data. `expert_groups.py` has PyTorch equivalents for CPUs. Sums
+accumulate in float32, in a fixed order without atomics, so that runs are reproducible.
 """
 
 import torch
@@ -297,7 +297,7 @@ def cast(source: Tensor, target: Tensor) -> None:
 
 
 def activate(gate_up: Tensor, scores: Tensor) -> Tensor:
-    """Compute SwiGLU of `gate_up` (rows, 2 * hidden) times scores (rows, 1); (rows, hidden)."""
+    """Return SwiGLU of `gate_up` (rows, 2 * hidden) times scores (rows, 1), as (rows, hidden)."""
     rows, hidden = len(gate_up), gate_up.shape[1] // 2
     activations = gate_up.new_empty(rows, hidden)
     if rows:

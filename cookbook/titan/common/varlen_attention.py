@@ -50,7 +50,7 @@ def why_not() -> str | None:
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
-    """Attend from each token to its own document, up to itself.
+    """Let each token attend to its own document's tokens, up to and including itself.
 
     Args:
         q: (tokens, heads, head_dim); BF16 on a GPU, any floating-point type on the CPU.
@@ -180,8 +180,8 @@ def _autograd(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-# FLOP formulas by which memory-budget recomputation weighs operators. The arguments are shapes: the
-# document lengths are on the GPU, so each sequence counts as one document, half a square per head.
+# Memory-budget recomputation weighs operators by these FLOPs. Arguments are shapes, which omit the
+# lengths of documents: each sequence counts as one document, half a square of scores per head.
 @register_flop_formula(torch.ops.cookbook.varlen_attention)
 def _forward_flops(
     q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, *_: Any, **__: Any

@@ -50,8 +50,8 @@ Tensors = list[torch.Tensor]
 class AttentionShape:
     """The shape of one TP rank's attention; `groups` query heads share a key and value head.
 
-    `max_documents`, of the whole batch with empty ones, and `max_length`, of one document, go to
-    FlashAttention-4, which has another kernel above 256 documents. None: as training computes them.
+    `max_documents` counts the whole batch's documents and empty ones: FlashAttention-4 runs another
+    kernel above 256. `max_length` bounds one document. None means the value that training computes.
     """
 
     batch: int
@@ -75,8 +75,8 @@ class AttentionShape:
 def document_ends(packing: str, batch: int, length: int, most: int | None = None) -> torch.Tensor:
     """Mark the last token of each document, (batch, length) bool, the same in every process.
 
-    With packing `whole`, a document is a sequence. With `edges`, lengths around the kernels' tiles
-    follow one another, split at sequence ends; a sequence's last of `most` takes the rest of it.
+    With packing `whole`, each sequence is one document. With `edges`, lengths are around the
+    kernels' tiles, and sequence ends split documents. A sequence has at most `most` documents.
     """
     ends = torch.zeros(batch * length, dtype=torch.bool)
     last, lengths = -1, cycle(_EDGES)
@@ -209,8 +209,8 @@ def grouped_errors(
 ) -> Iterator[Error]:
     """Compare output, input gradient and weight gradient of experts with uneven groups.
 
-    `multiply` returns these three, given x (rows, K), weights (experts, N, K) and the output's
-    gradient (rows, N), all BF16, and the groups' ends (experts,) int32 before that gradient.
+    `multiply` returns these three, given x (rows, K), weights (experts, N, K), the groups' ends
+    (experts,) int32, and the output's gradient (rows, N). All but the ends are BF16.
     """
     counts = uneven_counts(shape.experts, shape.rows)
     starts = [0, *accumulate(padded_sizes(counts, shape.alignment))]
