@@ -145,7 +145,7 @@ class SequenceShardReorderer(ParallelStyle):
 
 
 def without_hooks(name: str) -> type[ParallelStyle]:
-    """Return the style `name` without dispatch hooks: experts with row kernels send their rows."""
+    """Return the style `name` without its dispatch hooks, for experts that send rows themselves."""
     plan = getattr(llama4_parallelize, name)
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
