@@ -175,7 +175,7 @@ class CellCheck:
 
     @property
     def summary(self) -> str:
-        """One line: why the cell cannot run, or how it fits into memory."""
+        """Why the cell cannot run, or how it fits into memory, in one line."""
         if self.judged.refused:
             return self.judged.refused
         if self.peak is None:

@@ -128,7 +128,7 @@ class Cell:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the job exports: precision overrides EP backend, that the cluster."""
+        """The variables that the job exports; precision overrides EP backend overrides cluster."""
         parts = (self.cluster, self.ep_backend, self.precision)
         return dict(itertools.chain(*(exported(part.environment).items() for part in parts)))
 

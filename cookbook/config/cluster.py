@@ -165,7 +165,7 @@ def load_cluster(name: str) -> Cluster:
     """Read the profile with the name or path `name`; `local` gets this machine's GPUs."""
     cluster = _read_cluster(read_yaml(find_file("cluster", name)))
     gpus = visible_gpus() if cluster.scheduler == "local" else ()
-    # Use only GPUs of the first one's type: in a mixed job the slowest would set the pace.
+    # Use only GPUs of the first GPU's type: in a mixed job the slowest GPU would set the pace.
     return replace(cluster, gpu=gpus[0], gpus_per_node=gpus.count(gpus[0])) if gpus else cluster
 
 

@@ -158,7 +158,7 @@ class KnownRanks:
 def evaluate(
     cell: Cell, documents: Documents | None = None, known: KnownRanks | None = None
 ) -> Candidate:
-    """Look at one layout; `known` are ranks that layouts share."""
+    """Evaluate one layout; `known` caches ranks across layouts."""
     ranks = (known or KnownRanks()).of(cell)
     memory = max((predict_memory(cell, rank) for rank in ranks), key=lambda stage: stage.total)
     gpu = cell.cluster.gpu

@@ -15,7 +15,7 @@ from cookbook.predict.operators import Product
 from cookbook.predict.rank import Layer, Part, Rank
 from cookbook.predict.shapes import Shapes, spared_products
 
-# Products whose outputs the backward reads. With QK norm it also reads those of _NORMED.
+# Products whose outputs the backward reads; with QK norm it also reads the outputs of _NORMED.
 _READ = {"attention.wq_a", "attention.wkv_a", "moe.shared_experts.w1", "moe.shared_experts.w3"}
 _NORMED = {"attention.wq", "attention.wk"}
 
@@ -41,7 +41,7 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> 
     """
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
-    # Attention and feed-forward run in turn: one reuses the memory that the other frees.
+    # Attention and feed-forward run in turn, so the feed-forward reuses attention's freed memory.
     fuller = max(attention, feed_forward, key=lambda part: sum(part.freed + part.freed_again))
     outputs = {one.module: shapes.act * one.rows * one.columns for one in products}
     read = _READ | _NORMED if shapes.qk_norm else _READ
@@ -109,7 +109,7 @@ def _activations(s: Shapes) -> int:
 
 def _dense(s: Shapes) -> LayerBytes:
     hidden = float(s.act * s.tokens * s.dense_hidden)
-    # If compiled, the network and its recomputation are one graph, which keeps less.
+    # If compiled, forward and recomputation are one graph, which keeps fewer products.
     selected = (hidden if s.compiled else 1.5 * hidden) if "mm" in s.saves else 0.0
     return LayerBytes(
         saved=_activations(s) * hidden + s.hidden_bytes,

@@ -274,7 +274,7 @@ class LayerTimes:
         self._overlapped = overlapped and s.deepep and s.ep > 1 and not kernels.is_released
         self._exchange_ms = links.expert_exchanges_ms()
         self._tensor_ms = links.nccl_ms(links.tensor())
-        # One layer of each kind, dense and MoE; the backward is without recomputation.
+        # Times by kind of layer, dense or MoE; the backward excludes recomputation.
         self._forward = {moe: self._compute(moe, False) for moe in (False, True)}
         self._backward = {moe: self._compute(moe, True) for moe in (False, True)}
         # The GPU waits while the host reads the number of received rows.

@@ -35,7 +35,7 @@ NCCL_GROUP_GIB = 0.25
 # Shares of the GPU's memory: a cell fits up to FITS and will not fit beyond WILL_NOT_FIT. The model
 # errs by several percent, so the verdict in between is `tight`.
 FITS, WILL_NOT_FIT = 0.92, 1.05
-# Lower for a pipeline: one took 12% more than predicted, other cells up to 8% more.
+# FITS for pipelines: one pipeline took 12% more than predicted, other cells up to 8% more.
 FITS_PIPELINE = 0.88
 
 
@@ -104,8 +104,8 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     fragments = FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS
     terms = {**compute, "fragments": sum(compute.values()) * fragments}
     if rank.mixed_precision:
-        # The pools of FSDP's streams: gradients, and two gathered modules, one in use and one
-        # prefetched. A group of one rank copies on the compute stream.
+        # The pools of FSDP's streams hold the gradients, and two gathered modules: the one in use
+        # and the prefetched one. A group of one rank copies on the compute stream.
         offloads = cell.options["training.enable_cpu_offload"]
         terms["gradients"] = float((max if offloads else sum)(unit.size for unit in rank.units))
         gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)

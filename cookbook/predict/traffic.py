@@ -35,7 +35,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """The traffic of one communication operation of each kind, for one microbatch."""
+    """The traffic of each kind of communication operation, for one microbatch."""
 
     cell: Cell
     shapes: Shapes
@@ -178,7 +178,7 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
 
 @dataclass(frozen=True)
 class Links(Exchanges):
-    """The time of one communication operation of each kind, in milliseconds, before overlap."""
+    """The time of each kind of communication operation, in milliseconds, without overlap."""
 
     hardware: Hardware
 

@@ -133,7 +133,7 @@ def _not_compared(cells: Sequence[Result]) -> Iterator[str]:
 
 def _losses(cells: Sequence[Result]) -> Iterator[str]:
     names = defaultdict[tuple[str, str], list[str]](list)
-    # A cell's verdict is the worse of those on the whole curve and on its last tenth.
+    # A cell's verdict is the worse of its verdicts on the whole curve and on the last tenth.
     order = (EQUIVALENT, CANNOT_TELL, DIFFERENT)
     for cell in cells:
         found = [one for one in (cell.loss, cell.loss_last_tenth) if one is not None]

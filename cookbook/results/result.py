@@ -99,7 +99,7 @@ class Result:
 
     @property
     def batch(self) -> float | None:
-        """Tokens per step over all ranks; cells with unequal batches see different texts."""
+        """Tokens per step over all ranks; with unequal batches equal steps see different texts."""
         tokens = self.tokens_per_step_per_gpu
         return tokens * self.world if tokens is not None else None
 

@@ -44,12 +44,12 @@ class Spread:
         return float(stdtrit(self.freedom, (1 + level) / 2)) * self.error
 
     def of_difference(self, num: int, num_other: int) -> "Spread":
-        """Return the spread of a difference of means, if `error` is one value's deviation."""
+        """Return the spread of a difference of means; `error` must be a value's deviation."""
         return Spread(self.error * math.sqrt(1 / num + 1 / num_other), self.freedom)
 
 
 def batches(values: Sequence[float]) -> list[Sequence[float]]:
-    """Split the values into five consecutive batches whose lengths differ by one at most."""
+    """Split the values into five consecutive batches whose lengths differ by at most one."""
     cuts = [len(values) * number // NUM_BATCHES for number in range(NUM_BATCHES + 1)]
     return [values[start:end] for start, end in pairwise(cuts)]
 

@@ -35,7 +35,7 @@ def layout_findings(options: Options, world: int) -> list[Finding]:
 
 
 def _suggestion(name: str, values: list[int], options: Options, world: int) -> str:
-    """Suggest the nearest of `values` that solves all problems, or at least that of `name`."""
+    """Suggest the nearest of `values` that solves all problems, or else the problem of `name`."""
     sizes = EXCHANGES.get(options[COMM_BACKEND], STANDARD).sizes
     if name == DEGREES["ep"] and sizes:
         values = [value for value in values if value in (1, *sizes)]
