@@ -41,7 +41,7 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> 
     """
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
-    # Attention and feed-forward run in turn, so the feed-forward reuses attention's freed memory.
+    # Attention and feed-forward run in turn, so either can reuse the memory that the other freed.
     fuller = max(attention, feed_forward, key=lambda part: sum(part.freed + part.freed_again))
     outputs = {one.module: shapes.act * one.rows * one.columns for one in products}
     read = _READ | _NORMED if shapes.qk_norm else _READ
