@@ -19,6 +19,7 @@ from cookbook.titan.common.expert_groups import (
     plan_on_device,
     spread,
 )
+from cookbook.titan.tt_0_2_2.row_kernels import Groups
 from tests.started import python
 from tests.titan_run import A2A, EP2, FULL, MXFP8, SAVE, active, run
 
@@ -263,3 +264,12 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
         used = {a: constants[a] for a in constexprs}
         source = ASTSource(kernel, signature, used)
         assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+
+
+def test_fsdp_leaves_the_scores_in_float32() -> None:
+    from torch.distributed.utils import _cast_forward_inputs
+
+    ends = torch.ones(2, dtype=torch.int32)
+    groups = Groups(scores=torch.ones(2, 1), sizes=ends, ends=ends)
+    (seen,), _ = _cast_forward_inputs(torch.bfloat16, groups)
+    assert seen.scores.dtype == torch.float32

@@ -10,7 +10,7 @@ in float32 and scatters them by another index. The row kernels need one pass in 
 """
 
 import functools
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,9 +36,11 @@ from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, exchange_counts
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Rows grouped by expert."""
+class Groups(SimpleNamespace):
+    """Rows grouped by expert.
+
+    It is neither a tuple nor a dataclass because FSDP would cast the scores inside those to BF16.
+    """
 
     scores: Tensor  # (rows, 1) float32
     sizes: Tensor  # (experts,) int32, number of rows of each expert
@@ -71,7 +73,7 @@ class RowExperts(nn.Module):
             plan = plan_on_device(experts[:, None], num_local, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         arrived = self.cookbook_precisions.send(rows, here, there, group)
         scores = all_to_all_single_autograd(groups.scores, here, there, group)
-        own = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
+        own = Groups(scores=row_scores(scores, plan), sizes=plan.sizes, ends=plan.ends)
         out = self._compute(spread(arrived, plan), own)
         with not_saved():
             out = collect(out, None, plan, is_needed=not in_recompute())
@@ -130,7 +132,7 @@ class RowMoE(MoE):
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
         plan = plan_on_device(chosen, self.router.num_experts, alignment)
         dtype = torch.bfloat16 if getattr(experts, "use_grouped_mm", True) else x.dtype
-        groups = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
+        groups = Groups(scores=row_scores(scores, plan), sizes=plan.sizes, ends=plan.ends)
         routed = experts(spread(mine, plan, dtype), groups)
         # Run the shared experts before anything waits for the routed rows.
         out = None if self.shared_experts is None else self.shared_experts(tokens)
