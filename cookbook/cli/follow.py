@@ -111,7 +111,10 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
 
 def named_cell(name: str | None) -> tuple[Run, CellFolder]:
-    """Find RUN/CELL, CELL of the newest run, or the running cell of RUN or of the newest run."""
+    """Find the cell that `name` means.
+
+    RUN/CELL, a CELL of the newest run, a RUN (its running cell), or None (the newest run's).
+    """
     if name and "/" not in name and name not in (names := run_names()) and names:
         newest = find_run(None)
         if name in [cell.name for cell in newest.cells]:

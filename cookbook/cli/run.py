@@ -225,7 +225,7 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     # A local or one-allocation job trains several cells in turn, so check its other cells too.
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
-        # Queued without a job: only this process could submit the cell, since it holds the lock.
+        # Queued without a job, the cell is idle: only the holder of the lock could submit it.
         is_idle = state.state == QUEUED and state.job_id is None
         has_ended = is_idle or (state.state in ENDED and state.is_known)
         if has_ended or not (state.cell in names or state.job_id in jobs):

@@ -112,7 +112,10 @@ def read_sections(file: YamlFile) -> Settings:
 def read_options(
     file: YamlFile, mapping: Mapping[str, Any], within: tuple[str, ...] = ()
 ) -> Settings:
-    """Read options from `mapping`, at the keys `within` of `file`; `a: {b: 1}` equals `a.b: 1`."""
+    """Read options from a mapping that stands in `file` under the keys `within`.
+
+    `a: {b: 1}` equals `a.b: 1`.
+    """
     stack, settings = load_stack(), dict[str, Setting]()
 
     def read(mapping: Mapping[str, Any], keys: tuple[str, ...], prefix: str) -> None:

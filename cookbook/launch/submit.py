@@ -110,7 +110,7 @@ class CellSlurmExecutor(SlurmExecutor):
 
 
 class RunLocalExecutor(LocalExecutor):
-    """Run a whole sweep as one job on this machine, which survives the end of its terminal."""
+    """Run a whole sweep on this machine, as one job that survives the closing of its terminal."""
 
     # submitit's own process would end with the terminal, and keep the terminal's output open.
     def _submit_command(self, command: str) -> LocalJob[Any]:

@@ -121,7 +121,7 @@ def is_consequence(error: str) -> bool:
 
 
 def _find_reason(attempt: Path) -> tuple[str | None, bool]:
-    """Return the reason, and whether the training process itself refused to run."""
+    """Return why an attempt failed, if known, and whether the cookbook refused to train."""
     log = attempt / "train.log" if attempt.is_dir() else attempt
     folder = log.parent
     findings = [*_read_errors(folder), *_read_console(log)]

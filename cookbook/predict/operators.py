@@ -99,7 +99,7 @@ def head_operators(s: Sizes) -> list[Operator]:
 
 @dataclass(frozen=True)
 class Unit:
-    """An FSDP module on the first rank of a pipeline stage."""
+    """An FSDP module and the part of it that the first rank of its pipeline stage stores."""
 
     name: str
     shards: int

@@ -25,7 +25,7 @@ class LoadSummary:
     median_over_layers: float  # the same ratio in the median layer
     starved_experts: int  # number of experts below a tenth of their layer's mean, in all layers
     layers: int
-    is_forced: bool  # whether the balance was forced, so that the load is not the router's
+    is_forced: bool  # whether balance was forced: then the load says nothing about the router
     steps: tuple[int, int]  # first and last training step
 
 

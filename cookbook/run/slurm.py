@@ -257,7 +257,7 @@ T = TypeVar("T")
 # Slurm may not answer for minutes while its controller restarts or is busy.
 _BUSY_S = 600.0
 _PAUSE_S = 5.0
-# Each task prints this line first; a step's time limit starts with the first one.
+# The first output of each task; srun's time limit counts from the first task's line.
 _STARTED = "cookbook: task started"
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
 _GRACE_S = 3.0  # seconds for srun to end its tasks

@@ -257,7 +257,7 @@ def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -
 
 
 def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
-    """Return the end of an attempt whose job received a signal, and the state of its cell."""
+    """Return an attempt's end with the signal as its cause, and the state of its cell."""
     state, reason = stop_reason(signal_name, end.started)
     if end.cause is Cause.SAVED and state == QUEUED:
         return end, state

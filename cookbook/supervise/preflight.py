@@ -281,7 +281,7 @@ def decide(job: JobNodes) -> None:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
         raise CannotStartError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
-    # Keep the user's own exclusions; nodes on the exclusion list may be used again later.
+    # Keep only the user's own exclusions: nodes of the exclusion list may be healthy by then.
     of_list = set(job.listed())
     for attempt in job.cell.attempts():
         of_list.update(read_json(attempt.preflight).get("for_slurm", ()))

@@ -48,7 +48,7 @@ def _suggestion(name: str, values: list[int], options: Options, world: int) -> s
     best = next((value for value in nearest_first if name not in left[value]), None)
     if best is None:
         return ""
-    # Values from a file are easiest to override on the command line.
+    # A value from a YAML file is easiest to override on the command line.
     is_in_file = name in options and ".y" in options.origin(name)
     return f"try {best}: --set {name}={best}" if is_in_file else f"try {best}"
 
@@ -115,7 +115,7 @@ def _undivided(short: str, degree: int, total: int, things: str) -> list[_Proble
 def _degrees(layout: Layout) -> Iterator[_Problem]:
     """Yield the first problem of the degrees, regardless of the model."""
     product = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
-    # TorchTitan forms EP groups from data-parallel ranks, and from TP ranks too if ETP is 1.
+    # TorchTitan forms EP groups from the ranks of DP shard and CP, and of TP too if ETP is 1.
     ranks = layout.dp_shard * layout.cp * layout.tp
     if product != layout.world:
         for short in ("pp", "tp", "cp", "dp_replicate"):

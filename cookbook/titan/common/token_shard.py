@@ -40,7 +40,7 @@ def shard_tokens(folded: Tensor, shard: TokenShard) -> Tensor:
 
 
 def global_positions(local: Tensor, shard: TokenShard, per_token: int) -> Tensor:
-    """Map indices into this rank's (batch * part * per_token,) to indices into the whole batch."""
+    """Map indices into a rank's flat (batch * part * per_token,) to those of the whole batch."""
     part = shard.stop - shard.start
     sequence = local // (part * per_token)
     return local + per_token * (sequence * (shard.length - part) + shard.start)

@@ -42,7 +42,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The larger ratio of an error to its bound; above 1 the tensor is wrong."""
+        """The larger of both errors' ratios to their bounds; above 1 the tensor is wrong."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property

@@ -72,8 +72,8 @@ class CheckpointPolicy:
             logger.info(f"{reason}; the run ends at a checkpoint of step {curr_step}")
         if self.should_save(curr_step, last_step):
             self.saved_at = time.monotonic()
-        # A stop saves an ordinary step (`last_step` False): TorchTitan may save the last step
-        # without the optimizer, and over NCCL, which can time out during a large save.
+        # On an early stop `last_step` is False, since TorchTitan may save the last step without
+        # the optimizer, and over NCCL, which can time out during a large save.
         self._save(curr_step, last_step=last_step)
         if last_step:
             # TorchTitan does not purge after the last step, and would exceed `keep_latest_k`.
