@@ -134,6 +134,7 @@ def test_two_jobs_do_not_train_in_one_folder(by_hand: ByHand) -> None:
 
 
 def test_the_time_limit_is_no_end(by_hand: ByHand) -> None:
-    job = by_hand.submit("stop end", "--time=00:02:00", "--signal=B:USR1@95")
+    # Slurm looks every 30 s and may signal 30 s early: at 60 not before the supervisor listens.
+    job = by_hand.submit("stop end", "--time=00:02:00", "--signal=B:USR1@60")
     assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED", "TIMEOUT"}, 250) == "COMPLETED"
     assert by_hand.attempts() == ["stop", "end"]
