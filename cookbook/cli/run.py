@@ -33,7 +33,7 @@ from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.run import Run, find_cell, release_submit_lock, take_submit_lock
-from cookbook.run.slurm import node_groups, submit_environment
+from cookbook.run.slurm import node_groups, refusal_of, submit_environment
 from cookbook.run.states import cell_states
 from cookbook.run.status import ENDED, OPEN, QUEUED, REFUSED
 from cookbook.supervise.__main__ import CHECKED
@@ -67,8 +67,8 @@ def judged_cells(cells: Sequence[Cell], arguments: argparse.Namespace) -> tuple[
     gpus = sum(cell.world for cell in cells if cell.cluster.gpu and not cell.refused)
     build = is_checked and not arguments.dry_run and gpus > 0 and cluster.scheduler == "slurm"
     if build:
-        words = f"checking {len(cells)} cell(s) before {gpus} GPUs are asked for (--no-check skips"
-        print(f"{words} this) ...", file=sys.stderr, flush=True)
+        asked = f"before {gpus} GPUs are asked for (--no-check skips this)"
+        print(f"checking {len(cells)} cell(s) {asked} ...", file=sys.stderr, flush=True)
     checks = check_cells(cells, build=build, is_submitted=not arguments.dry_run)
     findings = [finding for one in checks for finding in one.findings if is_checked]
     for text in dict.fromkeys(str(one) for one in findings if one.level == WARNING):
@@ -297,8 +297,10 @@ def check_line(arguments: argparse.Namespace) -> int:
     folder = script.resolve().parent
     if "COOKBOOK_ROOT" not in os.environ and (folder / "submit.py").is_file():
         environment["COOKBOOK_ROOT"] = str(folder)
-    command = ["bash", str(script), *words]
-    status = subprocess.call(command, env=environment | variables, stdout=subprocess.DEVNULL)
+    command = [str(script), *words]
+    status = subprocess.call(
+        ["bash", *command], env=environment | variables, stdout=subprocess.DEVNULL
+    )
     if status != CHECKED:
         # With status 2, the script has already printed the reason.
         if status != 2:
@@ -307,11 +309,8 @@ def check_line(arguments: argparse.Namespace) -> int:
     if runner == "bash" or not has_slurm() or not node_groups():
         print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
         return 0
-    command = ["sbatch", "--test-only", *typed, *command[1:]]
-    environment = submit_environment() | variables
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if answer.returncode:
-        print(f"submit.py: sbatch refuses it: {answer.stderr.strip()}", file=sys.stderr)
+    if (refusal := refusal_of([*typed, *command], variables)) is not None:
+        print(f"submit.py: sbatch refuses it: {refusal}", file=sys.stderr)
         return 1
     print(f"{_SEEN}, Slurm; not: TorchTitan's build", file=sys.stderr)
     return 0

@@ -1,4 +1,4 @@
-"""Run Slurm's commands; only this module does, except for the script's training step."""
+"""Run Slurm's commands; apart from the rendered scripts, only this module and `doctor` do."""
 
 import functools
 import os
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,6 +77,12 @@ def sbatch(script: Path, folder: Path) -> str:
     if not job_id.isdigit():
         raise JobError(f"sbatch {script}: no job id in its answer {answer.stdout.strip()!r}")
     return job_id
+
+
+def refusal_of(words: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """Return why sbatch refuses these arguments, without submitting; None if it accepts them."""
+    answer = _run(["sbatch", "--test-only", *words], variables=variables)
+    return answer.stderr.strip() if answer.returncode else None
 
 
 def scancel(job_ids: Sequence[str]) -> None:
@@ -221,10 +227,13 @@ def left_out_by(job_id: str) -> list[str]:
     return nodes_in(found[1]) if found and found[1] != "(null)" else []
 
 
-def _run(command: list[str], timeout: float = _COMMAND_S) -> subprocess.CompletedProcess[str]:
+def _run(
+    command: list[str], timeout: float = _COMMAND_S, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    environment = {**submit_environment(), **(variables or {})}
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout}
     try:
-        return subprocess.run(command, env=submit_environment(), **options)
+        return subprocess.run(command, env=environment, **options)
     except FileNotFoundError:
         remedy = "log in to the cluster, or use --cluster local"
         raise JobError(f"{command[0]} is not on PATH; {remedy}") from None
