@@ -32,6 +32,7 @@ FAILED, CANCELLED, REFUSED = "failed", "cancelled", "refused"
 UNKNOWN = "unknown"
 OPEN = frozenset({QUEUED, RUNNING})
 ENDED = frozenset({FINISHED, FAILED, CANCELLED, REFUSED})
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def write_status(cell: CellFolder, status: Status) -> None:
     try:
         write_json(cell.status, status)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_FULL:
             raise
         # The old file already has a disk block: overwrite it, then truncate it.
         with cell.status.open("r+b", buffering=0) as file:
@@ -168,7 +169,7 @@ def write_attempt_end(attempt: Attempt, end: AttemptEnd) -> None:
     try:
         write_json(attempt.end, end)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_FULL:
             raise
 
 

@@ -187,13 +187,14 @@ class Supervisor:
                 return replace(exits.refused_end(attempt, ""), exit_code=None), None
             except RequeueNeededError as needed:
                 return exits.refused_end(attempt, f"preflight: {needed}"), needed.decision
-            except (InputError, JobError, OSError) as error:
+            except JobError as error:
+                return exits.refused_end(attempt, f"preflight: {error}"), None
+            except (InputError, OSError) as error:
                 if isinstance(error, OSError):
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    if error.errno not in status.DISK_FULL:
                         raise
                     self._pause(_FULL_DISK_S)
-                is_of_nodes = isinstance(error, JobError)
-                return exits.refused_end(attempt, f"{'preflight: ' * is_of_nodes}{error}"), None
+                return exits.refused_end(attempt, str(error)), None
             earlier = [cell.attempt(end.attempt) for end in ends]
             self.running = RunningAttempt(
                 cell, attempt, record, environment, self.arguments, self.timeouts, earlier
