@@ -178,9 +178,7 @@ def test_what_the_user_excludes_stays_so(job: JobNodes, monkeypatch: pytest.Monk
     assert requeued(job) == (["worker-4", "worker-1"], None)
 
 
-def test_where_too_few_are_left_it_waits_for_the_first_that_comes_back(
-    job: JobNodes,
-) -> None:
+def test_where_too_few_are_left_it_waits_for_the_first_that_comes_back(job: JobNodes) -> None:
     exclude_nodes({"worker-1": ECC.reason, "worker-2": ECC.reason}, hours=24)
     exclude_nodes({"worker-4": "moved"}, hours=5)
     exclude_nodes({"worker-5": "moved"}, hours=3)

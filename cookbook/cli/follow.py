@@ -46,7 +46,8 @@ def show_status(arguments: argparse.Namespace) -> int:
         step = f"step {progress.step}/{progress.total_steps or '?'}" if progress.step else ""
         if progress.validation_loss is not None:
             step += f", validation loss {progress.validation_loss:.4f}"
-        job, step = f"job {state.job_id}" if state.job_id else "", step or progress.phase or ""
+        job = f"job {state.job_id}" if state.job_id else ""
+        step = step or progress.phase or ""
         rows.append([state.cell, state.state, job, step, state.reason or ""])
     if rows:
         print(text_table(rows, width=terminal_width()))

@@ -69,8 +69,10 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(report.render_json(found, base, recipe, arguments.best, way, refused), end="")
     else:
-        shown = (found, base, recipe, arguments.best, documents, len(cells), refused)
-        print(report.render_text(*shown), end="")
+        text = report.render_text(
+            found, base, recipe, arguments.best, documents, len(cells), refused
+        )
+        print(text, end="")
         if arguments.output and ranked:
             print(f"wrote {shown_path(Path(arguments.output))}")
         if way:

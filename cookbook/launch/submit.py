@@ -132,8 +132,14 @@ class RunLocalExecutor(LocalExecutor):
         # Start a new session: Ctrl-C in the terminal must not reach the training. Discard output:
         # a reader of ours (`| tee`, ssh) would wait for the job, and the job logs to a file.
         words = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
-        none: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        process = subprocess.Popen(words, env=environment, start_new_session=True, **none)
+        process = subprocess.Popen(
+            words,
+            env=environment,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 

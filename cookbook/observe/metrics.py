@@ -140,17 +140,20 @@ def save_seconds(log: Path) -> list[float]:
 
 def logged_seconds(log: Path) -> float | None:
     """Return the seconds from TorchTitan's first log line to its last; None without two lines."""
-    times = [found[0] for line in lines_of(log) if (found := _TIME.search(line))] or [b""]
-    first, last = (_time_of(text) or 0.0 for text in (times[0], times[-1]))
+    stamps = [found[1] for line in lines_of(log) if (found := _TIME.search(line))]
+    seconds = _seconds(stamps[-1]) - _seconds(stamps[0]) if stamps else 0.0
     # Lines of ranks may be out of order by milliseconds, and a clock may have been set back.
-    return last - first if last > first else None
+    return seconds if seconds > 0 else None
 
 
 def _time_of(line: bytes) -> float | None:
     """Return a TorchTitan line's time in seconds, by the clock of the node that wrote it."""
     found = _TIME.search(line)
-    time = datetime.strptime(found[1].decode(), "%Y-%m-%d %H:%M:%S,%f") if found else None
-    return time.timestamp() if time else None
+    return _seconds(found[1]) if found else None
+
+
+def _seconds(stamp: bytes) -> float:
+    return datetime.strptime(stamp.decode(), "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
 def lines_of(log: Path) -> Iterator[bytes]:

@@ -152,7 +152,7 @@ class _Inert:
     """Stand-in for every object of the pickle, so that torch's classes are not imported."""
 
     def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+        pass
 
     def __setstate__(self, state: Any) -> None:
         # Frozen dataclasses with slots have a list as state; no field of theirs is read here.

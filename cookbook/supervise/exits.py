@@ -214,8 +214,7 @@ def slurm_job() -> str | None:
 
 def own_job() -> str | None:
     """Return the id of the job that this process runs in: a Slurm job or a local one."""
-    local, job = (os.environ.get(f"{name}_JOB_ID") for name in ("SUBMITIT_LOCAL", "SLURM"))
-    return slurm_job() or local or job
+    return slurm_job() or os.environ.get("SUBMITIT_LOCAL_JOB_ID") or os.environ.get("SLURM_JOB_ID")
 
 
 # slurmstepd writes this to the batch step's standard error before it sends the signal. The time is

@@ -82,8 +82,12 @@ def test_bandwidth(nodes: Sequence[str], groups: RankGroups) -> NetworkVerdict:
     found = _search(sorted(nodes), groups)
     if found is None:
         return NetworkVerdict(whole.slowest, error=f"{fault}; all pairs of nodes fail too")
-    fault = "" if found else f"{fault}; each pair of nodes passes by itself"
-    return NetworkVerdict(whole.slowest, found, **{"warning" if whole.is_slow else "error": fault})
+    if found:
+        return NetworkVerdict(whole.slowest, found)
+    fault = f"{fault}; each pair of nodes passes by itself"
+    if whole.is_slow:
+        return NetworkVerdict(whole.slowest, warning=fault)
+    return NetworkVerdict(whole.slowest, error=fault)
 
 
 def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:

@@ -216,8 +216,9 @@ def differing(reports: Sequence[Report]) -> dict[str, Fault]:
                 found.setdefault(node, []).append(f"{name} is {value}, elsewhere {usual}")
     faults = {}
     for node, different in found.items():
-        more = len(different) - _MOST_DIFFERENCES
-        shown = different[:_MOST_DIFFERENCES] + [f"and {more} more"] * (more > 0)
+        shown = different[:_MOST_DIFFERENCES]
+        if more := different[_MOST_DIFFERENCES:]:
+            shown.append(f"and {len(more)} more")
         faults[node] = Fault("same software", "; ".join(shown), PASSING_H)
     return faults
 
