@@ -246,7 +246,7 @@ def test_too_few_common_steps_tell_nothing() -> None:
     whole, last = judge_curves(falling(100), falling(100))
     assert whole.verdict == EQUIVALENT
     assert (last.verdict, last.difference, last.low, last.limit) == (CANNOT_TELL, None, None, None)
-    assert last.reason == "10 steps that both logged, 15 are needed"
+    assert last.reason == "both logged only 10 steps, 15 are needed"
     assert judge_curves({}, falling(100))[0].verdict == CANNOT_TELL
 
 

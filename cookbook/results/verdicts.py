@@ -290,7 +290,7 @@ def judge_curves(own: Losses, reference: Losses) -> tuple[LossVerdict, LossVerdi
             parts = [statistics.fmean(batch) for batch in batches(gaps)]
             spread = batch_spread(mean, parts, correlation([gap - mean for gap in gaps]), num)
         logged = "1 step" if num == 1 else f"{num} steps"
-        reason = f"{logged} that both logged, {LEAST_VALUES} are needed"
+        reason = f"both logged only {logged}, {LEAST_VALUES} are needed"
         verdicts.append(_judge(window, *pair, spread, reason, num, 1))
     return verdicts[0], verdicts[1]
 
