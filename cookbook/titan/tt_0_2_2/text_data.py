@@ -4,9 +4,9 @@ TorchTitan 0.2.2 streams C4 and loses its position when it resumes in a second e
 position is a few numbers per source and the seed determines the order of each epoch, so a resumed
 job reads exactly the batches that an uninterrupted job reads.
 
-TorchTitan's DeepSeek-V3 has no validator. TorchTitan's validator reads different batches each time,
-adds its tokens to training's throughput and changes the router's token counts. The validator here
-reads the same batches and restores both counts.
+TorchTitan's DeepSeek-V3 has no validator. TorchTitan's validator reads different batches each time
+and adds its tokens to training's throughput. The validator here reads the same batches and restores
+the throughput's count; `routing.py` keeps its tokens out of the router's counts.
 """
 
 import random
@@ -196,14 +196,9 @@ class RepeatableValidator(Validator):
         if (alarm := getattr(processor, "alarm", None)) is not None:
             alarm.pause()
         tokens, last_log = processor.ntokens_since_last_log, processor.time_last_log
-        modules = (module for part in model_parts for module in part.modules())
-        found = (getattr(module, "tokens_per_expert", None) for module in modules)
-        counts = [(one, one.clone()) for one in found if isinstance(one, torch.Tensor)]
         began = time.perf_counter()
         processor.ntokens_since_last_log, processor.time_last_log = 0, began
         super().validate(model_parts, step)
-        for count, before in counts:
-            count.copy_(before)
         processor.ntokens_since_last_log = tokens
         processor.time_last_log = last_log + time.perf_counter() - began
 
