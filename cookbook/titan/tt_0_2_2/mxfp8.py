@@ -163,10 +163,10 @@ def _exchange_bytes(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(received).view(values.dtype)
 
 
-def _dequantized(values: Any) -> Tensor:
-    if isinstance(values, MXTensor) and not casts_are_emulated():
-        return scaled_grouped_mm._dequantize_if_mxtensor(values, 32)
-    return values.dequantize() if isinstance(values, MXTensor) else values
+def _dequantized(values: MXTensor) -> Tensor:
+    if casts_are_emulated():
+        return values.dequantize()
+    return scaled_grouped_mm._dequantize_if_mxtensor(values, 32)
 
 
 def casts_are_emulated() -> bool:
@@ -187,10 +187,6 @@ class _Dispatch(a2a_dispatch._A2ADispatchMXFP8FwdHPBwd):
 
 
 class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, *splits: Any) -> Tensor:
-        return a2a_combine._A2ACombineHPFwdMXFP8Bwd.forward(ctx, tokens.contiguous(), *splits)
-
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grads = a2a_combine._A2ACombineHPFwdMXFP8Bwd.backward(ctx, grad.contiguous())
