@@ -79,11 +79,11 @@ def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPl
 
     `experts` are (tokens, top k). With alignment 1, groups are not padded and may be empty.
     """
-    sums = _triton().count(experts, num_experts) if experts.is_cuda else None
-    if sums is None:
-        counts = torch.bincount(experts.reshape(-1), minlength=num_experts)
-    else:
+    if experts.is_cuda:
+        sums = _triton().count(experts, num_experts)
         counts = sums[:, -1]
+    else:
+        sums, counts = None, torch.bincount(experts.reshape(-1), minlength=num_experts)
     num_rows = experts.numel()
     if alignment > 1:
         counts = counts.clamp_min(1)

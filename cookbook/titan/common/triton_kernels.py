@@ -217,9 +217,8 @@ def collect(
         block = _block(features, 2048)
         added = None if base is None else base.contiguous()
         given = grouped.contiguous(), slots, _dense(scores), added, tokens
-        has = scores is not None, base is not None
         grid = num_tokens, triton.cdiv(features, block)
-        _collect_kernel[grid](*given, features, *has, top_k, block)
+        _collect_kernel[grid](*given, features, scores is not None, base is not None, top_k, block)
     return tokens
 
 

@@ -114,7 +114,13 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     most = sequences * bounds_capacity(0, whole) if is_flash else None
     head_dim, v_head_dim = cell.model_args.head_dims
     shape = products.AttentionShape(
-        *(batch, length, heads, head_dim, v_head_dim, getattr(layer, cell.parts.scale), groups),
+        batch,
+        length,
+        heads,
+        head_dim,
+        v_head_dim,
+        scale=getattr(layer, cell.parts.scale),
+        groups=groups,
         max_documents=most,
         max_length=whole if is_flash else None,
     )
