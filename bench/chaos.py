@@ -23,7 +23,7 @@ from bench.chaos_run import INTERVAL, Run, chaos_cluster, start_run, until
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
 from cookbook.run.folder import Attempt
-from cookbook.run.status import AttemptEnd, Cause, read_attempt_end
+from cookbook.run.status import read_attempt_end
 
 _ATTEMPT_S = 300.0
 
@@ -78,10 +78,8 @@ def survive(run: Run, planned: Planned, chance: random.Random) -> Survived:
 
     until(lambda: bool(trained()), 2 * _ATTEMPT_S, f"a step after: {planned.name}")
     following, end = trained()[0], read_attempt_end(attempt)
-    if end is None and planned.name == "disk full in a save":
-        # There was no room for it.
-        end = AttemptEnd(attempt.number, Cause.DISK_FULL)
-    if end is None:
+    # A full disk may have no room to record the end.
+    if end is None and planned.name != "disk full in a save":
         raise TimeoutError(f"{planned.name}: attempt {attempt.number} has no end in its folder")
     last, first = max(run.losses(attempt)), min(run.losses(following))
     if first <= newest:
@@ -89,15 +87,16 @@ def survive(run: Run, planned: Planned, chance: random.Random) -> Survived:
             f"{planned.name}: step-{newest} was whole, and step {first} came after it"
         )
     # Slurm's own time passes before it starts the job again.
-    seen = run.started() if fault.by_slurm else end.seen or end.ended
+    noticed, ended = (end.seen, end.ended) if end else (None, None)
+    seen = run.started() if fault.by_slurm else noticed or ended
     launched = max(path.stat().st_mtime for path in following.path.glob("ranks/*/attempt_0"))
     return Survived(
         planned.name,
         last,
-        None if fault.by_slurm or end.seen is None else end.seen - injected,
+        None if fault.by_slurm or noticed is None else noticed - injected,
         None if seen is None else launched - seen,
         last - first + 1,
-        f"{end.cause}: {end.reason}",
+        f"{end.cause}: {end.reason}" if end else "not recorded: the disk was full",
     )
 
 
