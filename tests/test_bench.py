@@ -14,9 +14,9 @@ from bench.chaos_faults import FAULTS
 from bench.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, sign_flips, t_test
 from bench.gradient_cases import qwen3_cases
 from bench.gradient_table import corrected, is_seen, verdict, worst
-from bench.step_times import POINTS, PREDICTED, cell_of_point, compare, keep, read_points
+from bench.step_times import PREDICTED, cell_of_point, compare, keep, read_points
 from cookbook.base.paths import ROOT
-from cookbook.predict.memory import FITS, FITS_PIPELINE
+from cookbook.predict.memory import MOST_FITS, MOST_FITS_PIPELINE
 from docs import make
 from tests.cells import walked
 
@@ -114,7 +114,7 @@ def test_a_foretold_step_is_the_prediction_that_was_committed() -> None:
 
 
 def test_new_predictions_leave_the_earlier_ones(tmp_path: Path) -> None:
-    group = [one for one in read_points(POINTS) if one.group == "8 layers, 2 H200"]
+    group = [one for one in read_points() if one.group == "8 layers, 2 H200"]
     measured = next(one for one in group if one.measured)
     waiting = replace(group[-1], measured=None)
     comparisons = list(compare([measured, waiting]))
@@ -139,7 +139,7 @@ def test_a_job_that_fits_would_fit_if_the_model_erred_as_it_did() -> None:
         # Jobs that could fill a GPU; the workspaces that dominate small ones stay as they are.
         if one.measured > 4:
             worst[" PP " in one.name] = max(worst[" PP " in one.name], 1 / (1 + one.error))
-    assert FITS_PIPELINE * worst[True] < 1 and FITS * worst[False] < 1
+    assert MOST_FITS_PIPELINE * worst[True] < 1 and MOST_FITS * worst[False] < 1
 
 
 DOCUMENT = json.loads((ROOT / "docs/evidence/numerics/gradients.json").read_text())

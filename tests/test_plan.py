@@ -10,7 +10,7 @@ from cookbook.config.cell import SAVE_LIST, Cell
 from cookbook.config.options import DEGREES, Setting
 from cookbook.config.validate import validation_errors
 from cookbook.plan.report import degrees
-from cookbook.plan.search import BATCH, TOO_LARGE, Found, evaluate, recomputation, search, walk
+from cookbook.plan.search import BATCH, Found, evaluate, recomputation, search, walk
 from cookbook.plan.space import RECOMPUTATION, rejected_values, space_of
 from cookbook.predict.facts import C4
 from cookbook.predict.step import predict_step
@@ -73,7 +73,7 @@ def check_skipped(tried: list[Cell], found: Found) -> None:
     looked_at = {one.cell.name for one in found.candidates}
     skipped = [cell for cell in tried if cell.name not in looked_at]
     assert len(skipped) == found.larger > 0
-    assert {evaluate(cell).verdict for cell in skipped} == {TOO_LARGE}
+    assert {evaluate(cell).verdict for cell in skipped} == {"will not fit"}
     for one in found.candidates[::5]:
         alone = evaluate(one.cell)
         assert (alone.memory, alone.step) == (one.memory, one.step), one.cell.name

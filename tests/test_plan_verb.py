@@ -18,9 +18,9 @@ from cookbook.config.options import DEGREES
 from cookbook.config.recipe import load_recipe
 from cookbook.plan import search as searching
 from cookbook.plan.report import as_mapping, render_json, render_recipe, render_svg, render_text
-from cookbook.plan.search import BATCH, FITS, TIGHT, TOO_LARGE, Candidate, Found, evaluate
+from cookbook.plan.search import BATCH, Candidate, Found, evaluate
 from cookbook.predict.facts import C4, Documents
-from cookbook.predict.memory import StageMemory
+from cookbook.predict.memory import FITS, TIGHT, TOO_LARGE, StageMemory
 from cookbook.predict.step import StepTime
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus

@@ -22,7 +22,7 @@ from cookbook.config.cell import ERROR, WARNING, Cell, Finding, Verdict, train_a
 from cookbook.config.recipe import OF_PRECISION
 from cookbook.config.stack import TORCHTITAN, load_stack
 from cookbook.config.validate import judge
-from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
+from cookbook.predict.memory import FITS, TIGHT, StageMemory, predict_memory, state_gib, verdict
 from cookbook.predict.rank import Rank, describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.predict.traffic import Work, count_work
@@ -84,7 +84,7 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
                 line = answers.readline()
             if not line.strip():
                 last = said.read_text(errors="replace").strip().rpartition("\n")[2]
-                return Built(unavailable=last.strip() or "the dry run ended without a word")
+                return Built(unavailable=last.strip() or "the dry run ended without output")
             answer = json.loads(line)
             ranks, seconds = answer["ranks"], answer["seconds"]
             failure = next((rank for rank in ranks if "error" in rank), None)
@@ -112,9 +112,10 @@ def build_cells(cells: Sequence[Cell]) -> list[Built]:
 
 
 def _request(cell: Cell) -> dict[str, Any]:
-    gpu = cell.cluster.gpu
+    gpu, named = cell.cluster.gpu, cell.options.stack.options["job.description"]
+    description = named.arguments(cell.description)
     return {
-        "argv": [word for word in train_argv(cell) if not word.startswith("--job.description=")],
+        "argv": [word for word in train_argv(cell) if word not in description],
         "world": cell.world,
         "pp": cell.layout.pp,
         "ranks_per_node": cell.cluster.ranks_per_node,
@@ -238,8 +239,8 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
         yield Finding(ERROR, "torchtitan", option, reason, "", f"{TORCHTITAN}/{file}")
         return
     peak, gpu = check.peak, cell.cluster.gpu
-    if peak and gpu and check.verdict != "fits":
-        level = WARNING if check.verdict == "tight" else ERROR
+    if peak and gpu and check.verdict != FITS:
+        level = WARNING if check.verdict == TIGHT else ERROR
         reason = f"needs about {peak.total:.0f} GiB of a {gpu.name}'s {gpu.memory_gib:g} "
         reason += f"(rank {peak.rank}, at {peak.moment}); most of it: {peak.largest} "
         reason += f"({peak.terms[peak.largest]:.0f} GiB)"

@@ -17,11 +17,10 @@ from cookbook.config.cell import (
 from cookbook.config.options import DEGREES, Options, Setting
 from cookbook.config.validate import validation_errors
 from cookbook.predict.facts import Documents
-from cookbook.predict.memory import StageMemory, predict_memory, verdict
+from cookbook.predict.memory import FITS, TIGHT, TOO_LARGE, StageMemory, predict_memory, verdict
 from cookbook.predict.rank import Rank, describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 
-FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
 BATCH = "training.local_batch_size"
 
 

@@ -32,11 +32,12 @@ CUBLAS_BYTES, CUBLAS_BYTES_SM90 = (2 * 4096 + 8 * 16) * 2**10, 32 * 2**20
 CONTEXT_GIB = 0.7
 # Buffers of one NCCL communicator (channels times protocols), also outside the allocator.
 NCCL_GROUP_GIB = 0.25
-# Shares of the GPU's memory: a cell fits up to FITS and will not fit beyond WILL_NOT_FIT. The model
-# errs by several percent, so the verdict in between is `tight`.
-FITS, WILL_NOT_FIT = 0.92, 1.05
-# FITS for pipelines: one pipeline took 12% more than predicted, other cells up to 8% more.
-FITS_PIPELINE = 0.88
+FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
+# The largest shares of the GPU's memory that fit and that are tight: the model errs by several
+# percent.
+MOST_FITS, MOST_TIGHT = 0.92, 1.05
+# MOST_FITS for pipelines: one pipeline took 12% more than predicted, other cells up to 8% more.
+MOST_FITS_PIPELINE = 0.88
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ class StageMemory:
 def verdict(total_gib: float, gpu_gib: float, options: Options) -> str:
     """Return `fits`, `tight` or `will not fit`."""
     pipelined = options["parallelism.pipeline_parallel_degree"] > 1
-    if total_gib <= (FITS_PIPELINE if pipelined else FITS) * gpu_gib:
-        return "fits"
-    return "tight" if total_gib <= WILL_NOT_FIT * gpu_gib else "will not fit"
+    if total_gib <= (MOST_FITS_PIPELINE if pipelined else MOST_FITS) * gpu_gib:
+        return FITS
+    return TIGHT if total_gib <= MOST_TIGHT * gpu_gib else TOO_LARGE
 
 
 def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
@@ -106,8 +107,9 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     if rank.mixed_precision:
         # The pools of FSDP's streams hold the gradients, and two gathered modules: the one in use
         # and the prefetched one. A group of one rank copies on the compute stream.
+        sizes = [unit.size for unit in rank.units]
         offloads = cell.options["training.enable_cpu_offload"]
-        terms["gradients"] = float((max if offloads else sum)(unit.size for unit in rank.units))
+        terms["gradients"] = float(max(sizes) if offloads else sum(sizes))
         gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)
         terms["all-gather stream"] = float(sum(gathered[-2:]) * shapes.act)
     if shapes.deepep:
