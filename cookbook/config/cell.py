@@ -139,7 +139,9 @@ class Cell:
 
     def record(self) -> CellRecord:
         parts = {key: getattr(self, key) for key in PARTS}
-        names = {key: reference(key.replace("recipe", ""), one.path) for key, one in parts.items()}
+        # Recipes are in `recipes/` itself.
+        kinds = {key: "" if key == "recipe" else key for key in PARTS}
+        names = {key: reference(kinds[key], one.path) for key, one in parts.items()}
         published = self.recipe.published if self.published else None
         same = ("name", "nodes", "emulated", "stand_in_for", "refused", "baseline", "prediction")
         return CellRecord(
@@ -167,22 +169,24 @@ def train_argv(cell: Cell) -> list[str]:
     stack = cell.options.stack
     words = launch_argv(stack, cell.description)
     words += [*overlay_argv(stack, cell.precision), *overlay_argv(stack, cell.ep_backend)]
-    words += ["--cookbook.emulated"] if cell.emulated else []
+    words += stack.options["cookbook.emulated"].arguments(True) if cell.emulated else []
     return words + argv_of(stack, cell.options.settings)
 
 
 def launch_argv(stack: Stack, description: str) -> list[str]:
     """Return the arguments that enable the cookbook's options and hooks in a job of the stack."""
-    return [
-        f"--job.custom_config_module={stack.hooks}.job_config",
-        f"--experimental.custom_import={stack.hooks}",
-        f"--job.description={description}",
-    ]
+    values = {
+        "job.custom_config_module": f"{stack.hooks}.job_config",
+        "experimental.custom_import": stack.hooks,
+        "job.description": description,
+    }
+    return [word for name in values for word in stack.options[name].arguments(values[name])]
 
 
 def overlay_argv(stack: Stack, overlay: Overlay) -> list[str]:
     """Return arguments with the overlay's name, for log and report, and its `expect` block."""
-    return [f"--cookbook.{overlay.kind}={overlay.name}", *argv_of(stack, overlay.expect)]
+    name = stack.options[f"cookbook.{overlay.kind}"].arguments(overlay.name)
+    return [*name, *argv_of(stack, overlay.expect)]
 
 
 ERROR, WARNING, HINT = "error", "warning", "hint"
