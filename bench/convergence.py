@@ -10,7 +10,6 @@ import math
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from scipy.special import stdtr, stdtrit
 
@@ -93,10 +92,10 @@ def judge(arms: Mapping[str, Sequence[float]]) -> dict[str, str]:
     return {arm: one.pop() if len(one) == 1 else "undecided" for arm, one in words.items()}
 
 
-def read_losses(share: float, data: Path = DATA) -> dict[str, list[float]]:
+def read_losses(share: float) -> dict[str, list[float]]:
     """Return each arm's mean loss over the last `share` of the steps, by seed."""
     found = {}
-    for path in sorted(data.glob("*.csv")):
+    for path in sorted(DATA.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         last = rows[-round(share * len(rows)) :]

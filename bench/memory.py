@@ -11,7 +11,6 @@ import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cookbook.base.gpus import Gpu
@@ -86,8 +85,8 @@ def compare(measured: Mapping[str, Any]) -> list[Comparison]:
     return found
 
 
-def read_measured(path: Path = MEASURED) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def read_measured() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(MEASURED.read_text(encoding="utf-8"))
     return content
 
 

@@ -38,7 +38,7 @@ LAYERS, HIDDEN, HEADS, DENSE, EXPERT, EXPERTS, CHOSEN, SHARED = 8, 2048, 16, 10_
 LATENT, NOPE, ROPE, VALUE = 512, 128, 64, 128
 
 
-def flops_per_token(layers: int = LAYERS, seq_len: int = SEQ_LEN) -> float:
+def flops_per_token() -> float:
     """Return the operations of a token's forward and backward, nothing recomputed.
 
     Two for each weight that the token is multiplied with and each score and value of half a
@@ -47,9 +47,9 @@ def flops_per_token(layers: int = LAYERS, seq_len: int = SEQ_LEN) -> float:
     projections = HIDDEN * HEADS * (NOPE + ROPE) + HIDDEN * (LATENT + ROPE)
     projections += LATENT * HEADS * (NOPE + VALUE) + HEADS * VALUE * HIDDEN
     moe = (CHOSEN + SHARED) * 3 * HIDDEN * EXPERT + HIDDEN * EXPERTS
-    weights = layers * projections + 3 * HIDDEN * DENSE + (layers - 1) * moe + HIDDEN * VOCABULARY
-    attention = HEADS * (NOPE + ROPE + VALUE) * seq_len / 2
-    return 3 * 2 * (weights + layers * attention)
+    weights = LAYERS * projections + 3 * HIDDEN * DENSE + (LAYERS - 1) * moe + HIDDEN * VOCABULARY
+    attention = HEADS * (NOPE + ROPE + VALUE) * SEQ_LEN / 2
+    return 3 * 2 * (weights + LAYERS * attention)
 
 
 @dataclass(frozen=True)

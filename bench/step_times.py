@@ -95,9 +95,9 @@ class Comparison:
         return self.point.error_of(self.predicted.tokens_per_second_per_gpu)
 
 
-def read_points(path: Path = POINTS) -> list[Point]:
+def read_points() -> list[Point]:
     """Return the points of the data file, in its order."""
-    return [Point(**one) for one in json.loads(path.read_text(encoding="utf-8"))["points"]]
+    return [Point(**one) for one in json.loads(POINTS.read_text(encoding="utf-8"))["points"]]
 
 
 def cell_of_point(point: Point) -> Cell:

@@ -128,10 +128,10 @@ def select_visible(
         return tuple(installed)
     visible: list[InstalledGpu] = []
     for entry in map(str.strip, chosen.split(",")):
-        is_uuid = entry[:4] == "GPU-" != entry
+        is_uuid = entry.startswith("GPU-") and entry != "GPU-"
         named = [gpu for gpu in installed if is_uuid and gpu.uuid.startswith(entry)]
         if entry.isdecimal():
-            named = [*installed[int(entry) :][:1]]
+            named = list(installed[int(entry) :][:1])
         if len(named) != 1:
             break
         if named[0] in visible:

@@ -136,14 +136,14 @@ def read_options(
     return settings
 
 
-def command_line_settings(words: Sequence[str], flag: str = "--set") -> Settings:
-    """Parse SECTION.KEY=VALUE words; errors name `flag`, the option that the words follow."""
+def command_line_settings(words: Sequence[str]) -> Settings:
+    """Parse the SECTION.KEY=VALUE arguments of `--set`."""
     settings = {}
     for word in words:
         name, equals, text = word.partition("=")
-        place = f"{flag} {name}"
+        place = f"--set {name}"
         if not equals:
-            raise InputError(place, "has no value", f"write {flag} SECTION.KEY=VALUE")
+            raise InputError(place, "has no value", "write --set SECTION.KEY=VALUE")
         settings[name] = Setting(load_stack().setting(place, name).parse(place, text), place)
     return settings
 

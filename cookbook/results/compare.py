@@ -183,7 +183,8 @@ def _compare(cell: Result, base: Result, tolerance: float) -> Result:
     tokens = base.tokens_per_second_per_gpu
     cell = replace(cell, reference_tokens=tokens, incomparable=_incomparable(cell, base))
     if cell.incomparable:
-        return replace(cell, is_slower=base.status == FINISHED != cell.status)
+        is_slower = base.status == FINISHED and cell.status != FINISHED
+        return replace(cell, is_slower=is_slower)
     own, of_base = (
         [
             run.tokens_per_second_per_gpu
