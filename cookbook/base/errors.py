@@ -31,7 +31,7 @@ class InputError(Exception):
 
 
 class JobError(Exception):
-    """The work failed although the input was right; the command exits with status 1."""
+    """The input is right, but the work failed: the command exits with status 1."""
 
 
 @contextlib.contextmanager

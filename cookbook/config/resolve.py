@@ -163,7 +163,7 @@ def cell_from_record(
     reads_anew = "dataloader" in options["checkpoint.exclude_from_loading"]
     for option in ("data.files", "data.shuffle_seed"):
         if trained["data.files"] and options[option] != trained[option] and not reads_anew:
-            found = "differs from that of the checkpoint, whose position in the texts it would lose"
+            found = "differs from the checkpoint's, so the run would lose its position in the texts"
             remedy = "leave it out, or --set checkpoint.exclude_from_loading=dataloader"
             raise InputError(options.origin(option), found, remedy)
     with named_at(place):

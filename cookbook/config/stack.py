@@ -84,7 +84,7 @@ class Option:
             raise InputError(place, found, quotes_remedy(value, _ALLOWED[self.kind]))
         if self.kind == "list" and not value and self.default:
             # TorchTitan parses an empty argument as a list of one empty name.
-            raise InputError(place, "found an empty list, which TorchTitan cannot be given here")
+            raise InputError(place, "found an empty list, which cannot be passed as an argument")
         for items in {"list": [value], "lists": value}.get(self.kind, ()):
             if any("," in item or item == "" for item in items):
                 found = f"found {items!r}: items may hold no comma and not be empty"

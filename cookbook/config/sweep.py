@@ -84,7 +84,7 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
                 if cell.stand_in_for or (other == group and other_point is not point):
                     continue
                 found = f"two of its cells are called {cell.name!r}"
-                remedy = "no value of an axis may stand twice, and recipes need names of their own"
+                remedy = "list each value of an axis once, and give each recipe its own name"
                 raise InputError(f"sweep {sweep.name}", found, remedy)
             # A prediction holds for the unmodified cell; only the number of steps may differ.
             is_own = pair == point.pair and cell.nodes == recipe.nodes and not cell.stand_in_for

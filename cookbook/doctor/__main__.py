@@ -23,10 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the diagnosis; return 0 if there is no problem, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m cookbook.doctor",
-        description="Say whether this machine is ready for this stack, and what to do where not. "
-        "Exit status 1 where there is a problem.",
+        description="Check whether this machine is ready for this stack, with remedies. Exit "
+        "status 1 if there is a problem.",
     )
-    alone = "only what runs on this machine alone need"
+    alone = "check only what local runs need"
     parser.add_argument("--local", action="store_true", help=alone)
     parser.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     parser.add_argument("--partition", help="the Slurm partition to look at (default: its default)")

@@ -108,7 +108,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A check; `is_for_local` marks a check that runs on this machine alone need too.
+    """A check; `is_for_local`: whether local runs need it too.
 
     A job runs every check with `node_hours` on its nodes, and excludes a node that fails it for
     `node_hours` hours.

@@ -110,9 +110,9 @@ def compile_missing(arch: str, plan: bool, into: Path) -> int:
     wanted = sorted({round(10 * one) for one in named or _capabilities_here() if runs_on(one)})
     if not wanted:
         print(
-            "FlashAttention-4's kernels are not compiled, each node's first job does that: no "
-            "Hopper or Blackwell GPU here tells for which; pass --arch 10.0 for B200 or --arch 9.0 "
-            "for H100 and H200"
+            "FlashAttention-4's kernels are not compiled: no Hopper or Blackwell GPU here. Each "
+            "node's first job compiles them, unless you name GPUs here: --arch 10.0 for B200, "
+            "--arch 9.0 for H100 and H200"
         )
         return NOT_NEEDED
     # Kernels made from the same versions are kept. CuTe DSL selects its compiler by the driver.

@@ -114,10 +114,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     where = "where corpus/ and tokenizer/ go (default: %(default)s)"
     parser.add_argument("folder", nargs="?", type=Path, default=LOCAL_ASSETS, help=where)
-    parser.add_argument("--again", action="store_true", help="make it anew where it is there")
+    parser.add_argument("--again", action="store_true", help="make it again even if it exists")
     parsed = parser.parse_args(arguments)
     if is_made(parsed.folder) and not parsed.again:
-        print(f"corpus and tokenizer are there: {parsed.folder}")
+        print(f"corpus and tokenizer exist already: {parsed.folder}")
         return 0
     began = time.monotonic()
     megabytes = make_corpus(parsed.folder)["corpus/stdlib.jsonl"] / 1e6

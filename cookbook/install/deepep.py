@@ -59,9 +59,9 @@ class DeepEp(NamedTuple):
     """An installed DeepEP."""
 
     version: str
-    commit: str  # that pip built; empty for another source
+    commit: str  # the commit that pip built; empty for another source
     library: Path | None
-    internode: bool  # it can send between nodes
+    internode: bool  # whether it can send between nodes
 
 
 def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
@@ -156,8 +156,7 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
         arch = ";".join(map(str, here))
     if not arch:
         raise CannotBuildError(
-            "no GPU here tells for which one to build; "
-            "pass --arch 10.0 for B200 or --arch 9.0 for H100 and H200"
+            "no GPU here to build for; name one: --arch 10.0 for B200, --arch 9.0 for H100 and H200"
         )
     if arch != "9.0" and toolkit.release < BLACKWELL_CUDA:
         raise CannotBuildError(f"{toolkit} cannot compile for GPUs {arch}; 12.8 or later can")
@@ -210,11 +209,11 @@ def build(plan: Plan, toolkit: Toolkit) -> None:
     subprocess.run(command, env=_build_environment(plan, toolkit), check=True)
     built = find_deepep()
     if built is None or built.library is None:
-        raise CannotBuildError("pip ended well, but deep_ep is not installed")
+        raise CannotBuildError("pip succeeded, but deep_ep is not installed")
     # A build that does not find NVSHMEM succeeds, but lacks the inter-node kernels.
     if bool(plan.nvshmem) != built.internode:
         kernels = f"{'with' if built.internode else 'without'} inter-node kernels"
-        raise CannotBuildError(f"{built.library.name} was built {kernels}, other than planned")
+        raise CannotBuildError(f"{built.library.name} was built {kernels}, not as planned")
     write_whole(STAMP, json.dumps(asdict(plan), indent=2) + "\n")
 
 

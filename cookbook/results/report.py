@@ -45,7 +45,7 @@ from cookbook.results.verdicts import (
 from cookbook.run.run import Run
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
-# The worst error of the predictions; a cell that is slower than that has a cause of its own.
+# The predictions' worst error: a cell that is slower by more has another cause.
 _PREDICTION_MARGIN = 0.15
 # A loss spike exceeds the median of the _BEFORE logged steps before it by _SPIKE_PART of the median
 # and by _SPIKE_SPREADS spreads.

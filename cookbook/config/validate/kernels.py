@@ -85,9 +85,9 @@ def ep_size(cell: Cell) -> Problems:
         reason = f"{exchange.title} has no configuration for EP {degree}; it has {sizes}"
         yield option, reason, f"try {best}"
     elif degree > per_node and exchange.ranks_per_node not in (0, per_node):
-        reason = f"EP {degree} leaves the node, and {exchange.title} between nodes takes them to "
+        reason = f"EP {degree} spans nodes, and {exchange.title} between nodes needs "
         remedy = f"set it to at most {per_node}, or take the standard backend"
-        yield option, f"{reason}have {exchange.ranks_per_node} GPUs, not {per_node}", remedy
+        yield option, f"{reason}{exchange.ranks_per_node} GPUs a node, not {per_node}", remedy
 
 
 @rule(RULES, reference=_PARALLELIZE)
@@ -106,7 +106,7 @@ def hooks_are_on(cell: Cell) -> Problems:
     title, remedy = cell.exchange.title, f"set {CUSTOM_IMPORT} to {hooks}"
     uses_mx = MX & set(cell.options["model.converters"])
     if cell.exchange.has_own_layer and (cell.layout.tp > 1 or uses_mx):
-        reason = f"without the hooks {title} counts tokens once a TP rank, and pads no MXFP8 groups"
+        reason = f"without the hooks {title} counts tokens per TP rank and pads no MXFP8 groups"
         yield CUSTOM_IMPORT, reason, remedy
     for name in (NUM_CHUNKS, EP_CHUNKS, LAYERS_KEPT, SAVE_LIST, SCORE_ACTIVATIONS, ATTENTION):
         if cell.options[name] != cell.options.stack.options[name].default:
