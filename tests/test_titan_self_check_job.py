@@ -124,7 +124,7 @@ class TestJob:
         for result in results:
             assert result["ended"] and not result["losses"]
         (reason,) = {text for result in results for text in result["said"] if "refuses" in text}
-        # Kernel, shape, error, and the option that does without it, in one line.
+        # Kernel, shape, error, and the option that avoids it, in one line.
         assert reason.startswith(f"cookbook refuses: self-check: {kernel} at 2 x ")
         assert " off by " in reason and ", allowed 0.0" in reason and "\n" not in reason
         assert "set model.attention=flavor" in reason
@@ -177,7 +177,7 @@ def test_what_two_cells_share_is_proved_once_and_a_wrong_kernel_is_told_with_its
     wrong = [line for line in lines if line.startswith("WRONG")]
     assert wrong and all(
         line.startswith("WRONG  plain: grouped GEMM bf16 at ")
-        and line.endswith("; no option does without it; another torch may")
+        and line.endswith("; no option avoids it; try another torch")
         for line in wrong
     )
     # The others are proved all the same.

@@ -41,7 +41,7 @@ def main() -> None:
     # FlashAttention-4 silently skips a kernel file that it cannot write.
     lost = [str(file) for file in files if not file.is_file()]
     if lost or not files:
-        raise RuntimeError(f"FlashAttention-4 kept {len(files) - len(lost)} kernels, not {lost}")
+        raise RuntimeError(f"FlashAttention-4 wrote {len(files) - len(lost)} kernels, not {lost}")
     folder = os.environ[kernel_cache.FOLDER]
     kernels = sorted(str(file.relative_to(folder)) for file in files)
     print(json.dumps({"cuda": varlen_attention.compiler_version(), "kernels": kernels}))

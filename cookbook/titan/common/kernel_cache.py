@@ -11,8 +11,8 @@ import shutil
 import sys
 from pathlib import Path
 
-# FlashAttention-4's environment variables: its kernel cache is used if the first is "1", and is in
-# the folder that the second names.
+# FlashAttention-4's environment variables: "1" in the first enables its kernel cache; the second
+# names the cache's folder.
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -66,7 +66,7 @@ def take_over(folder: Path, cache: Path) -> int:
                 part.replace(place)
                 copied += 1
     except OSError as error:
-        reason = f"FlashAttention-4's kernels of set-up are not used: {error}"
+        reason = f"FlashAttention-4 kernels from set-up are not used: {error}"
         logging.getLogger(__name__).warning(f"{reason}; they are compiled here")
     return copied
 

@@ -50,7 +50,7 @@ class Error:
         """Why the tensor is wrong; None if it is within its bounds."""
         bound, off = self.bound, f"{self.tensor} is off by {self.whole:.2g}"
         if self.whole < bound.least:
-            return f"{off}, its format alone makes {bound.least:g} or more: nothing was quantized"
+            return f"{off}, its format alone causes {bound.least:g}: nothing was quantized"
         if self.whole > bound.whole:
             return f"{off}, allowed {bound.whole:g}"
         if self.part > bound.part:

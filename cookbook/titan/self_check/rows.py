@@ -107,7 +107,7 @@ def row_errors(
 
     filled = grouped.detach()[fill.squeeze(1)].float()
     if filled.any():  # true for NaN too
-        raise ValueError("rows that fill groups up are not zero")
+        raise ValueError("padding rows are not zero")
     # A copy for another rank's expert has index -1, which finds the factor 0.
     factor = torch.cat([factors, factors.new_zeros(1)])[experts]
     weights = (scores.detach() * factor).sum(1, keepdim=True)

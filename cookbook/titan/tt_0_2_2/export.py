@@ -79,7 +79,7 @@ def export(request: Request) -> int:
     try:
         metadata = reader.read_metadata()
     except Exception as error:
-        reason = f"is no whole checkpoint ({type(error).__name__}: {error})"
+        reason = f"is not a whole checkpoint ({type(error).__name__}: {error})"
         remedy = "name a folder step-N with .metadata"
         raise InputError(request.checkpoint, reason, remedy) from None
     files = plan_files(request, metadata)
@@ -225,7 +225,7 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     with safe_open(part, "pt") as file:
         for name, tensor in tensors.items():
             if not torch.equal(file.get_tensor(name), tensor):
-                raise JobError(f"{path}: {name} reads back otherwise than it was written")
+                raise JobError(f"{path}: {name} reads back different from what was written")
     part.rename(path)
 
 

@@ -56,10 +56,10 @@ class Cookbook:
     wrong kernel ends the job; the message names it and an option that avoids it."""
 
     row_kernels: bool = False
-    """Order the routed rows and bring them back with the cookbook's kernels, and apply the routing
-    scores to the experts' activations, for the EP backends `standard` and `mxfp8_a2a`: the same
-    sum, rounded elsewhere. `deepep` always has such kernels. Shown in the log's `cookbook active`
-    line."""
+    """For the EP backends `standard` and `mxfp8_a2a`: group the routed rows by expert and sum them
+    back into tokens with the cookbook's kernels, and apply the routing scores to the experts'
+    activations. The sum is the same, rounded at other places. `deepep` always uses such kernels.
+    The log's `cookbook active` line names them."""
 
 
 @dataclass
@@ -74,13 +74,14 @@ class ActivationCheckpoint:
     op_sac_save_list: list[str] = field(default_factory=list)
     """The operators that `mode=selective` with `selective_ac_option=op` saves, not recomputes:
     `attention`, `communication` (dispatch and combine), `grouped_mm` (the routed experts'
-    GEMMs) and `mm` (other GEMMs: in compiled layers with experts those over at least the hidden
-    size, elsewhere every second one). Empty is TorchTitan's own list: all but `grouped_mm`, and
-    without `mm` in those layers. The log's `cookbook active` line names the saved ones."""
+    GEMMs) and `mm` (other GEMMs: in compiled layers with experts, those whose inner dimension is at
+    least the hidden size; elsewhere every second one). Empty is TorchTitan's own list: all but
+    `grouped_mm`, and no `mm` in compiled layers with experts. The log's `cookbook active` line
+    names the saved ones."""
 
     num_layers_kept: int = 0
-    """The number of layers, from the last of each pipeline stage, that `mode=full` or `selective`
-    leaves alone. It spends memory that is left, a layer at a time."""
+    """The number of final layers of each pipeline stage that `mode=full` or `selective` does not
+    recompute. Spends spare memory one layer at a time."""
 
 
 @dataclass
@@ -103,21 +104,21 @@ class Debug:
 @dataclass
 class Loss:
     num_chunks: int = 0
-    """The number of chunks into which the loss cuts a batch's tokens, so that the logits of one
-    chunk exist at a time (8 is a good number, as in later TorchTitan); 0 is TorchTitan's own loss
+    """The number of chunks into which the loss splits a batch's tokens, so that only one chunk's
+    logits exist at a time (8 is a good number, as in later TorchTitan). 0 is TorchTitan's own loss
     over whole logits. The gradients are the same."""
 
 
 @dataclass
 class DeepEP:
     num_chunks: int = 1
-    """The number of parts into which an MoE layer cuts its tokens: while the experts compute one
-    part, the next is on its way to them and the previous one on its way back."""
+    """The number of chunks into which an MoE layer splits its tokens: while the experts compute
+    one chunk, the next is being dispatched and the previous one combined."""
 
     score_activations: bool = False
-    """Apply the routing scores to the experts' activations instead of their outputs: the same sum,
-    rounded elsewhere. The outputs are then not kept for the gradients, and a recomputed layer
-    repeats neither them nor their combine."""
+    """Apply the routing scores to the experts' activations instead of their outputs. The sum is
+    the same, rounded at other places. No gradient then needs the outputs: they are not kept, and
+    recomputation skips them and their combine."""
 
 
 @dataclass

@@ -34,16 +34,16 @@ from cookbook.titan.tt_0_2_2.families.parts import FLASH_ATTENTION_4
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
 from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
-_NO_OPTION = "no option does without it; another torch may"
+_NO_OPTION = "no option avoids it; try another torch"
 # By kernel: the option that avoids it.
 _AVOID = {
-    "flex": "model.attention=flash_attention_4 does without it",
+    "flex": "set model.attention=flash_attention_4",
     FLASH_ATTENTION_4: "leave out model.attention, or set model.attention=flavor",
-    "sdpa": "a flavor with FlexAttention does without it",
+    "sdpa": "use a flavor with FlexAttention",
     "grouped GEMM bf16": _NO_OPTION,
-    "grouped GEMM mxfp8": "precision mxfp8_wgrad_hp (weight gradients) or bf16 does without it",
-    "linear layer mx": "precision mxfp8 or bf16 does without it",
-    "linear layer float8": "precision bf16 does without it",
+    "grouped GEMM mxfp8": "use precision mxfp8_wgrad_hp (for weight gradients) or bf16",
+    "linear layer mx": "use precision mxfp8 or bf16",
+    "linear layer float8": "use precision bf16",
     "loss in chunks": "leave out loss.num_chunks",
 }
 
@@ -182,7 +182,7 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
         # Add a case with short sums, in which one wrong block scale causes a large relative error.
         shapes.append(products.GroupedShape(9, 700, 384, 256, alignment))
     kernel = f"grouped GEMM {kind}"
-    avoid = _AVOID.get(kernel, "precision bf16 does without it")
+    avoid = _AVOID.get(kernel, "use precision bf16")
 
     def multiply(
         x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor
@@ -252,7 +252,7 @@ def _rows(cell: Cell) -> Iterator[KernelCase]:
     shape = rows.RowsShape(limits.tokens, args.dim, experts, args.moe_args.top_k, alignment)
     on_activations = not deepep or cell.job_config.deepep.score_activations
     place = "on the activations" if on_activations else "after the experts"
-    avoid = "EP backend standard does without it" if deepep else "leave out cookbook.row_kernels"
+    avoid = "use EP backend standard" if deepep else "leave out cookbook.row_kernels"
     run = partial(rows.row_errors, shape, on_activations, cell.device, counted=deepep)
     yield KernelCase("rows to expert groups and back", f"{shape}, scores {place}", run, avoid)
     if not deepep:
@@ -292,7 +292,7 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
     shape = rows.ExchangeShape(3, length, args.dim, experts, top_k, ep=dims.ep, tp=dims.tp)
     precisions = Precisions.of(cell.job_config)
     backend = "mxfp8_a2a" if precisions.any else cell.comm_backend
-    avoid = f"EP backend {'deepep' if backend == 'standard' else 'standard'} does without it"
+    avoid = f"use EP backend {'deepep' if backend == 'standard' else 'standard'}"
     run = partial(_exchange_errors, cell, shape, precisions)
     yield KernelCase(f"dispatch and combine {backend}", str(shape), run, avoid, collective=True)
 

@@ -140,9 +140,9 @@ class TextDataset(IterableDataset, Stateful):
         for name, option in (("files", "data.files"), ("seed", "data.shuffle_seed")):
             if state[name] != now[name]:
                 raise refuse(
-                    f"{option} differs from that of the checkpoint, whose place in the texts would "
-                    f"mean something else; restore it, or set checkpoint.exclude_from_loading to "
-                    "dataloader to start the texts again"
+                    f"{option} differs from that of the checkpoint, so the saved position in the "
+                    "texts does not apply; restore the option, or set "
+                    "checkpoint.exclude_from_loading to dataloader to start the texts again"
                 )
         self._places = [Place(**place) for place in state["places"]]
         self._buffer = list(state["buffer"])
