@@ -24,7 +24,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
-# Values stand in quotes, so that none is expanded.
+# Values are in single quotes on purpose: bash must not expand them.
 # shellcheck disable=SC1003,SC2016
 set -euo pipefail
 
@@ -92,8 +92,8 @@ case "${EP_BACKEND}" in
 esac
 CELL="16b-${PRECISION}-${EP_BACKEND}"
 
-# Under sbatch this file is a copy in Slurm's spool. Slurm knows the path that sbatch was given, followed
-# by the arguments, and the folder that it was given in. A busy controller is asked for ten minutes.
+# Under sbatch, this file is a copy in Slurm's spool. Slurm records the original's path, followed by the
+# arguments, and the folder where sbatch was called. If the controller is busy, retry for ten minutes.
 if [[ -z "${COOKBOOK_ROOT:-}" ]]; then
   until SUBMITTED="$(squeue --noheader --jobs="${SLURM_JOB_ID}" --format=%o)"; do
     [[ "${SECONDS}" -lt 600 && -z "${COOKBOOK_CHECK:-}" ]] || fail "squeue gives no answer; export COOKBOOK_ROOT"
@@ -103,10 +103,10 @@ if [[ -z "${COOKBOOK_ROOT:-}" ]]; then
 fi
 [[ -f "${COOKBOOK_ROOT}/submit.py" ]] ||
   fail "COOKBOOK_ROOT: found '${COOKBOOK_ROOT}', which is not the cookbook's folder; export COOKBOOK_ROOT"
-# Relative paths, in recipes (tokenizers, data) and in CELL_DIR, start at the cookbook's folder.
+# Paths in recipes (tokenizers, data) and in CELL_DIR are relative to the cookbook's folder.
 cd "${COOKBOOK_ROOT}"
-# A job that is submitted again resumes in the same folder. For a run of its own, or to resume another
-# one: CELL_DIR=runs/<run>/${CELL} sbatch train_16b.sh
+# A second start resumes in the same folder. To start another run, or to resume another one:
+# CELL_DIR=runs/<run>/${CELL} sbatch train_16b.sh
 CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/16b/${CELL}}")"
 
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
@@ -170,13 +170,13 @@ TRAIN_ARGS=(
   --metrics.log_freq=1
   --metrics.enable_tensorboard
   --metrics.disable_color_printing
-  # The later word wins: the choice stands after the recipe, and your own words after both.
+  # The last value of an option wins: the choice overrides the recipe, and your options override both.
   --cookbook.precision="${PRECISION}"
   --cookbook.ep_backend="${EP_BACKEND}"
   "${EP_BACKEND_ARGS[@]}"
   "${PRECISION_ARGS[@]}"
 )
-# A key in the environment, or one of `wandb login`.
+# Log to Weights & Biases if there is a key in the environment or from `wandb login`.
 if [[ -n "${WANDB_API_KEY:-}" ]] || grep -qs 'api\.wandb\.ai' "${NETRC:-${HOME:-}/.netrc}"; then
   export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
   export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"
@@ -196,15 +196,15 @@ fi
 # One attempt. The supervisor has exported CELL_DIR, COOKBOOK_ATTEMPT_DIR, LOG_RANK and
 # SHOWN_RANKS (the ranks in the log, one of them with the loss), NUM_NODES, TRAIN_NODES, HEAD_ADDRESS.
 ATTEMPT="${COOKBOOK_ATTEMPT_DIR##*/}"
-# Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
+# Below the ephemeral ports (32768 and up); one per job, so that jobs that share a node do not collide.
 RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
 echo "cookbook: cell ${CELL}, ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT}"
 
 # Without --cpus-per-task, which srun has not inherited since Slurm 22.05, all ranks share one core. One
 # failed node ends the step. The supervisor finds a step that hangs by its --job-name.
-# A new --rdzv-id keeps workers of the last attempt out. Checkpoints belong to the cell, everything else
-# to this attempt. A log that can't be written, as on a full disk, fails no training.
+# A new --rdzv-id keeps out workers of the last attempt. Checkpoints go to the cell's folder, everything
+# else to this attempt's. Training goes on if its log can't be written, as on a full disk.
 srun --nodes="${NUM_NODES}" --ntasks="${NUM_NODES}" --nodelist="${TRAIN_NODES}" \
   --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE}}" \
   --kill-on-bad-exit=1 --wait=60 --job-name="${ATTEMPT}" \

@@ -29,7 +29,7 @@
 #SBATCH --spread-job
 #SBATCH --output=%x-%j.log
 
-# Values stand in quotes, so that none is expanded.
+# Values are in single quotes on purpose: bash must not expand them.
 # shellcheck disable=SC1003,SC2016
 set -euo pipefail
 
@@ -44,11 +44,11 @@ SCRIPT="$(realpath "$0")"
 COOKBOOK_ROOT=${COOKBOOK_ROOT:-/shared/moe-cookbook}
 [[ -f "${COOKBOOK_ROOT}/submit.py" ]] ||
   fail "COOKBOOK_ROOT: found '${COOKBOOK_ROOT}', which is not the cookbook's folder; export COOKBOOK_ROOT"
-# Relative paths, in recipes (tokenizers, data) and in CELL_DIR, start at the cookbook's folder.
+# Paths in recipes (tokenizers, data) and in CELL_DIR are relative to the cookbook's folder.
 cd "${COOKBOOK_ROOT}"
 CELL=16b-mxfp8-mxfp8_a2a
-# A job that is submitted again resumes in the same folder. For a run of its own, or to resume another
-# one: CELL_DIR=runs/<run>/${CELL} sbatch train.sh
+# A second start resumes in the same folder. To start another run, or to resume another one:
+# CELL_DIR=runs/<run>/${CELL} sbatch train.sh
 CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/16b/${CELL}}")"
 
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
@@ -58,9 +58,9 @@ export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 export PYTHONUNBUFFERED=1
 # Ranks get this environment also under `sbatch --export=NONE`.
 export SLURM_EXPORT_ENV=ALL
-# `check-line` may run where the nodes' files are not.
+# `check-line` may run on a machine that does not have the nodes' files.
 [[ -r '/etc/profile.d/network cards.sh' || -n "${COOKBOOK_CHECK:-}" ]] ||
-  fail "source: cannot read" '/etc/profile.d/network cards.sh' "on ${HOSTNAME}; correct the cluster's profile, or have the file there"
+  fail "source: cannot read" '/etc/profile.d/network cards.sh' "on ${HOSTNAME}; correct the cluster's profile, or put the file there"
 # The file is the cluster's own: it may read unset variables, and commands in it may fail.
 set +euo pipefail
 # shellcheck source=/dev/null
@@ -124,7 +124,7 @@ TRAIN_ARGS=(
   --quantize.grouped_mm.mx.fqns=experts
   --comm.train_timeout_seconds=300
 )
-# A key in the environment, or one of `wandb login`.
+# Log to Weights & Biases if there is a key in the environment or from `wandb login`.
 if [[ -n "${WANDB_API_KEY:-}" ]] || grep -qs 'api\.wandb\.ai' "${NETRC:-${HOME:-}/.netrc}"; then
   export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
   export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"
@@ -144,15 +144,15 @@ fi
 # One attempt. The supervisor has exported CELL_DIR, COOKBOOK_ATTEMPT_DIR, LOG_RANK and
 # SHOWN_RANKS (the ranks in the log, one of them with the loss), NUM_NODES, TRAIN_NODES, HEAD_ADDRESS.
 ATTEMPT="${COOKBOOK_ATTEMPT_DIR##*/}"
-# Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
+# Below the ephemeral ports (32768 and up); one per job, so that jobs that share a node do not collide.
 RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
 echo "cookbook: cell ${CELL}, ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT}"
 
 # Without --cpus-per-task, which srun has not inherited since Slurm 22.05, all ranks share one core. One
 # failed node ends the step. The supervisor finds a step that hangs by its --job-name.
-# A new --rdzv-id keeps workers of the last attempt out. Checkpoints belong to the cell, everything else
-# to this attempt. A log that can't be written, as on a full disk, fails no training.
+# A new --rdzv-id keeps out workers of the last attempt. Checkpoints go to the cell's folder, everything
+# else to this attempt's. Training goes on if its log can't be written, as on a full disk.
 srun --nodes="${NUM_NODES}" --ntasks="${NUM_NODES}" --nodelist="${TRAIN_NODES}" \
   --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE}}" \
   --kill-on-bad-exit=1 --wait=60 --job-name="${ATTEMPT}" \
