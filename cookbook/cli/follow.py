@@ -32,7 +32,7 @@ _PATIENCE_S = 20.0  # seconds: --watch waits longer for a busy controller than `
 
 
 def show_status(arguments: argparse.Namespace) -> int:
-    """Print each cell's state, job, step and reason; with --watch, watch the run as `run` does."""
+    """Print each cell's state, job, step and reason; with --watch, show progress as `run` does."""
     if arguments.run is None and not run_names() and (pending := _pending_scripts()):
         print("\n".join(pending))
         return 0
@@ -154,7 +154,7 @@ def cancel(arguments: argparse.Namespace) -> int:
         folder = runs_folder() / (arguments.run or "")
         if arguments.run is None or folder.exists() or not (found := cancel_deleted(folder)):
             raise
-        print(f"{arguments.run}: its folder was deleted; cancelled what still ran of it ({found})")
+        print(f"{arguments.run}: its folder was deleted; cancelled what was left of it ({found})")
         return 0
 
     def report(num_jobs: int) -> None:

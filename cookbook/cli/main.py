@@ -43,7 +43,9 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser for all verbs; each sets `handler`, `module:function` in cookbook.cli."""
     as_written = argparse.RawDescriptionHelpFormatter
-    parser = _Parser("submit.py", None, _DESCRIPTION, _EPILOG, formatter_class=as_written)
+    parser = _Parser(
+        prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=as_written
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
     def verb(name: str, text: str, handler: str) -> argparse.ArgumentParser:
@@ -63,12 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
     new.add_argument("name", metavar="NAME")
     new.add_argument("--from", dest="source", metavar="NAME-or-FILE", required=True)
     kinds = ("recipe", "precision", "ep-backend", "cluster", "sweep")
-    new.add_argument("--kind", choices=kinds, help="of what; by default what has that name")
+    new.add_argument("--kind", choices=kinds, help="by default the kind that has NAME")
 
-    check = verb("check", "say whether each cell can run, why not, and what it needs", "run:check")
+    check = verb("check", "validate cells, and predict their memory and time", "run:check")
     check.add_argument("recipe", metavar="RECIPE-or-SWEEP")
     flag(check, "--rules-only", text="do not let TorchTitan build the cells")
-    plan = verb("plan", "print the fastest layouts of a recipe that fit, predicted", "plan:plan")
+    plan = verb("plan", "predict the fastest layouts of a recipe that fit in memory", "plan:plan")
     for shown in (show, render, plan):
         shown.add_argument("recipe", metavar="RECIPE")
     values = "an option, precision or ep_backend, with the values to try; --set holds one"
@@ -79,13 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--explain", metavar="FROM,TO", nargs="?", const="0,1", help=walk)
     plan.add_argument("-o", "--output", metavar="FILE.yaml", help="write the first as a recipe")
     plan.add_argument("--figure", metavar="FILE.svg", help="draw memory against speed")
-    line = verb("check-line", "say whether an sbatch line's job may run", "run:check_line")
+    line = verb("check-line", "validate an sbatch command without submitting it", "run:check_line")
     typed = "as you would type it: PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh ..."
     line.add_argument("line", metavar="LINE", nargs=argparse.REMAINDER, help=typed)
 
-    run = verb("run", "train one cell, or go on with one that has ended", "run:run")
+    run = verb("run", "train one cell, or resume one that has ended", "run:run")
     run.add_argument("recipe", metavar="RECIPE", nargs="?")
-    newest = "go on from its newest checkpoint, with --set and --nodes as you name them"
+    newest = "go on from its newest checkpoint; --set and --nodes change its options"
     run.add_argument("--resume", metavar="RUN[/CELL]", help=newest)
     sweep = verb("sweep", "train every cell of a sweep", "run:run_sweep")
     sweep.add_argument("sweep", metavar="SWEEP")
@@ -94,13 +96,15 @@ def build_parser() -> argparse.ArgumentParser:
     often = "train every cell N times, in the order A B B A; the report pairs them"
     sweep.add_argument("--repeat", metavar="N", type=int, default=1, help=often)
 
-    status = verb("status", "say how far each cell of a run is", "follow:show_status")
-    flag(status, "-w", "--watch", text="go on to the end, then report, as `run` does")
+    status = verb("status", "show the progress of a run's cells", "follow:show_status")
+    flag(
+        status, "-w", "--watch", text="watch until all cells have ended, then report, as `run` does"
+    )
     logs = verb("logs", "print the log of a cell", "follow:show_logs")
     default = "also CELL of the newest run, or RUN; without: the newest run's running cell"
     logs.add_argument("cell", metavar="RUN/CELL", nargs="?", help=default)
-    flag(logs, "-f", "--follow", text="go on until the cell has ended")
-    cancel = verb("cancel", "cancel what still waits or runs of a run", "follow:cancel")
+    flag(logs, "-f", "--follow", text="follow it until the cell has ended")
+    cancel = verb("cancel", "cancel the waiting and running cells of a run", "follow:cancel")
     report = verb("report", "print the results of a run, and make its page", "follow:show_report")
     for followed in (status, cancel, report):
         followed.add_argument("run", metavar="RUN", nargs="?", help="by default the newest")
@@ -110,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--to", metavar="FOLDER", required=True, help="a new folder")
     dtypes, of = ("bfloat16", "float32"), "of all tensors but the routing bias (default: bfloat16)"
     export.add_argument("--dtype", choices=dtypes, default="bfloat16", help=of)
-    export.add_argument("--step", metavar="N", type=int, help="the newest where none is named")
+    export.add_argument("--step", metavar="N", type=int, help="by default the newest")
     data = verb("data", "count the documents and tokens of text files", "training:count_texts")
     data.add_argument("files", metavar="FILES", nargs="+", help="globs, files or folders")
     data.add_argument("--tokenizer", metavar="FOLDER", required=True)
@@ -119,16 +123,16 @@ def build_parser() -> argparse.ArgumentParser:
     two = "compare two runs; status 1 where a cell got slower"
     compare = verb("compare", two, "follow:show_comparison")
     compare.add_argument("runs", metavar="RUN", nargs="+", help="the reference, and the other run")
-    other = "compare with the published numbers, and not with the first run"
+    other = "compare with the published numbers instead of another run"
     compare.add_argument("--with", dest="other", choices=("published",), help=other)
     percent = "how much slower a cell may be (default: 5)"
     compare.add_argument("--tolerance", metavar="PERCENT", type=float, default=5.0, help=percent)
     profile = verb("profile", "print where a training step goes", "profile:profile")
     of = "a recipe, trained for a few steps; or RUN, RUN/CELL, a folder, or rank0_trace.json"
     profile.add_argument("target", metavar="RECIPE-or-TRACE", help=of)
-    profile.add_argument("--ranks", metavar="R,R,...", help="whose traces to read, or: all")
+    profile.add_argument("--ranks", metavar="R,R,...", help="ranks whose traces to read, or: all")
     profile.add_argument("--figure", metavar="FILE.svg", help="also draw it")
-    untried = "submit without trying memory and TorchTitan; broken rules refuse all the same"
+    untried = "skip the memory prediction and TorchTitan's build, but not the rules"
     for launched in (run, sweep, profile):
         launched.set_defaults(repeat=1, one_allocation=False)
         flag(launched, "--dry-run", text="show the cells, submit nothing")
@@ -143,12 +147,14 @@ def build_parser() -> argparse.ArgumentParser:
         group.add_argument("--cluster", metavar="C", help="a profile's name or file")
         group.add_argument("--nodes", metavar="N", type=int)
         group.add_argument("--set", help=often, **setting)
-    doctor = verb("doctor", "say whether this machine is ready, and what to do", "main:_doctor")
+    doctor = verb(
+        "doctor", "check whether this machine is ready, and say how to fix it", "main:_doctor"
+    )
     doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     for printed in (check, plan, compare, profile, doctor):
         flag(printed, "--json", text="one JSON object instead of tables")
-    kernels = "compare the kernels of this machine's GPUs with a reference (with --cluster: of one "
-    flag(doctor, "--numerics", text=f"{kernels}node, as a job)")
+    kernels = "compare the GPUs' kernels with a reference, here or, with --cluster, in a job"
+    flag(doctor, "--numerics", text=kernels)
     doctor.add_argument("--output", metavar="FILE", help="where --numerics writes JSON")
     return parser
 

@@ -31,7 +31,7 @@ from cookbook.config.stack import load_stack
 
 
 def shquote(value: object) -> str:
-    """Quote `value` as one bash word, also if it only looks odd to a reader (`a,b`, `=a`)."""
+    """Quote `value` as one bash word; also quote `a,b` and `=a`, which need it only for readers."""
     text = str(value)
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and ("," in text or text[0] == "=") else quoted
@@ -165,7 +165,7 @@ def option_word(name: str, value: OptionValue) -> str:
 def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
     """Render one script for all cells of a recipe, selected by PRECISION and EP_BACKEND.
 
-    It is like a cell's script, but has no absolute path, so that it can be checked in.
+    Unlike a cell's script, it has no absolute paths, so it can be checked in to the repository.
     """
     stack, title = load_stack(), recipe.description.partition(":")[0]
     precisions = [load_precision(name) for name in names_in("precision")]
