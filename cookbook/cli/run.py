@@ -2,7 +2,7 @@
 
 `run --resume` starts the next attempt of cells that have ended. `check-line` validates an sbatch
 command without submitting it. It runs the script up to the script's own check, so that edits in a
-copy count. It never runs a script without that check, which would start training or anything else.
+copy count. A script without that check could do anything, such as train, so it is refused.
 """
 
 import argparse
@@ -342,9 +342,9 @@ def _header(script: Path, lines: Sequence[str]) -> list[str]:
     command = is_command.index(True)
     for number, text in enumerate(lines[command:], command + 1):
         if text.startswith("#SBATCH "):
-            found = f"sbatch does not read `{text}`: it stands below the command in line "
+            found = f"sbatch does not read `{text}`: it is below the command in line {command + 1}"
             remedy = "move that command below all #SBATCH lines"
-            raise InputError(f"{script}:{number}", f"{found}{command + 1}", remedy)
+            raise InputError(f"{script}:{number}", found, remedy)
     read = [text.split()[1:] for text in lines[:command] if text.startswith("#SBATCH ")]
     return [word for words in read for word in words]
 

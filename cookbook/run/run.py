@@ -98,8 +98,10 @@ def read_run(folder: Path) -> Run:
     try:
         record = read_json_as(RunRecord, folder / _FILE)
     except InputError as error:
-        remedy = 'write {"scheduler": "slurm", "cells": []} into it, or "local" for slurm; its '
-        remedy += "cells are found by their folders"
+        remedy = (
+            'write {"scheduler": "slurm", "cells": []} into it, or "local" for "slurm"; '
+            "cells are found by their folders"
+        )
         raise InputError(error.place, error.found, remedy) from None
     # Scripts with CELL_DIR=runs/mine/... share a run and may start in the same second. They do not
     # update the list, which would be a race, so their cells are found by their folders.

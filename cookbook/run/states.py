@@ -81,8 +81,8 @@ class CellState(Status):
 
     cell: str = ""
     job_id: str | None = None
-    # False if Slurm did not answer, or the job runs on another machine; the state is then only the
-    # last one that the job wrote.
+    # False if Slurm did not answer, or the job runs on another machine; then the state is the last
+    # one that the job wrote, and may be out of date.
     is_known: bool = True
 
     @property
@@ -180,7 +180,7 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
     if info.state == "COMPLETING" and said is not written:
         return status.QUEUED, "requeued"
     if info.state in slurm.HALTED:
-        return status.RUNNING, f"suspended (Slurm: {info.state}): its processes stand still"
+        return status.RUNNING, f"suspended (Slurm: {info.state}): its processes are stopped"
     if info.state in slurm.ACTIVE:
         # The end counts only once Slurm has seen it: until then the job may be requeued.
         return status.RUNNING, COMPLETING if said.state in status.ENDED else None
@@ -232,8 +232,10 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
             state, _ = _read(cell)  # the job may have written its end in between
             if state.state in status.OPEN and None not in left:
                 if num_training := left.count(cell.path.resolve()):
-                    words = f"process {job.job_id} was killed, {num_training} of its processes go "
-                    words += f"on; stop them: python submit.py cancel {run.name}"
+                    words = (
+                        f"process {job.job_id} was killed, and {num_training} of its processes "
+                        f"still run; stop them: python submit.py cancel {run.name}"
+                    )
                     return replace(state, reason=words)
                 words = f"process {job.job_id} is gone: killed, or the machine was restarted"
                 return replace(state, state=status.FAILED, reason=words)

@@ -43,7 +43,8 @@ class Start:
     Attributes:
         script: the running script; under sbatch a copy in Slurm's spool.
         nodes: the job's number of nodes, including `spare_nodes`, which do not train.
-        arguments: the script's own TorchTitan options; `own`: those added on its sbatch line.
+        arguments: the TorchTitan options in the script.
+        own: the user's TorchTitan options, after the script's name on the sbatch line.
     """
 
     folder: CellFolder

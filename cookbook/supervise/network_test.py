@@ -160,8 +160,8 @@ def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
         outcome.slowest[name] = min(speed, outcome.slowest.get(name, speed))
         if speed < (wanted := getattr(groups.floor, name)):
             outcome.is_slow.add(number)
-            words = f"{name} over ranks {one['ranks']} reaches {speed:.3g} GB/s, "
-            outcome.faults[number] = f"{words}the profile wants {wanted:g}"
+            found = f"{name} over ranks {one['ranks']} reaches {speed:.3g} GB/s"
+            outcome.faults[number] = f"{found}, the profile wants {wanted:g}"
     for number, team in enumerate(teams):
         errors = sorted((f"{n}: {ended[n]}" for n in team if ended.get(n)), key=is_consequence)
         errors += [f"{node}: no answer" for node in team if node not in ended]

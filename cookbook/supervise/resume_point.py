@@ -81,16 +81,19 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
     older = (read_checkpoint(step, one) for step, one in saved if step < checkpoint.step)
     full = next((one for one in older if not one.damage and one.states == set(PARTS)), None)
     if full is None:
-        remedy = "start a new run from its weights with "
-        remedy += f"checkpoint.initial_load_path={path.resolve()}"
+        weights = f"checkpoint.initial_load_path={path.resolve()}"
         if (path / "model.safetensors.index.json").is_file():
-            remedy += " checkpoint.initial_load_in_hf=true"
+            weights += " checkpoint.initial_load_in_hf=true"
+        remedy = f"start a new run from its weights with {weights}"
     else:
         kept = path.parent.parent / f"model-{path.name}"
-        remedy = f"to continue after step {full.step}, move it away: "
-        remedy += f"mv {shown_path(path)} {shown_path(kept)}"
-    found = f"holds the model without {', '.join(missing)} (checkpoint.last_save_model_only), so "
-    raise InputError(shown_path(path), f"{found}training cannot continue from it", remedy)
+        command = f"mv {shown_path(path)} {shown_path(kept)}"
+        remedy = f"to continue after step {full.step}, move it away: {command}"
+    found = (
+        f"holds the model without {', '.join(missing)} (checkpoint.last_save_model_only), "
+        "so training cannot continue from it"
+    )
+    raise InputError(shown_path(path), found, remedy)
 
 
 def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
