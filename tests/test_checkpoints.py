@@ -258,7 +258,7 @@ def test_a_checked_line_writes_nothing(cell: Started, monkeypatch: pytest.Monkey
 def test_a_run_that_has_made_its_steps_says_so(cell: Started) -> None:
     save(cell.saved, 20)
     words = cell.start()
-    assert "all 20 steps were made before, so nothing is left to do; for more: --training." in words
+    assert "all 20 steps are done, so nothing is left to train; for more: --training." in words
     assert f"for a run of its own: CELL_DIR={cell.path.parent.parent}/another/{NAME}" in words
 
 

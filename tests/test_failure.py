@@ -225,7 +225,7 @@ def write(attempt: Attempt, **stacks: str) -> None:
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [("", "rank 1 not heard of (stopped, or gone)"), (READING, "rank 1 in read (iterable.py:40)")],
+    [("", "rank 1 silent (stopped or gone)"), (READING, "rank 1 in read (iterable.py:40)")],
 )
 def test_a_rank_that_stands_elsewhere_is_named(attempt: Attempt, other: str, said: str) -> None:
     write(attempt, r0=WAITING, r1=other, r2=WAITING, r3=WAITING)

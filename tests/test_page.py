@@ -67,7 +67,7 @@ def test_a_run_without_a_step_has_tables_of_dashes_and_no_figure(tmp_path: Path)
             shutil.rmtree(log)
     assert save_report(*results_of(folder)) is None
     page = (folder / "report.html").read_text()
-    assert "<figure" not in page and "no cell has come to its first step" in page
+    assert "<figure" not in page and "no cell has reached its first step" in page
     assert "partly finished: 0 of 4 cells finished, 4 running" in page
     assert not list(folder.glob("figures/*"))
 

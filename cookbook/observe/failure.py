@@ -246,7 +246,7 @@ def describe_stacks(attempt: Attempt, world: int) -> str | None:
     ((usual, count),) = Counter(places.values()).most_common(1)
     others = "the other one" if count == 1 else f"the other {count}"
     if missing:
-        return f"{_ranks(missing)} not heard of (stopped, or gone); {others} in {usual}"
+        return f"{_ranks(missing)} silent (stopped or gone); {others} in {usual}"
     odd = {rank: place for rank, place in places.items() if place != usual}
     if not odd or len(odd) > world // 4 + 1:
         return f"{count} of {world} ranks in {usual}"

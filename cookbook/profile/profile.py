@@ -251,7 +251,7 @@ def _notes(profile: Profile) -> Iterator[str]:
         if any(rank.waited for rank in ranks):
             yield (
                 f"waiting for other ranks: the same calls on {len(ranks)} ranks, compared by how "
-                "long they took; the last to come waits least"
+                "long they took; the last to arrive waits least"
             )
         else:
             words = "one rank's trace cannot tell waiting for other ranks from a slow network"

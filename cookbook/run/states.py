@@ -125,7 +125,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
                 found, reason = merge(state, info)
                 state = replace(state, state=found, reason=reason or None)
             elif silence is not None:
-                words = f"Slurm does not answer ({silence}); this is the job's own last word"
+                words = f"Slurm does not answer ({silence}); this is what the job wrote last"
                 reason = "; ".join(filter(None, [state.reason, words]))
                 state = replace(state, reason=reason, is_known=False)
             elif state.state in status.OPEN and os.getuid() not in (0, run.folder.stat().st_uid):

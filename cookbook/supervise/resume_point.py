@@ -120,7 +120,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
     if step is not None and step >= steps:
         another = shown_path(folder.path.parent.with_name("another") / folder.name)
         print(
-            f"cookbook: all {steps} steps were made before, so nothing is left to do; for more: "
+            f"cookbook: all {steps} steps are done, so nothing is left to train; for more: "
             f"--training.steps={2 * steps}; for a run of its own: CELL_DIR={another}",
             file=sys.stderr,
         )

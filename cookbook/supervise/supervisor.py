@@ -114,7 +114,7 @@ class Supervisor:
                 except FileNotFoundError:
                     if cell.record.exists():
                         raise
-                    log(f"{cell.path} was deleted: nothing is kept of it")
+                    log(f"{cell.path} was deleted, so its end is not recorded")
                     self.running, codes[cell.name] = None, 1
         if self.signal_number:
             return 128 + self.signal_number
