@@ -1,9 +1,10 @@
-"""Put random faults into a run on a real Slurm cluster and check that nothing is lost.
+"""Inject random faults into a run on a real Slurm cluster and check that nothing is lost.
 
     python -m bench.chaos [--faults 20] [--seed 1]       (make chaos)
 
-Two CPU nodes train TorchTitan's debug model. Afterwards every step is there once, with the loss of
-an undisturbed run to the last printed digit, and no fault cost more than one checkpoint interval.
+Two CPU nodes train TorchTitan's debug model. Every step must have the loss of an undisturbed run to
+the last printed digit, and a fault may cost at most one checkpoint interval, or two if it spoils a
+checkpoint.
 """
 
 import argparse
@@ -49,17 +50,17 @@ class Survived:
 
 
 def plan(count: int, seed: int) -> list[Planned]:
-    """Return faults in a random order, each kind once before any comes again."""
+    """Return faults in a random order, each kind once before any repeats."""
     chance = random.Random(seed)
     names: list[str] = []
     while len(names) < count:
         names += chance.sample(sorted(FAULTS), len(FAULTS))
-    # At least an interval: there is a checkpoint to lose.
+    # At least an interval, so that there is a checkpoint to lose.
     return [Planned(name, INTERVAL + chance.randrange(INTERVAL)) for name in names[:count]]
 
 
 def survive(run: Run, planned: Planned, chance: random.Random) -> Survived:
-    """Wait for the planned step, put the fault in, and wait until the run trains again."""
+    """Wait for the planned step, inject the fault, and wait until the run trains again."""
     goal = run.furthest() + planned.steps
     until(lambda: run.furthest() >= goal, _ATTEMPT_S, f"step {goal}, before: {planned.name}")
     until(lambda: len(run.whole_checkpoints()) > 0, 60, "a checkpoint")
@@ -102,7 +103,7 @@ def survive(run: Run, planned: Planned, chance: random.Random) -> Survived:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a disk to be filled; nodes see it only if it is there before they start."""
+    """Mount a disk to fill; nodes see it only if it is mounted before they start."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4g", "chaos", folder], check=True)
     try:
@@ -125,7 +126,7 @@ def check(run: Run, steps: int, expected: dict[int, str], faults: Sequence[Survi
         if kept.get(step) != loss:
             wrong.append(f"step {step}: loss {kept.get(step)}, undisturbed {loss}")
     for one in faults:
-        # A checkpoint that the fault itself spoilt costs one interval more.
+        # A fault that spoils a checkpoint costs one more interval.
         most = INTERVAL * (2 if one.name in SPOILING else 1)
         if one.repeated > most:
             wrong.append(f"{one.name}: repeated {one.repeated} steps, more than {most}")
@@ -151,7 +152,7 @@ def _seconds(value: float | None) -> str:
 
 def chaos(faults: Sequence[Planned], seed: int, folder: Path) -> tuple[list[Survived], list[str]]:
     """Run without faults and with them; return their cost and violations."""
-    # The run makes more steps while a fault is put in and seen.
+    # The run trains on while a fault is injected and noticed.
     steps = sum(one.steps + 2 for one in faults) + 3
     chance = random.Random(seed)
     survived: list[Survived] = []

@@ -18,7 +18,7 @@ Inject = Callable[[Run, random.Random], float]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: `inject` returns when it was there; `by_slurm`: Slurm restarts the job later."""
+    """A fault; `inject` returns its time. `by_slurm`: Slurm restarts the job, after a delay."""
 
     inject: Inject
     ends_attempt: bool = True
@@ -26,7 +26,7 @@ class Fault:
 
 
 def _send(processes: Callable[[Run], list[psutil.Process]], sent: int) -> Inject:
-    """Return a fault that sends a signal to one of these processes."""
+    """Return a fault that sends a signal to one of `processes`, chosen at random."""
 
     def inject(run: Run, chance: random.Random) -> float:
         chance.choice(processes(run)).send_signal(sent)
@@ -43,7 +43,7 @@ def _lose_node(run: Run, chance: random.Random) -> float:
     node = chance.choice(nodes)
     run.cluster.kill_node(node)
     lost = time.time()
-    # Brought back when the run has left it, so that the next lost one has a replacement.
+    # Start the node again once the run has left it: the next loss needs a spare.
     number = run.attempt.number
     until(lambda: run.attempt.number > number, 180, "an attempt on other nodes")
     run.cluster.start_node(node)
@@ -86,16 +86,16 @@ def _lose_metadata(run: Run, chance: random.Random) -> float:
 
 
 def _fill_disk(run: Run, chance: random.Random) -> float:
-    """Leave less room than a checkpoint takes until a save fails; then free it."""
+    """Fill the disk until a save fails, then free it."""
     filler = run.folder.parent.parent / "filler"
     with filler.open("wb") as file:
-        # Again, since a save may free some room meanwhile.
+        # Repeat: a save may have freed some room meanwhile.
         while (room := shutil.disk_usage(filler.parent).free - (1 << 20)) > 0:
             with suppress(OSError):
                 os.posix_fallocate(file.fileno(), file.tell(), room)
                 file.seek(0, os.SEEK_END)
     try:
-        # No log can say it: the disk is full.
+        # Watch the processes: a full disk takes no log.
         until(lambda: len(run.ranks()) < NODES, 120, "a save that fails")
         failed = time.time()
         until(lambda: not run.ranks(), 60, "the end of the other ranks")

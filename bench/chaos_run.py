@@ -1,4 +1,4 @@
-"""A training run on a Slurm cluster started here, for faults to be put into."""
+"""A training run for `bench.chaos`, on a Slurm cluster that is started here."""
 
 import json
 import re
@@ -12,13 +12,13 @@ from typing import Any
 
 import psutil
 
+from cookbook.base.paths import ROOT
 from cookbook.run.folder import Attempt, CellFolder, read_checkpoint, saved_steps
 from tests.slurm_cluster import Settings, SlurmCluster
 
-ROOT = Path(__file__).resolve().parent.parent
 CELL = "debug-bf16-standard"
 INTERVAL = 3
-# One node more than the run takes: a lost one is replaced at once.
+# One spare node, so that a lost node is replaced at once.
 NODES, SPARE = 2, 1
 _PARTITIONS = """
 PreemptType=preempt/partition_prio
@@ -44,7 +44,7 @@ _OPTIONS = {
     "checkpoint.interval": INTERVAL,
     "checkpoint.keep_latest_k": 3,
     "checkpoint.last_save_model_only": "false",
-    # A full disk is to fail a save, and not another writer.
+    # On a full disk the save must fail, not another writer.
     "metrics.enable_tensorboard": "false",
 }
 _STEP = re.compile(r"step: +([0-9]+) +loss: +(\S+)")
@@ -52,7 +52,7 @@ _STEP = re.compile(r"step: +([0-9]+) +loss: +(\S+)")
 
 @contextmanager
 def chaos_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """A cluster with a partition that preempts, whose requeued jobs start again soon."""
+    """Start a cluster with a preempting partition and a short requeue delay."""
     settings = Settings(requeue_delay=5, kill_wait=5, extra_conf=_PARTITIONS)
     with SlurmCluster.start(folder, nodes=NODES + SPARE, settings=settings) as cluster:
         yield cluster
@@ -136,7 +136,7 @@ def words_of(process: psutil.Process) -> list[str]:
 
 
 def start_run(cluster: SlurmCluster, folder: Path, steps: int, saves: bool = True) -> Run:
-    """Submit a run of so many steps into `folder`, with checkpoints or without."""
+    """Submit a run of `steps` steps into `folder`; `saves`: whether it saves checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     profile = folder / "chaos-nodes.yaml"
     profile.write_text(_PROFILE)

@@ -37,13 +37,13 @@ from cookbook.titan.tt_0_2_2.checkpoint import plain
 from cookbook.titan.tt_0_2_2.routing import RouterLoad
 
 VARIABLE = "COMPARED"
-# Of DeepSeek-V3 a dense layer and two of experts, small enough for gloo.
+# One dense layer and two MoE layers, small enough for gloo.
 LAYERS, HEADS = 3, 4
 _WHOLE = StateDictOptions(full_state_dict=True, strict=False)
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 Tensors = dict[str, torch.Tensor]
-# For gradients and changes, by parameter: the relative error and the ratio of norms.
+# Relative error and ratio of norms, by parameter, for gradients and for changes.
 Errors = dict[str, dict[str, tuple[float, float]]]
 
 
@@ -83,7 +83,7 @@ class ComparedTrainer(Trainer):
         flavor: Any = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
         flavor.n_layers, flavor.n_heads = LAYERS, HEADS
         if hasattr(flavor, "n_kv_heads"):
-            # Its 64 experts would take the plain loop over them half an hour.
+            # The plain loop over all 64 experts would take half an hour.
             flavor.n_kv_heads, flavor.moe_inter_dim = HEADS // 2, 256
             flavor.moe_args.num_experts = 16
         flavor.moe_args.use_grouped_mm = not compared.exact
@@ -245,7 +245,7 @@ def train_in_rank(argv: list[str], compared: dict[str, Any]) -> None:
     with Path(compared["found"]).with_suffix(".log").open("ab") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-    # TorchTitan took its default from the command line when it was imported.
+    # The default is the command line at the time that TorchTitan was imported.
     ConfigManager.parse_args.__defaults__ = (argv,)
     main(ComparedTrainer)
 

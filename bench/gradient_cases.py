@@ -16,11 +16,11 @@ CHANGED_AFTER = 5
 RANKS = 4
 SEQUENCES, SEQ_LEN = 4, 64
 
-# One rank that computes all of it, as the reference.
+# The layout of references: one rank computes everything.
 ALONE = "alone"
 # Degrees of EP, TP, PP and expert TP.
 LAYOUTS = {"tp1-ep4": (4, 1, 1, 1), "tp2-ep4": (4, 2, 1, 1), "pp2-ep2": (2, 1, 2, 1)}
-# TP cuts every expert, with the standard backend alone.
+# TP shards every expert, which only the standard backend supports.
 CUT = {"tp2-ep1": (1, 2, 1, 1), "tp2-ep2-etp2": (2, 2, 1, 2)}
 
 _KEPT = {"activation_checkpoint.mode": "none", "compile.enable": False}
@@ -96,14 +96,14 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """One rank, in float32 but for what precision and EP backend round."""
+        """The reference: one rank, in float32 except where precision or EP backend round."""
         backend = self.backend if self.backend == "mxfp8_a2a" else "standard"
         variant = "random" if self.variant == "random" else "plain"
         return Case(self.precision, backend, ALONE, variant, recipe=self.recipe)
 
     @property
     def first(self) -> Case:
-        """The reference with whose weights all runs of the recipe begin."""
+        """The reference whose initial weights all runs of the recipe share."""
         return Case("bf16", "standard", ALONE, recipe=self.recipe)
 
     @property
@@ -116,7 +116,7 @@ class Case:
 
 
 def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
-    """Return the case as a cell of this machine; text and tokenizer lie in `assets`."""
+    """Return the case as a cell of this machine; text and tokenizer are in `assets`."""
     experts, tensor, pipeline, cut = (LAYOUTS | CUT).get(case.layout, (1, 1, 1, 1))
     options: dict[str, Any] = {
         **_EVERY,
@@ -133,24 +133,24 @@ def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
         "training.dataset_path": str(assets / "corpus"),
         "model.hf_assets_path": str(assets / "tokenizer"),
         "optimizer.lr": 4e-4,
-        # The same rate whatever the number of steps.
+        # The same learning rates for any number of steps.
         "lr_scheduler.warmup_steps": 2,
         "lr_scheduler.decay_ratio": 0.0,
-        # The self-check would refuse some faults before the first step, and the report of the
-        # first step the released code, which does not say how it sends tokens.
+        # The self-check would reject some faults before the first step. The check of the dispatch
+        # would reject released code, which does not report its dispatch.
         "cookbook.self_check": False,
         "cookbook.dispatch": "",
     }
     precision, backend = case.precision, case.backend
     if case.is_reference:
-        # Its experts and what they exchange are rounded by `plain_experts`, by nothing else.
+        # Only `plain_experts` rounds the reference's experts and their inputs.
         precision, backend = "bf16", "standard"
         if case.precision == "mxfp8_linear":
             precision = case.precision
             options |= {"model.converters": ["quantize.linear.mx"], "cookbook.grouped_gemms": ""}
     if case.precision == "float8":
-        # TorchAO's own experts, on one rank too: a GPU sums FP8 products with fewer bits than
-        # float32. Not linear layers, whose gradients TorchAO scales over all tokens of a rank.
+        # The reference has TorchAO's experts too: a GPU sums FP8 products with fewer bits than
+        # float32. Linear layers stay BF16: TorchAO scales their gradients over a rank's tokens.
         precision = case.precision
         options |= {
             "model.converters": ["quantize.grouped_mm.float8"],
@@ -211,7 +211,7 @@ _FAULTS = (
     ("the dispatch is not quantized", "bf16", "mxfp8_a2a", "tp1-ep4"),
     ("the combine is not quantized", "bf16", "mxfp8_a2a", "tp1-ep4"),
 )
-# The versions of torch that have the fault begin so.
+# Faults of some versions of torch only, with the start of those versions.
 _TORCH = {"shared experts' gradients are summed over TP": "2.10."}
 
 

@@ -24,7 +24,7 @@ class Worst(NamedTuple):
 
 
 def rounding_of(result: Result) -> str:
-    """Return why two right cells differ: sums in float32, BF16, or MXFP8's blocks."""
+    """Return the rounding that makes correct cells differ: of float32, BF16 or MXFP8."""
     if not result["exact"]:
         return "bfloat16"
     if result["precision"] == "bf16" and result["backend"] != "mxfp8_a2a":
@@ -35,7 +35,7 @@ def rounding_of(result: Result) -> str:
 BOUNDS = {
     "float32": {GRADIENTS: 5e-6, CHANGES: 2e-4},
     "mxfp8": {GRADIENTS: 5e-3, CHANGES: 1e-2},
-    # BF16 changes the choice of a few experts, and with it what moves.
+    # BF16 changes which experts a few tokens take, and so which parameters change.
     "bfloat16": {GRADIENTS: 1e-1},
 }
 
@@ -45,7 +45,7 @@ MOST_CHOICES = 7
 
 
 def bounds_of(result: Result) -> dict[str, float]:
-    """Return the largest relative errors of a cell that agrees."""
+    """Return the largest relative errors with which a cell still agrees."""
     rounding = rounding_of(result)
     if rounding == "mxfp8" and 0 < result.get("choices", 0) <= MOST_CHOICES:
         return {GRADIENTS: BOUNDS[rounding][GRADIENTS]}

@@ -28,7 +28,7 @@ MEASURED = ROOT / "docs/evidence/prediction/memory.json"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measured job, in GiB that its allocators reserved, with the predicted peak."""
+    """A measured job's reserved memory in GiB, with the predicted peak."""
 
     name: str
     measured: float
@@ -70,7 +70,7 @@ def cell_of(job: Mapping[str, Any], gpu: Gpu) -> Cell:
 
 
 def compare(measured: Mapping[str, Any]) -> list[Comparison]:
-    """Predict all jobs that the file has, also those of its earlier machine."""
+    """Predict all jobs in the file, including those of the earlier machine."""
     gpu, found = Gpu(**measured["gpu"]), []
     for run, earlier in ((measured["points"], False), (measured["earlier"]["points"], True)):
         for name, job in measured["jobs"].items():

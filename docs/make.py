@@ -1,8 +1,8 @@
 """Write the tables and figures of these documents from their data: `make docs`.
 
-    python -m docs.make [--check]      # --check: write nothing, exit with status 1 if one is old
+    python -m docs.make [--check]      # --check: write nothing; status 1 if one is outdated
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
+A table is between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def _speeds() -> str:
         flavor = next(one for one in ("671B", "8 layers", "16B") if one in machine)
         mfu = f"{speed * _flops_share(flavor):.1%}"
         gib = "" if memory_gib is None else f"{memory_gib:.1f}"
-        # Of a cell's two rounds the first.
+        # The first of a cell's two rounds.
         rows.setdefault((machine, cell, documents), [f"{speed:,.0f}", ratio, mfu, gib])
     head = ["machine, model", "cell", "documents", "tokens/s/GPU", "over the first", "MFU", "GiB"]
     return markdown_table(head, [[*key, *row] for key, row in rows.items()], "lllrrrr")
@@ -148,7 +148,7 @@ def _times() -> str:
 
 
 def _errors() -> str:
-    """Return the sums of both kinds of predictions, without their tables."""
+    """Return the summaries of both kinds of predictions, without their tables."""
     kinds = {"Memory": memory.render(), "Step time": _times()}
     return "\n".join(
         f"- **{kind}**: {part.strip()}"
@@ -185,7 +185,7 @@ def pages() -> list[Path]:
 
 
 def rewrite(text: str) -> str:
-    """Return a page with its tables made anew."""
+    """Return the text of a page with current tables."""
 
     def replace_table(found: re.Match[str]) -> str:
         return f"{found[1]}\n{TABLES[found[2]]().strip()}\n\n{found[3]}"

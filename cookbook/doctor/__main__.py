@@ -26,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Check whether this machine is ready for this stack, with remedies. Exit "
         "status 1 if there is a problem.",
     )
-    alone = "check only what local runs need"
-    parser.add_argument("--local", action="store_true", help=alone)
+    parser.add_argument("--local", action="store_true", help="check only what local runs need")
     parser.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     parser.add_argument("--partition", help="the Slurm partition to look at (default: its default)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
