@@ -115,7 +115,7 @@ def test_the_build_has_the_clusters_gpu_and_a_stand_in(build: Build, precision: 
     built = build(cell_of("deepseek_v3_16b", precision=precision, ep_backend="deepep"))
     assert built.ranks, built.failure
     notes = " ".join(built.noted("not_exercised"))
-    assert "compute capability 10.0 was pretended" in notes and "DeepEP: a stand-in" in notes
+    assert "compute capability 10.0 was simulated" in notes and "DeepEP: a stand-in" in notes
 
 
 def test_one_cell_leaves_nothing_for_the_next(build: Build) -> None:

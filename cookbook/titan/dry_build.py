@@ -212,7 +212,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     world = request["world"]
     place = {"RANK": rank, "LOCAL_RANK": rank % request["ranks_per_node"], "WORLD_SIZE": world}
     os.environ.update({name: str(number) for name, number in place.items()}, NGPU=str(world))
-    notes = ["kernels, collectives, torch.compile, weights and optimizer steps: none ran"]
+    notes = ["kernels, collectives, torch.compile, init_weights and optimizer steps: none ran"]
     warnings: list[str] = []
 
     def note_warning(record: logging.LogRecord) -> bool:
@@ -237,12 +237,12 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     _keep_parameters_on_meta()
     if (capability := request["compute_capability"]) is not None:
         _pretend_capability(capability)
-        notes.append(f"GPU: compute capability {capability} was pretended")
+        notes.append(f"GPU: compute capability {capability} was simulated")
     if config.parallelism.expert_parallel_comm_backend == "deepep":
         _stand_in_for_deep_ep()
-        notes.append("DeepEP: a stand-in was imported; its kernels and its network were not tried")
+        notes.append("DeepEP: a stand-in was imported; its kernels and its network were not tested")
     if config.model.attention == FLASH_ATTENTION_4:
-        notes.append("FlashAttention-4: its package was not looked for, its kernels did not run")
+        notes.append("FlashAttention-4: its package was not imported, its kernels did not run")
     spec = get_train_spec(config.model.name)
     spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(config.model.name) is not spec:

@@ -49,7 +49,7 @@ def chunked_cross_entropy(
     return chunks.run(hidden, weight, labels)
 
 
-def precise(dtype: torch.dtype) -> torch.dtype:
+def _precise(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which to sum values of `dtype`: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -66,7 +66,7 @@ class _Chunks:
         """Return the loss; if `grads` are given, write the gradients of `hidden` and `weight`."""
         statistics, turn_into_gradient = _passes(self.backend)
         columns = labels if self.shard is None else labels - self.shard.first
-        loss = torch.zeros((), dtype=precise(hidden.dtype), device=hidden.device)
+        loss = torch.zeros((), dtype=_precise(hidden.dtype), device=hidden.device)
         buffer = hidden.new_empty(min(self.size, len(hidden)), len(weight))
         for start in range(0, len(hidden), self.size):
             rows = slice(start, start + self.size)
@@ -101,7 +101,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         # Gradients stay in float32 until the backward scales them, so they are rounded only once.
         grads = [
-            torch.empty_like(x, dtype=precise(x.dtype), memory_format=torch.contiguous_format)
+            torch.empty_like(x, dtype=_precise(x.dtype), memory_format=torch.contiguous_format)
             for x in (hidden, weight)
         ]
         ctx.dtype = hidden.dtype
@@ -125,7 +125,7 @@ def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
     is out of range if another rank's shard holds it, and its logit is then 0.
     """
     words = logits.shape[-1]
-    values = logits.to(precise(logits.dtype))
+    values = logits.to(_precise(logits.dtype))
     top = values.amax(-1, keepdim=True)
     lse = top.squeeze(-1) + (values - top).exp().sum(-1).log()
     target = values.gather(-1, columns.clamp(0, words - 1).unsqueeze(-1)).squeeze(-1)
@@ -134,7 +134,7 @@ def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
 
 def _turn_into_gradient(logits: Tensor, columns: Tensor, lse: Tensor) -> None:
     """Replace each logit with the gradient of the loss with respect to it."""
-    probabilities = (logits.to(precise(logits.dtype)) - lse.unsqueeze(-1)).exp()
+    probabilities = (logits.to(_precise(logits.dtype)) - lse.unsqueeze(-1)).exp()
     # Compare instead of scattering: torch.compile would not fuse a scatter.
     words = torch.arange(logits.shape[-1], device=logits.device)
     logits.copy_(probabilities - (words == columns.unsqueeze(-1)).to(probabilities.dtype))

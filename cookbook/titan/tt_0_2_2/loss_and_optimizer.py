@@ -82,7 +82,7 @@ def hand_on(model: nn.Module) -> None:
         return
     if type(output) is not nn.Linear:
         raise refuse(
-            f"loss.num_chunks multiplies with the output layer's own weight, and the converters "
+            "loss.num_chunks needs the output layer's unconverted weight, but the converters "
             f"made it a {type(output).__name__}; add output to their filter_fqns, or leave out "
             "loss.num_chunks"
         )
@@ -127,7 +127,7 @@ def build_chunked_loss(job_config: Any) -> LossFunction:
     num_chunks = job_config.loss.num_chunks
     compiled = job_config.compile.enable and "loss" in job_config.compile.components
     backend = job_config.compile.backend if compiled else None
-    logger.info(f"The loss multiplies with the output layer's weight, in {num_chunks} chunks")
+    logger.info(f"The loss multiplies by the output layer's weight, in {num_chunks} chunks")
 
     def chunked_loss(hidden: Tensor, labels: Tensor) -> Tensor:
         weight, shard = hidden.output_weight, None

@@ -28,7 +28,6 @@ from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute
 from cookbook.titan.tt_0_2_2.versions import refuse
 
-_COUNT = "cookbook_load"
 # An expert is starved if its load is below this fraction of the mean.
 STARVED = 0.1
 # Write all counts at most this often per run: for 58 layers of 256 experts they take 100 KB.
@@ -47,9 +46,9 @@ def _before(moe: Any, inputs: Any) -> None:
     if not torch.is_grad_enabled():
         moe.cookbook_counts = moe.tokens_per_expert.clone()
     elif not in_recompute():
-        if not hasattr(moe, _COUNT):
-            setattr(moe, _COUNT, torch.zeros_like(moe.tokens_per_expert, dtype=torch.float64))
-        getattr(moe, _COUNT).sub_(moe.tokens_per_expert)
+        if not hasattr(moe, "cookbook_load"):
+            moe.cookbook_load = torch.zeros_like(moe.tokens_per_expert, dtype=torch.float64)
+        moe.cookbook_load.sub_(moe.tokens_per_expert)
 
 
 def _after(moe: Any, inputs: Any, output: Any) -> None:
@@ -57,7 +56,7 @@ def _after(moe: Any, inputs: Any, output: Any) -> None:
         moe.tokens_per_expert.copy_(moe.cookbook_counts)
         activity.patches_applied.add("tokens-counted-in-training-only")
     elif not in_recompute():
-        getattr(moe, _COUNT).add_(moe.tokens_per_expert)
+        moe.cookbook_load.add_(moe.tokens_per_expert)
 
 
 def moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
@@ -134,7 +133,7 @@ class RouterLoad:
         """Return the counts (layers, experts) summed over all ranks, and reset this rank's."""
         table = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         for layer, moe in self._own.items():
-            if (load := getattr(moe, _COUNT, None)) is not None:
+            if (load := getattr(moe, "cookbook_load", None)) is not None:
                 table[layer] = load
                 load.zero_()
         for group in self._groups:
