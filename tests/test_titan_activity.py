@@ -193,13 +193,14 @@ def test_each_logged_step_is_a_line_at_once(tmp_path: Path) -> None:
     logger.log({"loss_metrics/global_avg_loss": float("inf")}, 20)
     first, validation, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (first["step"], first["rank"], first["grad_norm"]) == (10, 3, "nan")
+    assert (first["lr"], first["memory_percent"]) == (1e-4, 50.0)
     assert first["router_busiest_over_mean"] == 1.25 and first["tokens_seen"] == 4096
     assert validation["validation_loss"] == 2.75 and last["loss"] == "inf"
     table = import_module("pandas").read_json(tmp_path / "metrics.jsonl", lines=True)
     assert table.loss.tolist() == pytest.approx([2.5, math.nan, math.inf], nan_ok=True)
     ten, twenty = read_steps(Attempt(tmp_path, 0))
-    assert (ten.loss, ten.lr, ten.tokens_per_second, ten.tflops) == (2.5, 1e-4, 100.0, 9.0)
-    assert (ten.mfu, ten.memory_gib, ten.memory_percent) == (1.5, 70.0, 50.0)
+    assert (ten.loss, ten.tokens_per_second, ten.tflops) == (2.5, 100.0, 9.0)
+    assert (ten.mfu, ten.memory_gib) == (1.5, 70.0)
     assert (ten.validation_loss, twenty.loss) == (2.75, float("inf"))
 
 

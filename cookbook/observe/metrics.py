@@ -27,7 +27,6 @@ _STEP = re.compile(r"(?<!validate )\bstep:\s*([0-9]{1,12})(?=\s)")
 _NAMES = {"loss": "loss", "grad_norm": "grad_norm", "memory": "memory_gib"}
 _NAMES |= {"tps": "tokens_per_second", "tflops": "tflops", "mfu": "mfu"}
 _VALUE = re.compile(rf"\b({'|'.join(_NAMES)}):\s*({_NUMBER})(?=[\sG%]|$)")
-_MEMORY_PERCENT = re.compile(rf"GiB\(({_NUMBER})%\)")
 _PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
 _TIME = re.compile(rb"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ")
 _SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
@@ -46,13 +45,10 @@ class StepMetrics:
     loss: float | None = None
     grad_norm: float | None = None
     memory_gib: float | None = None  # peak reserved memory since the previous logged step
-    memory_percent: float | None = None
     tokens_per_second: float | None = None  # TorchTitan's `tps`, per GPU
     tflops: float | None = None  # per GPU
     mfu: float | None = None  # percent of the GPU's BF16 peak
     time: float | None = None  # seconds since the epoch
-    lr: float | None = None
-    tokens_seen: float | None = None  # by all ranks, since the run's first step
     validation_loss: float | None = None
     skipped_steps: float | None = None  # this attempt's steps with non-finite gradients so far
     attempt: int = 0
@@ -109,8 +105,6 @@ def parse_step(line: bytes, rank: int | None = None) -> StepMetrics | None:
         return None
     if rank is not None and ranks[-1:] != [str(rank)]:
         return None
-    if percent := _MEMORY_PERCENT.search(own):
-        values["memory_percent"] = float(percent[1].replace(",", ""))
     values["time"] = _time_of(line)
     return StepMetrics(int(ranks[-1]) if ranks else None, int(found[1]), **values)
 
