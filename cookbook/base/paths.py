@@ -17,3 +17,8 @@ def runs_folder() -> Path:
     A relative path is relative to the checkout, as in jobs, not to the working directory.
     """
     return ROOT / (os.environ.get("COOKBOOK_RUNS") or "runs")
+
+
+def python_path() -> str:
+    """Return PYTHONPATH with this checkout first, for a process that imports the cookbook."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.base.paths import ROOT
+from cookbook.base.paths import ROOT, python_path
 from cookbook.check.warnings import ADVICE, BUILT_ADVICE
 from cookbook.config.cell import ERROR, WARNING, Cell, Finding, Verdict, train_argv
 from cookbook.config.recipe import OF_PRECISION
@@ -55,7 +55,7 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
         said = Path(folder) / "errors"
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": python_path(),
             "TMPDIR": folder,
             "PYTHONDONTWRITEBYTECODE": "1",
             # TorchTitan and the hooks choose CPU or CUDA at import, and CUDA, once initialized,

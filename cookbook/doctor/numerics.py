@@ -19,7 +19,7 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import visible_gpus
-from cookbook.base.paths import ROOT
+from cookbook.base.paths import ROOT, python_path
 from cookbook.config.cell import ATTENTION, Cell, train_argv
 from cookbook.config.cluster import Cluster
 from cookbook.config.options import DEGREES
@@ -59,8 +59,7 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
             *(f"--log-dir={folder}/ranks", "-m", f"{load_stack().hooks}.self_check_main"),
             *(str(cells), "-o", str(written)),
         ]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
         pipes: Any = {"stdout": subprocess.PIPE, "text": True, "env": environment, "cwd": ROOT}
         with (
             (folder / "train.log").open("w", encoding="utf-8") as log,

@@ -22,7 +22,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from cookbook.base.errors import JobError
 from cookbook.base.files import write_whole
-from cookbook.base.paths import ROOT, runs_folder
+from cookbook.base.paths import ROOT, python_path, runs_folder
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.launch.script import option_word, render_script, sbatch_options
@@ -117,7 +117,7 @@ class RunLocalExecutor(LocalExecutor):
         environment = {
             **os.environ,
             RUN_VARIABLE: str(self.folder.parent.resolve()),
-            "PYTHONPATH": _python_path(),
+            "PYTHONPATH": python_path(),
             "VENV": sys.prefix,
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_NTASKS": "1",
@@ -141,11 +141,6 @@ class RunLocalExecutor(LocalExecutor):
             stderr=subprocess.DEVNULL,
         )
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
-
-
-def _python_path() -> str:
-    """Return PYTHONPATH with the cookbook's folder first."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) -> list[str]:
@@ -197,7 +192,7 @@ def _executor(run: Run, cells: Sequence[Cell]) -> RunLocalExecutor | CellSlurmEx
         f"# Runs {title} under the cookbook's supervisor.",
         *(f"#SBATCH {option_word(option, value)}" for option, value in options.items()),
         "export SUBMITIT_EXECUTOR=slurm",
-        f"export PYTHONPATH={shlex.quote(_python_path())}",
+        f"export PYTHONPATH={shlex.quote(python_path())}",
         # The job uses the virtual environment that submitted it.
         f"export VENV={shlex.quote(sys.prefix)}",
     ]

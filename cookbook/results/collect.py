@@ -71,7 +71,8 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     if bad := [*takewhile(lambda one: not math.isfinite(one.loss or 0.0), reversed(curve))]:
         reasons.append(f"loss is {bad[-1].loss} since step {bad[-1].step}")
     if status != REFUSED:
-        reasons += [_EMULATED] * is_low_precision_emulated + [_BY_REFERENCE] * by_reference
+        reasons.append(_EMULATED if is_low_precision_emulated else None)
+        reasons.append(_BY_REFERENCE if by_reference else None)
     options = record.options
     # Profiling counts if the record has it, or if an sbatch line enabled it and there are traces.
     is_asked = bool(attempts) and options.get("profiling.enable_profiling") is True
