@@ -42,7 +42,7 @@ def test_a_backward_in_halves_leaves_less_bubble() -> None:
 
 
 def test_numbers_that_torch_refuses_are_an_error_of_the_input() -> None:
-    with pytest.raises(InputError, match="DualPipeV with 3 microbatches"):
+    with pytest.raises(InputError, match="with 3 microbatches: ValueError: DualPipeV requires"):
         actions_of("DualPipeV", 4, 2, 3)
     # And the next question is answered all the same.
     answer = actions_of("1F1B", 2, 1, 8)

@@ -60,9 +60,13 @@ def actions_of(schedule: str, ranks: int, stages_per_rank: int, microbatches: in
         line = process.stdout.readline()
     if not line.strip():
         _process.cache_clear()
-        found = f"torch did not list the actions of {schedule} with {microbatches} microbatches"
-        raise InputError(f"{_PP}_schedule", found, "is torch installed? bash setup.sh")
-    return Actions(**{name: tuple(of_ranks) for name, of_ranks in json.loads(line).items()})
+        reason = f"torch did not list the actions of {schedule}"
+        raise InputError(f"{_PP}_schedule", reason, "is torch installed? bash setup.sh")
+    answer = json.loads(line)
+    if "error" in answer:
+        reason = f"torch rejects {schedule} with {microbatches} microbatches: {answer['error']}"
+        raise InputError(f"{_PP}_schedule", reason, "name another schedule, or change the batch")
+    return Actions(**{name: tuple(of_ranks) for name, of_ranks in answer.items()})
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
     python -m cookbook.titan.common.schedules
 
-Answers each JSON line on standard input with one JSON line, which is empty if torch rejects the
-schedule. It has, per rank, `stages`, `in_flight` and `actions`: lists [stage, kind, microbatch].
-The kinds are F (forward), B (backward), and I and W (the backward's halves for inputs and weights).
+Answers each JSON line on standard input with one JSON line. It has, per rank, `stages`, `in_flight`
+and `actions`: lists [stage, kind, microbatch]; or `error`, if torch rejects the schedule. The kinds
+are F (forward), B (backward), and I and W (the backward's halves for inputs and weights).
 """
 
 import json
@@ -96,10 +96,10 @@ def main() -> None:
     """Answer requests until standard input ends."""
     for line in sys.stdin:
         try:
-            answer = json.dumps(list_actions(**json.loads(line)))
-        except Exception:
-            answer = ""
-        print(answer, flush=True)
+            answer = list_actions(**json.loads(line))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
