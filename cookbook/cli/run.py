@@ -104,7 +104,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> Run | int:
     """Print the plan and submit the cells; return the run to watch, else the exit status."""
     cells, parts = judged_cells(cells, arguments)
-    print(f"{describe_plan(name, cells, terminal_width())}\n  {parts}")
+    print(f"{describe_plan(name, cells)}\n  {parts}")
     cells, cluster = in_rounds(cells, arguments.repeat), cells[0].cluster
     accepted = [cell.name for cell in cells if not cell.refused]
     if arguments.one_allocation and cluster.scheduler == "slurm":
@@ -137,8 +137,8 @@ def report_jobs(run: Run, job_ids: Sequence[str], is_detached: bool) -> None:
         print(f"follow it: python submit.py status --watch {run.name}")
 
 
-def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) -> str:
-    """Return one line for each cell, accepted or refused, wrapped to `width`."""
+def describe_plan(name: str, cells: Sequence[Cell]) -> str:
+    """Return one line for each cell, accepted or refused, wrapped to the terminal's width."""
     first = cells[0]
     lines = [
         f"{name} on cluster {first.cluster.name}: {first.nodes} node(s) x {first.cluster.ranks}"
@@ -158,7 +158,7 @@ def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) ->
         if cell.attends_by_reference:
             text += ", FlashAttention-4's reference (numerics only)"
         rows.append([cell.name, f"refused: {cell.refused}" if cell.refused else text])
-    return "\n".join([*lines, text_table(rows, width=width, indent=2)])
+    return "\n".join([*lines, text_table(rows, width=terminal_width(), indent=2)])
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -207,7 +207,7 @@ def _resumable(
             print(f"{folder.name} is left out: {error}", file=sys.stderr)
     if cells:
         cells, parts = judged_cells(cells, arguments)
-        print(f"{describe_plan(run.name, cells, terminal_width())}\n  {parts}")
+        print(f"{describe_plan(run.name, cells)}\n  {parts}")
     for cell in cells:
         for one in found[cell.name].damaged:
             print(f"  {cell.name} passes over {one.path.name}: {one.damage}")

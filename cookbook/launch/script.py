@@ -96,7 +96,8 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
 def _render(recipe: Recipe, cluster: Cluster, header: list[str], **context: Any) -> str:
     """Render the template for a cell, or for a launcher, which has choices instead of a name."""
     mounts = cluster.container.mounts if cluster.container else ()
-    sources = [(file, True) for file in cluster.source]
+    needed = [(file, True) for file in cluster.source]
+    optional = [(file, False) for file in cluster.source_if_exists]
     alone = {"cell_name": None, "root": None, "choices": (), "cluster_args": ()}
     return _ENVIRONMENT.get_template("train.sbatch.j2").render(
         alone | context,
@@ -105,7 +106,7 @@ def _render(recipe: Recipe, cluster: Cluster, header: list[str], **context: Any)
         scheduler=cluster.scheduler,
         cluster=cluster,
         cluster_name=reference("cluster", cluster.path),
-        source=sources + [(file, False) for file in cluster.source_if_exists],
+        source=[*needed, *optional],
         container_mounts=shquote("".join(f",{mount}" for mount in mounts)) if mounts else "",
         short_name=recipe.short_name,
         recipe=reference("", recipe.path),

@@ -90,10 +90,10 @@ def scancel(job_ids: Sequence[str]) -> None:
     _output_of(["scancel", *job_ids])
 
 
-def requeue(
-    job_id: str, leave_out: Sequence[str] | None = None, begin: float | None = None
-) -> None:
+def requeue(job_id: str, leave_out: Sequence[str] | None, begin: float | None) -> None:
     """Requeue a running job under the same id, which ends its processes.
+
+    `leave_out`: nodes to exclude (None: no change); `begin`: earliest start (None: now).
 
     Slurm changes a job's excluded nodes only while it is pending, so they are set after the
     requeue. A caller inside the job must therefore survive Slurm's signal.
