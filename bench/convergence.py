@@ -11,7 +11,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
-from scipy.special import stdtr, stdtrit
+from scipy.stats import ttest_1samp
 
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
@@ -36,9 +36,7 @@ Test = Callable[[Sequence[float], float], float]
 
 def t_test(differences: Sequence[float], bound: float) -> float:
     """Return the p value of Student's paired test against "the difference is `bound` or more"."""
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    excess = (statistics.fmean(differences) - bound) / error
-    return float(stdtr(len(differences) - 1, excess))
+    return float(ttest_1samp(differences, bound, alternative="less").pvalue)
 
 
 def sign_flips(differences: Sequence[float], bound: float) -> float:
@@ -113,8 +111,8 @@ def differences(losses: Mapping[str, Sequence[float]]) -> dict[str, list[float]]
 
 def mean_and_half_interval(found: Sequence[float]) -> tuple[float, float]:
     """Return the mean and half the width of its 90% interval."""
-    error = statistics.stdev(found) / math.sqrt(len(found))
-    return statistics.fmean(found), float(stdtrit(len(found) - 1, 0.95)) * error
+    low, high = ttest_1samp(found, 0.0).confidence_interval(0.9)
+    return statistics.fmean(found), float(high - low) / 2
 
 
 def verdict_table(name: str) -> str:
