@@ -179,7 +179,7 @@ def test_weights_go_out_and_in_unchanged_but_for_the_routing_bias(
         expected = model(tokens)
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    # What the export says: the bias chose other experts.
+    # As the export warns: the bias selects other experts.
     assert (biased - expected).abs().max() > 0.1
     path = f"--checkpoint.initial_load_path={tmp_path / 'out'}"
     load = ("--checkpoint.enable", "--checkpoint.initial_load_in_hf", path, "--optimizer.lr=0.0")
@@ -220,7 +220,7 @@ def bytes_saved(length: int) -> int:
 
     prepare_cpu()
     args = qwen3.flavors()["debugmodel_moe"]
-    # With fewer, the CPU's SDPA writes scores out.
+    # With fewer key heads, the CPU's SDPA materializes the scores.
     args.n_kv_heads = args.n_heads
     block = titan.TransformerBlock(0, args)
     rope = titan.precompute_rope_cache(args.head_dim, length)

@@ -184,6 +184,10 @@ class FixedRouter(nn.Module):
         return self.scores, self.experts, counts.to(torch.float32)
 
 
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 class FactorExperts(nn.Module):
     """Experts that multiply their rows by a factor and round the result to the rows' dtype."""
 
@@ -194,7 +198,7 @@ class FactorExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Scale rows (rows, features) in groups of `sizes`; rows after the last group become 0."""
-        factor = self.factor.to_local() if hasattr(self.factor, "to_local") else self.factor
+        factor = _local(self.factor)
         ends = sizes.to(torch.int64).cumsum(0)
         rows = torch.arange(len(x), device=x.device)
         expert = torch.searchsorted(ends, rows, right=True)
@@ -229,16 +233,13 @@ def exchange_errors(
 ) -> Iterator[Error]:
     """Compare the layer's output and gradients for `given`."""
 
-    def local(tensor: Any) -> Any:
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
     def mine(*values: torch.Tensor) -> list[torch.Tensor]:
         return [value if share is None else shard_tokens(value, share) for value in values]
 
     x, grad = (value.view(shape.batch, -1, shape.features) for value in mine(given.x, given.grad))
     x = x.detach().requires_grad_()
     factor: Any = layer.experts.factor
-    out = local(layer(x))
+    out = _local(layer(x))
     dx, ds, df = torch.autograd.grad(out, [x, given.scores, factor], grad)
 
     device = given.x.device
@@ -258,7 +259,7 @@ def exchange_errors(
     wanted_df, squares = of_experts.chunk(shape.ep)[dist.get_rank(group)].unbind(1)
     sent, returned = (FP8_ONCE if one else MOVED for one in quantized)
     of_scores, of_factor = (SCORES_FP8, FACTOR_FP8) if any(quantized) else (SCORES, FACTOR)
-    out, dx, df, sizes = out.detach().flatten(0, 1), dx.flatten(0, 1), local(df), squares.sqrt()
+    out, dx, df, sizes = out.detach().flatten(0, 1), dx.flatten(0, 1), _local(df), squares.sqrt()
     yield error_of("output", out, wanted, sent)
     yield error_of("gradient of the tokens", dx, wanted_dx, returned)
     yield error_of("gradient of the scores", ds, products * factors, of_scores, floor=1.0)
