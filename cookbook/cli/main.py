@@ -165,7 +165,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     words = [f"--{name}" for name in ("json", "numerics") if getattr(arguments, name)]
     for name in ("cluster", "output"):
-        words += [f"--{name}", value] if (value := getattr(arguments, name)) else []
+        if value := getattr(arguments, name):
+            words += [f"--{name}", value]
     return diagnose(words)
 
 
@@ -179,7 +180,7 @@ def _run(words: Sequence[str]) -> int:
         word, *rest = unknown
         settings = getattr(arguments, "set", None)
         if settings is not None and re.match(r"--\w+\.", word):
-            setting = "=".join([word[2:], *rest[: "=" not in word]])
+            setting = word[2:] if "=" in word else "=".join([word[2:], *rest[:1]])
             raise InputError(word, "is an option of TorchTitan", f"write --set {setting}")
         for setting in settings or ():
             if "=" not in setting:

@@ -133,7 +133,8 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
         return None, False
     sort = min(finding.sort for finding in findings)
     # The last line of a script is its reason; of errors, the first one caused the rest.
-    _, rank, text = [one for one in findings if one.sort == sort][-1 if sort == _SCRIPT else 0]
+    best = [finding for finding in findings if finding.sort == sort]
+    _, rank, text = best[-1] if sort == _SCRIPT else best[0]
     text = text if rank is None else f"rank {rank}: {text}"
     if cause_of(text) is Cause.HANG:
         # A rank that reports a timeout was waiting for another rank, so name the silent ranks.

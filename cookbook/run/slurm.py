@@ -368,4 +368,5 @@ def _try_step(
         why = by_srun[0] if by_srun else (lines or ["no message from srun"])[-1]
         why = f"none in {start_limit_s:.0f} s ({why})" if is_late else why
         raise _error_of(why)(f"Slurm starts no step on the job's nodes: {why}")
-    return StepEnd(time.monotonic() - (started or [created])[0], is_late, not_launched, text)
+    seconds = time.monotonic() - (started[0] if started else created)
+    return StepEnd(seconds, is_late, not_launched, text)
