@@ -84,8 +84,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     # What a long run needs.
     (DRY_RUN, {f"{C}.enable": True, f"{C}.folder": "s3://bucket/x"}, "found s3://bucket/x"),
     (DRY_RUN, {f"{C}.enable": True, f"{C}.folder": "../mine"}, "leaves the cell's folder"),
-    (RESUME, {"training.steps": 9, f"{D}.files": "{}/good.jsonl"}, "differs from that of the"),
-    (RESUME, {"training.steps": 9, f"{D}.shuffle_seed": 2}, "differs from that of the checkpoint"),
+    (RESUME, {"training.steps": 9, f"{D}.files": "{}/good.jsonl"}, "differs from the checkpoint's"),
+    (RESUME, {"training.steps": 9, f"{D}.shuffle_seed": 2}, "differs from the checkpoint's"),
 ]
 
 
