@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +154,7 @@ def one_slot_lost(plan: Any) -> Any:
     k = int((slots[token] >= 0).nonzero()[0])
     copies[slots[token, k]] = -1
     slots[token, k] = -1
-    return replace(plan, copies=copies, slots=slots)
+    return plan._replace(copies=copies, slots=slots)
 
 
 def plain_send(ctx: Any, tokens: torch.Tensor, *splits: Any) -> torch.Tensor:
@@ -173,9 +172,9 @@ def folded_share(folded: torch.Tensor, share: Any) -> torch.Tensor:
 
 
 def _fill_unwritten(original: Any) -> Wrapper:
-    def faulty(tokens: Any, scores: Any, copies: Any, *rest: Any) -> Any:
-        grouped = original(tokens, scores, copies, *rest)
-        grouped[copies < 0] = 0.5
+    def faulty(tokens: Any, scores: Any, plan: Any, *rest: Any) -> Any:
+        grouped = original(tokens, scores, plan, *rest)
+        grouped[plan.copies < 0] = 0.5
         return grouped
 
     return faulty
@@ -186,7 +185,7 @@ def _next_experts_rows(original: Any) -> Wrapper:
 
 
 def _without_base(original: Any) -> Wrapper:
-    return lambda *args: original(*args[:5])
+    return lambda *args: original(*args[:4])
 
 
 def _one_copy_lost(found: tuple[torch.Tensor, torch.Tensor]) -> Any:

@@ -209,11 +209,13 @@ def kernels_against_operations() -> None:
                 )
                 for weights, base in ((scores, tokens.float()), (None, tokens), (None, None)):
                     other = torch.float32 if base is None else dtype
-                    given = (tokens, weights, plan.copies, plan.slots, other)
-                    same(triton_kernels.spread(*given), expert_groups._spread(*given))
+                    same(
+                        triton_kernels.spread(tokens, weights, plan.copies, plan.slots, other),
+                        expert_groups._spread(tokens, weights, plan, other),
+                    )
                     same(
                         triton_kernels.collect(rows, weights, plan.slots, other, base),
-                        expert_groups._collect(rows, *given[1:], base),
+                        expert_groups._collect(rows, weights, plan, other, base),
                     )
 
     # The kernels take 2048 at a time: once more, ragged.

@@ -9,16 +9,14 @@ another. A GPU runs the kernels of `triton_kernels.py`, a CPU runs PyTorch opera
 """
 
 import itertools
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class GroupPlan:
+class GroupPlan(NamedTuple):
     """The assignment of tokens' copies to rows of the padded groups, in both directions.
 
     Copy `i * top_k + k` is the copy of token `i` for its `k`-th expert. All tensors are int32.
@@ -93,10 +91,9 @@ def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPl
     return GroupPlan(*_place(experts, sizes, ends, num_rows, sums), sizes, ends)
 
 
-def _spread(
-    tokens: Tensor, scores: Tensor | None, copies: Tensor, slots: Tensor, dtype: torch.dtype
-) -> Tensor:
+def _spread(tokens: Tensor, scores: Tensor | None, plan: GroupPlan, dtype: torch.dtype) -> Tensor:
     """Copy tokens to the groups' rows, times their copies' scores; padding rows are zero."""
+    copies, slots = plan.copies, plan.slots
     if tokens.is_cuda:
         return _triton().spread(tokens, scores, copies, slots, dtype)
     real = copies >= 0
@@ -111,12 +108,12 @@ def _spread(
 def _collect(
     grouped: Tensor,
     scores: Tensor | None,
-    copies: Tensor,
-    slots: Tensor,
+    plan: GroupPlan,
     dtype: torch.dtype,
     base: Tensor | None = None,
 ) -> Tensor:
     """Sum the rows of each token's copies, times their scores, and add `base`."""
+    copies, slots = plan.copies, plan.slots
     if grouped.is_cuda:
         return _triton().collect(grouped, scores, slots, dtype, base)
     real = copies >= 0
@@ -149,15 +146,15 @@ def _at(values: Tensor, places: Tensor) -> Tensor:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, copies: Tensor, slots: Tensor, dtype: Any) -> Tensor:
-        ctx.save_for_backward(copies, slots)
+    def forward(ctx: Any, tokens: Tensor, plan: GroupPlan, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(*plan)
         ctx.dtype = tokens.dtype
-        return _spread(tokens, None, copies, slots, dtype)
+        return _spread(tokens, None, plan, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        copies, slots = ctx.saved_tensors
-        return _collect(grad.contiguous(), None, copies, slots, ctx.dtype), None, None, None
+        plan = GroupPlan(*ctx.saved_tensors)
+        return _collect(grad.contiguous(), None, plan, ctx.dtype), None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -166,43 +163,42 @@ class _Collect(torch.autograd.Function):
         ctx: Any,
         grouped: Tensor,
         scores: Tensor | None,
-        copies: Tensor,
-        slots: Tensor,
+        plan: GroupPlan,
         is_needed: bool,
         base: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        ctx.save_for_backward(copies, slots, None if scores is None else grouped, scores)
+        ctx.save_for_backward(None if scores is None else grouped, scores, *plan)
         ctx.dtype, ctx.base_dtype = grouped.dtype, None if base is None else base.dtype
         if not is_needed:
-            return grouped.new_empty(slots.shape[0], grouped.shape[1], dtype=dtype)
-        return _collect(grouped, scores, copies, slots, dtype, base)
+            return grouped.new_empty(plan.slots.shape[0], grouped.shape[1], dtype=dtype)
+        return _collect(grouped, scores, plan, dtype, base)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        copies, slots, grouped, scores = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_rows = _spread(grad, scores, copies, slots, ctx.dtype)
-        grad_scores = None if scores is None else _dot(grad, grouped, slots)
+        grouped, scores, *saved = ctx.saved_tensors
+        grad, plan = grad.contiguous(), GroupPlan(*saved)
+        grad_rows = _spread(grad, scores, plan, ctx.dtype)
+        grad_scores = None if scores is None else _dot(grad, grouped, plan.slots)
         grad_base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
-        return grad_rows, grad_scores, None, None, None, grad_base, None
+        return grad_rows, grad_scores, None, None, grad_base, None
 
 
 class _RowScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, copies: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return _at(scores, copies).unsqueeze(1)
+    def forward(ctx: Any, scores: Tensor, plan: GroupPlan) -> Tensor:
+        ctx.save_for_backward(plan.slots)
+        return _at(scores, plan.copies).unsqueeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (slots,) = ctx.saved_tensors
-        return _at(grad, slots), None, None
+        return _at(grad, slots), None
 
 
 def spread(tokens: Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) -> Tensor:
     """Copy tokens (received, features) to padded groups (rows, features), in `dtype`."""
-    return _Spread.apply(tokens, plan.copies, plan.slots, dtype or tokens.dtype)
+    return _Spread.apply(tokens, plan, dtype or tokens.dtype)
 
 
 def collect(
@@ -214,13 +210,12 @@ def collect(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum padded groups (rows, features) into tokens (received, features), in `dtype`."""
-    dtype = dtype or grouped.dtype
-    return _Collect.apply(grouped, scores, plan.copies, plan.slots, is_needed, base, dtype)
+    return _Collect.apply(grouped, scores, plan, is_needed, base, dtype or grouped.dtype)
 
 
 def row_scores(scores: Tensor, plan: GroupPlan) -> Tensor:
     """Return the score of each row of the padded groups, (rows, 1); 0 for padding."""
-    return _RowScores.apply(scores, plan.copies, plan.slots)
+    return _RowScores.apply(scores, plan)
 
 
 def _exact(values: Tensor) -> Tensor:

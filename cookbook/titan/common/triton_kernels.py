@@ -1,7 +1,8 @@
 """Triton kernels for the routed experts: group, move, scale and sum rows; SwiGLU.
 
 Each kernel makes one pass over its data. `expert_groups.py` has PyTorch equivalents for CPUs. Sums
-accumulate in float32, in a fixed order without atomics, so that runs are reproducible.
+accumulate in float32, in a fixed order without atomics, so that runs are reproducible. Triton skips
+the launch of a grid without programs, so no function checks for empty tensors.
 """
 
 import torch
@@ -173,18 +174,16 @@ def place(
     """
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
-    if num_copies := experts.numel():
-        given = experts.contiguous(), sums, sizes, ends, copies, slots
-        _place_kernel[(sums.shape[1],)](*given, num_copies, len(sizes), _COPIES)
+    given = experts.contiguous(), sums, sizes, ends, copies, slots
+    _place_kernel[(sums.shape[1],)](*given, experts.numel(), len(sizes), _COPIES)
     return copies, slots
 
 
 def take(values: Tensor, places: Tensor) -> Tensor:
     """Look up the flattened `values` at `places`, in the shape of `places`; 0 for index -1."""
     taken = values.new_empty(places.shape)
-    if num_places := places.numel():
-        given = values.contiguous(), places.contiguous(), taken
-        _take_kernel[(triton.cdiv(num_places, _COPIES),)](*given, num_places, _COPIES)
+    parts = (triton.cdiv(places.numel(), _COPIES),)
+    _take_kernel[parts](values.contiguous(), places.contiguous(), taken, places.numel(), _COPIES)
     return taken
 
 
@@ -196,13 +195,11 @@ def spread(
     features, num_rows = tokens.shape[1], copies.numel()
     grouped = tokens.new_empty(num_rows, features, dtype=dtype)
     block = _block(features, 2048)
-    if num_tokens and num_rows:
-        given = tokens.contiguous(), slots, _dense(scores), grouped
-        grid = num_tokens, triton.cdiv(features, block)
-        _spread_kernel[grid](*given, features, scores is not None, top_k, block)
-    if num_rows:
-        parts = (triton.cdiv(num_rows, _ROWS),)
-        _fill_kernel[parts](copies, grouped, num_rows, features, _ROWS, block)
+    given = tokens.contiguous(), slots, _dense(scores), grouped
+    grid = num_tokens, triton.cdiv(features, block)
+    _spread_kernel[grid](*given, features, scores is not None, top_k, block)
+    parts = (triton.cdiv(num_rows, _ROWS),)
+    _fill_kernel[parts](copies, grouped, num_rows, features, _ROWS, block)
     return grouped
 
 
@@ -213,12 +210,11 @@ def collect(
     num_tokens, top_k = slots.shape
     features = grouped.shape[1]
     tokens = grouped.new_empty(num_tokens, features, dtype=dtype)
-    if tokens.numel():
-        block = _block(features, 2048)
-        added = None if base is None else base.contiguous()
-        given = grouped.contiguous(), slots, _dense(scores), added, tokens
-        grid = num_tokens, triton.cdiv(features, block)
-        _collect_kernel[grid](*given, features, scores is not None, base is not None, top_k, block)
+    block = _block(features, 2048)
+    added = None if base is None else base.contiguous()
+    given = grouped.contiguous(), slots, _dense(scores), added, tokens
+    grid = num_tokens, triton.cdiv(features, block)
+    _collect_kernel[grid](*given, features, scores is not None, base is not None, top_k, block)
     return tokens
 
 
@@ -226,10 +222,9 @@ def dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
     """Return each token's dot product with each copy's row, (tokens, top k) float32."""
     num_tokens, top_k = slots.shape
     products = torch.empty(num_tokens, top_k, dtype=torch.float32, device=tokens.device)
-    if num_tokens:
-        given = tokens.contiguous(), grouped.contiguous(), slots, products
-        features = tokens.shape[1]
-        _dot_kernel[(num_tokens,)](*given, features, top_k, _block(features, 1024))
+    given = tokens.contiguous(), grouped.contiguous(), slots, products
+    features = tokens.shape[1]
+    _dot_kernel[(num_tokens,)](*given, features, top_k, _block(features, 1024))
     return products
 
 
@@ -289,18 +284,16 @@ def cast(source: Tensor, target: Tensor) -> None:
     them is a slice of a larger tensor.
     """
     experts, size = len(source), source[0].numel()
-    if target.numel():
-        _cast_kernel[(triton.cdiv(size, 4096), experts)](
-            source, target, size, source.stride(0), target.stride(0), 4096
-        )
+    _cast_kernel[(triton.cdiv(size, 4096), experts)](
+        source, target, size, source.stride(0), target.stride(0), 4096
+    )
 
 
 def activate(gate_up: Tensor, scores: Tensor) -> Tensor:
     """Return SwiGLU of `gate_up` (rows, 2 * hidden) times scores (rows, 1), as (rows, hidden)."""
     rows, hidden = len(gate_up), gate_up.shape[1] // 2
     activations = gate_up.new_empty(rows, hidden)
-    if rows:
-        _activate_kernel[(rows,)](gate_up, scores, activations, hidden, _block(hidden, 2048))
+    _activate_kernel[(rows,)](gate_up, scores, activations, hidden, _block(hidden, 2048))
     return activations
 
 
@@ -308,7 +301,5 @@ def gradient(grad: Tensor, gate_up: Tensor, scores: Tensor) -> tuple[Tensor, Ten
     """Return the gradients of `gate_up` and `scores`, given `grad` of `activate`'s result."""
     rows, hidden = grad.shape
     found = torch.empty_like(gate_up), torch.empty_like(scores)
-    if rows:
-        block = _block(hidden, 2048)
-        _gradient_kernel[(rows,)](grad, gate_up, scores, *found, hidden, block)
+    _gradient_kernel[(rows,)](grad, gate_up, scores, *found, hidden, _block(hidden, 2048))
     return found
