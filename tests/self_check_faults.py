@@ -165,10 +165,9 @@ def plain_send(ctx: Any, tokens: torch.Tensor, *splits: Any) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(all_to_all_single(tokens, *splits))
 
 
-def folded_share(folded: torch.Tensor, share: Any) -> torch.Tensor:
+def folded_share(folded: torch.Tensor, length: int, mesh: Any) -> torch.Tensor:
     """The released cut: of the folded batch, so that a rank gets other sequences' positions."""
-    ranks = share.length // (share.stop - share.start)
-    return folded.chunk(ranks)[share.start // (share.stop - share.start)]
+    return folded.chunk(mesh.size())[mesh.get_local_rank()]
 
 
 def _fill_unwritten(original: Any) -> Wrapper:

@@ -5,7 +5,6 @@ ranks. So each rank dispatches only its shard of every sequence: the positions w
 keeps in the gather's backward.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,35 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
-@dataclass(frozen=True)
-class TokenShard:
-    """This rank's positions, `start` to `stop`, of every sequence of `length` tokens."""
-
-    start: int
-    stop: int
-    length: int
-
-    @classmethod
-    def of_mesh(cls, length: int, tp_mesh: DeviceMesh) -> "TokenShard":
-        rank, ranks = tp_mesh.get_local_rank(), tp_mesh.size()
-        if length % ranks != 0:
-            raise ValueError(f"sequence length {length} is not divisible by TP degree {ranks}")
-        part = length // ranks
-        return cls(rank * part, (rank + 1) * part, length)
+def shard_of(length: int, tp_mesh: DeviceMesh) -> slice:
+    """Return this rank's positions of every sequence of `length` tokens."""
+    part, rest = divmod(length, tp_mesh.size())
+    if rest:
+        raise ValueError(f"sequence length {length} is not divisible by TP degree {tp_mesh.size()}")
+    start = tp_mesh.get_local_rank() * part
+    return slice(start, start + part)
 
 
-def shard_tokens(folded: Tensor, shard: TokenShard) -> Tensor:
+def shard_tokens(folded: Tensor, length: int, tp_mesh: DeviceMesh) -> Tensor:
     """Return this rank's rows (batch * part, features) of `folded` (batch * length, features)."""
-    features = folded.shape[-1]
-    mine = folded.view(-1, shard.length, features)[:, shard.start : shard.stop]
-    return mine.reshape(-1, features)
+    sequences = folded.view(-1, length, folded.shape[-1])
+    return sequences[:, shard_of(length, tp_mesh)].flatten(0, 1)
 
 
-def global_positions(local: Tensor, shard: TokenShard, per_token: int) -> Tensor:
+def global_positions(local: Tensor, length: int, tp_mesh: DeviceMesh, per_token: int) -> Tensor:
     """Map indices into a rank's flat (batch * part * per_token,) to those of the whole batch."""
-    part = shard.stop - shard.start
+    start, part = shard_of(length, tp_mesh).start, length // tp_mesh.size()
     sequence = local // (part * per_token)
-    return local + per_token * (sequence * (shard.length - part) + shard.start)
+    return local + per_token * (sequence * (length - part) + start)
 
 
 def gather_sequence(mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from cookbook.titan.common.expert_groups import (
     collect,
@@ -20,7 +21,7 @@ from cookbook.titan.common.expert_groups import (
     scored_swiglu,
     spread,
 )
-from cookbook.titan.common.token_shard import TokenShard, shard_tokens
+from cookbook.titan.common.token_shard import shard_tokens
 from cookbook.titan.self_check import (
     BF16,
     FP8_ONCE,
@@ -227,14 +228,16 @@ def exchange_errors(
     shape: ExchangeShape,
     given: Exchanged,
     layer: nn.Module,  # with `FixedRouter(given.scores, ...)` and `FactorExperts`, parallelized
-    share: TokenShard | None,  # this TP rank's part of every sequence; None without TP
+    tp_mesh: DeviceMesh | None,  # the ranks that share the sequences; None without TP
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
     quantized: tuple[bool, bool],  # whether the forward's and the backward's dispatch use FP8
 ) -> Iterator[Error]:
     """Compare the layer's output and gradients for `given`."""
 
     def mine(*values: torch.Tensor) -> list[torch.Tensor]:
-        return [value if share is None else shard_tokens(value, share) for value in values]
+        if tp_mesh is None:
+            return [*values]
+        return [shard_tokens(value, shape.length, tp_mesh) for value in values]
 
     x, grad = (value.view(shape.batch, -1, shape.features) for value in mine(given.x, given.grad))
     x = x.detach().requires_grad_()

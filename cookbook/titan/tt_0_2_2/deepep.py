@@ -309,9 +309,8 @@ class SplitMoE(DeepEPMoE):
             with torch.no_grad():
                 self.tokens_per_expert.add_(counts)
         if tp_mesh is not None:
-            shard = token_shard.TokenShard.of_mesh(length, tp_mesh)
             top_scores, experts = (
-                token_shard.shard_tokens(one, shard) for one in (top_scores, experts)
+                token_shard.shard_tokens(one, length, tp_mesh) for one in (top_scores, experts)
             )
             activity.patches_applied.add("deepep-tokens-split-over-tp")
 

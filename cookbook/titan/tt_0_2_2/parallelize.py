@@ -21,12 +21,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from cookbook.titan.common.token_shard import (
-    TokenShard,
-    global_positions,
-    shard_tokens,
-    sum_gradient_over_tp,
-)
+from cookbook.titan.common.token_shard import global_positions, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity, loss_and_optimizer, routing
 from cookbook.titan.tt_0_2_2.checkpoint import save_plain_weights
 from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
@@ -131,13 +126,12 @@ class SequenceShardReorderer(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(mod: nn.Module, inputs: Any) -> tuple[Any, ...]:
-            shard = TokenShard.of_mesh(mod.cookbook_length, device_mesh)
-            return tuple(shard_tokens(one, shard) for one in inputs)
+            return tuple(shard_tokens(one, mod.cookbook_length, device_mesh) for one in inputs)
 
         def number_globally(mod: nn.Module, inputs: Any, outputs: Any) -> tuple[Any, Any, Any]:
             top_scores, positions, counts = outputs
-            shard = TokenShard.of_mesh(mod.cookbook_length, device_mesh)
-            return top_scores, global_positions(positions, shard, mod.top_k), counts
+            length = mod.cookbook_length
+            return top_scores, global_positions(positions, length, device_mesh, mod.top_k), counts
 
         module.register_forward_pre_hook(cut)
         module.register_forward_hook(number_globally)

@@ -30,7 +30,7 @@ from cookbook.titan.common.expert_groups import (
     scored_swiglu,
     spread,
 )
-from cookbook.titan.common.token_shard import TokenShard, shard_tokens, sum_gradient_over_tp
+from cookbook.titan.common.token_shard import shard_of, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, exchange_counts
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
@@ -119,11 +119,10 @@ class RowMoE(MoE):
         scores, chosen, counts = self.router(tokens, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        mine, experts = tokens, self.experts
-        shard = None
-        if self.cookbook_shard_mesh is not None:
-            shard = TokenShard.of_mesh(length, self.cookbook_shard_mesh)
-            mine, scores, chosen = (shard_tokens(one, shard) for one in (tokens, scores, chosen))
+        mine, experts, tp_mesh = tokens, self.experts, self.cookbook_shard_mesh
+        if tp_mesh is not None:
+            whole = tokens, scores, chosen
+            mine, scores, chosen = (shard_tokens(one, length, tp_mesh) for one in whole)
         if experts.cookbook_tp is not None:
             # Each TP rank has one term of the gradient. Sum it here, over tokens, because there are
             # `top_k` times as many rows.
@@ -138,11 +137,11 @@ class RowMoE(MoE):
         out = None if self.shared_experts is None else self.shared_experts(tokens)
         activity.rows.add("kernels")
         needed = not in_recompute()
-        if shard is None:
+        if tp_mesh is None:
             return collect(routed, None, plan, needed, out, x.dtype).view(x.shape)
         sums = collect(routed, None, plan, needed, None, x.dtype).view(len(x), -1, features)
         total = torch.zeros_like(x) if out is None else out.view(x.shape).clone()
-        total[:, shard.start : shard.stop] += sums
+        total[:, shard_of(length, tp_mesh)] += sums
         return total
 
 

@@ -25,7 +25,6 @@ from torchtitan.models.attention import (
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_converter import build_model_converters
 
-from cookbook.titan.common.token_shard import TokenShard
 from cookbook.titan.common.varlen_attention import bounds_capacity
 from cookbook.titan.self_check import Error, KernelCase, products, rows
 from cookbook.titan.tt_0_2_2.activity import observe_model
@@ -324,6 +323,5 @@ def _exchange_errors(
         row_kernels=cell.job_config.cookbook.row_kernels,
         use_deepep=cell.comm_backend == "deepep",
     )
-    share = None if tp_mesh is None else TokenShard.of_mesh(shape.length, tp_mesh)
     quantized = (precisions.dispatch_forward, precisions.combine_backward)
-    return rows.exchange_errors(shape, given, layer, share, ep_mesh.get_group(), quantized)
+    return rows.exchange_errors(shape, given, layer, tp_mesh, ep_mesh.get_group(), quantized)
