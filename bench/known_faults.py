@@ -28,9 +28,7 @@ def _of_kernel(name: str) -> Patch:
     return found.target, found.wrapper
 
 
-def _as_released(
-    precisions: Any, model: Any, chunks: int, score_activations: bool, **options: Any
-) -> None:
+def _as_released(job_config: Any, model: Any, **options: Any) -> None:
     released.apply_moe_ep_tp(model, **options)
 
 

@@ -24,7 +24,7 @@ def parallel_layer(tp: int, chunks: int = 1) -> Any:
         dp_replicate=1, dp_shard=2 // tp, cp=1, tp=tp, pp=1, ep=2, etp=1, world_size=2
     )
     layer = build_layer(False, EXPERTS, TOP_K, unused=())
-    parallelize(layer, dims, chunks=chunks, use_deepep=True)
+    parallelize(layer, dims, "deepep", num_chunks=chunks)
     return layer
 
 

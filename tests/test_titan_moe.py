@@ -45,17 +45,27 @@ def build_layer(
     return layer
 
 
-def parallelize(layer: Any, dims: Any, **options: Any) -> None:
+def parallelize(
+    layer: Any,
+    dims: Any,
+    backend: str,
+    row_kernels: bool = False,
+    dual_pipe_v: bool = False,
+    **deepep: Any,
+) -> None:
     """Apply TorchTitan's plan and the cookbook's to one layer."""
-    from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
+    from cookbook.titan.tt_0_2_2.job_config import Cookbook, DeepEP, Parallelism
     from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
+    job: Any = SimpleNamespace(parallelism=Parallelism(), deepep=DeepEP(**deepep))
+    job.parallelism.expert_parallel_comm_backend = backend
+    job.cookbook = Cookbook(row_kernels=row_kernels)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
     model: Any = SimpleNamespace(layers={"0": block})
     meshes = {f"{name}_mesh": dims.get_optional_mesh(name) for name in ("tp", "ep", "etp")}
     meshes["ep_etp_mesh"] = dims.get_optional_mesh(["ep", "etp"])
-    apply_moe_ep_tp(Precisions(False, False), model, **meshes, **options)
+    apply_moe_ep_tp(job, model, dual_pipe_v=dual_pipe_v, **meshes)
 
 
 def batches() -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +127,7 @@ def run_layer(
     )
     dims.build_mesh()
     layer = build_layer(route_norm)
-    parallelize(layer, dims, use_deepep=moe_impl == "deepep", **options)
+    parallelize(layer, dims, moe_impl, **options)
     if compiled:
         # As TorchTitan's apply_compile: every child but the experts, as one graph each.
         for name in ("router", "reorderer", "shared_experts"):
@@ -163,11 +173,11 @@ LAYERS: list[Layer] = [
     *((moe_impl, tp, {}) for moe_impl in ("standard", "deepep") for tp in (1, TP)),
     *((moe_impl, TP, {"compiled": True}) for moe_impl in ("standard", "deepep")),
     # Parts of 24 or 12 tokens: 5 are not of one length, one of 13 is empty.
-    ("deepep", 1, {"chunks": 5}),
-    ("deepep", TP, {"chunks": 13}),
+    ("deepep", 1, {"num_chunks": 5}),
+    ("deepep", TP, {"num_chunks": 13}),
     # With several parts each has scores of its own.
     ("deepep", 1, {"score_activations": True}),
-    ("deepep", TP, {"chunks": 3, "score_activations": True}),
+    ("deepep", TP, {"num_chunks": 3, "score_activations": True}),
     # Without EP, and with ETP, TP cuts every expert: a rank has one term of its output.
     ("standard", TP, {"ep": 1}),
     ("standard", TP, {"ep": 2, "etp": TP}),

@@ -99,7 +99,8 @@ def test_the_last_layers_are_kept(mode: str, kept: int, left: int) -> None:
     plain = {str(index): Layer() for index in range(3)}
     model.layers = nn.ModuleDict(plain)
     config = ActivationCheckpoint(mode=mode, selective_ac_option="op")
-    apply_ac([], kept, model, config, op_sac_save_list=set())
+    vars(config).update(op_sac_save_list=[], num_layers_kept=kept)
+    apply_ac(model, config, op_sac_save_list=set())
     layers = [model.layers[str(index)] for index in range(3)]
     assert [isinstance(one, CheckpointWrapper) for one in layers] == [
         index < left for index in range(3)
@@ -162,7 +163,8 @@ def recompute(
     model.layers = nn.ModuleDict({"0": change(Layer())})
     config = ActivationCheckpoint(mode="selective", selective_ac_option="op")
     released = set(deepseek_parallelize._op_sac_save_list)
-    apply_ac(save, 0, model, config, op_sac_save_list=released)
+    vars(config).update(op_sac_save_list=save, num_layers_kept=0)
+    apply_ac(model, config, op_sac_save_list=released)
     assert released == deepseek_parallelize._op_sac_save_list
     model.layers["0"] = around(model.layers["0"])
     activity.saved.clear()

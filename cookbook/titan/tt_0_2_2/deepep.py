@@ -335,17 +335,18 @@ class SplitMoE(DeepEPMoE):
         return routed if out is None else out.view(mine.shape) + routed
 
 
-def use_split_moe(moe: Any, group: ProcessGroup, chunks: int, score_activations: bool) -> None:
+def use_split_moe(moe: Any, group: ProcessGroup, options: Any) -> None:
     """Replace the classes of this MoE layer and of its routed and shared experts.
 
-    Other instances keep their classes. `group` is the process group of the EP ranks.
+    Other instances keep their classes. `group` is the process group of the EP ranks; `options` are
+    the job's options `deepep.*`.
     """
     moe.__class__ = SplitMoE
     # TorchTitan's Qwen3 always builds the standard layer, which has a reorderer.
     moe.reorderer = None
-    moe.cookbook_chunks = chunks
+    moe.cookbook_chunks = options.num_chunks
     mix_in(SendingExperts, moe.experts)
     moe.experts.cookbook_group = group
-    moe.experts.cookbook_score_activations = score_activations
+    moe.experts.cookbook_score_activations = options.score_activations
     if moe.shared_experts is not None:
         moe.shared_experts.__class__ = HalvedFeedForward

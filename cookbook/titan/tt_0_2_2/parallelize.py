@@ -36,33 +36,21 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     parts, layers = FAMILIES[job_config.model.name], routing.moe_layers([model]).values()
     if any(moe.score_before_experts for moe in layers):
         raise ValueError("score_before_experts is on; set it to False: outputs are scored here")
-    precisions, row_kernels = Precisions.of(job_config), job_config.cookbook.row_kernels
     # No door: TorchTitan looks these functions up by name. It calls `apply_moe_ep_tp` after TP of
     # the non-MoE layers, and `apply_ac` before compile and FSDP wrap the layers.
     names: dict[str, Any] = {
-        "apply_moe_ep_tp": partial(
-            apply_moe_ep_tp,
-            precisions,
-            chunks=job_config.deepep.num_chunks,
-            score_activations=job_config.deepep.score_activations,
-            row_kernels=row_kernels,
-            # Qwen3's `parallelize_fn` does not pass `use_deepep`.
-            use_deepep=job_config.parallelism.expert_parallel_comm_backend == "deepep",
-        ),
-        "apply_ac": partial(
-            apply_ac,
-            job_config.activation_checkpoint.op_sac_save_list,
-            job_config.activation_checkpoint.num_layers_kept,
-        ),
+        "apply_moe_ep_tp": partial(apply_moe_ep_tp, job_config),
+        "apply_ac": apply_ac,
     }
     compiled = job_config.compile
     if compiled.enable and "model" in compiled.components:
         # TorchTitan compiles only its own expert function, so ours is compiled here.
         experts_with_probs.compile(compiled.backend)
-    if row_kernels and not (parallel_dims.tp_enabled or parallel_dims.ep_enabled):
+    has_meshes = parallel_dims.tp_enabled or parallel_dims.ep_enabled
+    if job_config.cookbook.row_kernels and not has_meshes:
         # TorchTitan does not call `apply_moe_ep_tp` without TP and EP.
         for moe in layers:
-            use_row_kernels(moe, precisions)
+            use_row_kernels(moe, Precisions.of(job_config))
     if job_config.loss.num_chunks:
         loss_and_optimizer.hand_on(model)
         # No door: TorchTitan's TP plan looks up the output layer's style by this name.
@@ -157,17 +145,15 @@ def _router_hook(tp_mesh: DeviceMesh, router: nn.Module, inputs: Any, outputs: A
     return sum_gradient_over_tp(outputs[0], tp_mesh), *outputs[1:]
 
 
-def apply_moe_ep_tp(
-    precisions: Precisions,  # precisions of the standard backend's dispatch and combine
-    model: nn.Module,
-    *,
-    chunks: int = 1,  # number of chunks into which a DeepEP layer splits its tokens
-    score_activations: bool = False,  # whether a DeepEP layer scores its experts' activations
-    row_kernels: bool = False,  # whether the standard backend uses the cookbook's row kernels
-    use_deepep: bool = False,
-    **options: Any,  # TorchTitan's arguments: `tp_mesh`, `ep_mesh`, `etp_mesh`, ...
-) -> None:
-    """Parallelize the MoE layers of `model` as TorchTitan does, with corrected gradients."""
+def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
+    """Parallelize the MoE layers of `model` as TorchTitan does, with corrected gradients.
+
+    `options` are the other arguments of TorchTitan's function: `tp_mesh`, `ep_mesh` and so on.
+    """
+    precisions = Precisions.of(job_config)
+    # Qwen3's `parallelize_fn` does not pass `use_deepep`.
+    use_deepep = job_config.parallelism.expert_parallel_comm_backend == "deepep"
+    options["use_deepep"] = use_deepep
     layers = [block.moe for block in model.layers.values() if block.moe_enabled]
     tp_mesh, ep_mesh, etp_mesh = (options.get(f"{name}_mesh") for name in ("tp", "ep", "etp"))
     names: dict[str, Any] = {
@@ -185,8 +171,8 @@ def apply_moe_ep_tp(
 
         assert ep_mesh is not None
         for moe in layers:
-            use_split_moe(moe, ep_mesh.get_group(), chunks, score_activations)
-    elif row_kernels:
+            use_split_moe(moe, ep_mesh.get_group(), job_config.deepep)
+    elif job_config.cookbook.row_kernels:
         for name in ("ExpertParallel", "TensorParallel", "ExpertTensorParallel"):
             names[name] = without_hooks(name)
         for moe in layers:
@@ -198,7 +184,7 @@ def apply_moe_ep_tp(
     with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():
         # TorchTitan's plan names a reorderer, which the DeepEP layer does not have.
         warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
-        llama4_parallelize.apply_moe_ep_tp(model, use_deepep=use_deepep, **options)
+        llama4_parallelize.apply_moe_ep_tp(model, **options)
     if tp_mesh is None:
         return
     # Without ETP, EP also spans the TP ranks, and each TP rank sends its shard of the tokens.

@@ -129,15 +129,12 @@ class SaveList(set[Any]):
         return is_saved
 
 
-def apply_ac(
-    save: list[str], num_layers_kept: int, model: Any, ac_config: Any, **options: Any
-) -> None:
+def apply_ac(model: Any, ac_config: Any, **options: Any) -> None:
     """Wrap the layers of `model`, or of one pipeline stage, for recomputation as TorchTitan does.
 
-    Args:
-        save: kinds of operators that selective recomputation saves; empty for TorchTitan's list.
-        num_layers_kept: number of final layers that are not recomputed.
+    `ac_config` has the job's options `activation_checkpoint.*`, including the cookbook's.
     """
+    save = ac_config.op_sac_save_list
     if "mm" in save and options.get("model_compile_enabled"):
         show_gemms(least_inner=model.model_args.dim)
     # TorchTitan lists its own attention and DeepEP operators, which the cookbook's replace. Its
@@ -151,8 +148,8 @@ def apply_ac(
         operators |= {operator for operator, kind in kinds.items() if kind in save}
     titan.apply_ac(model, ac_config, op_sac_save_list=SaveList(operators), **options)
     layers = model.get_submodule("layers")
-    wrapped = list(layers.named_children())
-    for name, layer in wrapped[len(wrapped) - min(num_layers_kept, len(wrapped)) :]:
+    last_first = [*layers.named_children()][::-1]
+    for name, layer in last_first[: ac_config.num_layers_kept]:
         if isinstance(layer, CheckpointWrapper):
             layers.register_module(name, layer._checkpoint_wrapped_module)
 

@@ -312,16 +312,15 @@ def _exchange_errors(
     layer.tokens_per_expert = torch.zeros(shape.experts, device=cell.device)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
+    # The test experts have no activations.
+    deepep = replace(cell.job_config.deepep, score_activations=False)
     apply_moe_ep_tp(
-        precisions,
+        replace(cell.job_config, deepep=deepep),
         SimpleNamespace(layers={"0": block}),
         tp_mesh=tp_mesh,
         ep_mesh=ep_mesh,
         etp_mesh=None,
         ep_etp_mesh=None,
-        chunks=cell.job_config.deepep.num_chunks,
-        row_kernels=cell.job_config.cookbook.row_kernels,
-        use_deepep=cell.comm_backend == "deepep",
     )
     quantized = (precisions.dispatch_forward, precisions.combine_backward)
     return rows.exchange_errors(shape, given, layer, tp_mesh, ep_mesh.get_group(), quantized)
