@@ -300,11 +300,10 @@ def test_set_ups_kernels_are_copied_where_they_are_missing(tmp_path: Path) -> No
     compiled_here(folder)
     (cache / "print/fwd").mkdir(parents=True)
     (cache / "print/fwd/a.o").write_text("compiled by a job")
-    assert kernel_cache.take_over(folder, cache) == 1
+    kernel_cache.take_over(folder, cache)
     kernels = [path.relative_to(cache) for path in sorted(cache.rglob("*.o"))]
     assert list(map(str, kernels)) == ["print/bwd/b.o", "print/fwd/a.o"]
     assert (cache / kernels[1]).read_text() == "compiled by a job"
-    assert kernel_cache.take_over(folder, cache) == 0
     # Of another time nothing is left, and no locks.
     assert sorted(path.name for path in folder.rglob("*.*")) == ["a.o", "b.o"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "compiled", "made"]
@@ -327,7 +326,8 @@ def test_code_for_instructions_that_a_cpu_lacks_is_not_taken_over(
     cpu.write_text("processor\t: 0\nflags\t\t: fpu pni avx2 avx512f bmi1 sse4_2\n")
     folder = compiled_here(tmp_path / "compiled")
     cpu.write_text(f"processor\t: 0\n{flags}\n")
-    assert kernel_cache.take_over(folder, tmp_path / "cache") == copied
+    kernel_cache.take_over(folder, tmp_path / "cache")
+    assert len([*tmp_path.glob("cache/**/*.o")]) == copied
 
 
 def test_a_cache_that_cannot_be_written_costs_the_kernels_and_no_job(
@@ -336,6 +336,6 @@ def test_a_cache_that_cannot_be_written_costs_the_kernels_and_no_job(
     folder = compiled_here(tmp_path / "compiled")
     (tmp_path / "cache").touch()
     with caplog.at_level(logging.WARNING):
-        assert kernel_cache.take_over(folder, tmp_path / "cache") == 0
+        kernel_cache.take_over(folder, tmp_path / "cache")
     assert "are not used" in caplog.text and "they are compiled here" in caplog.text
-    assert kernel_cache.take_over(tmp_path / "none", tmp_path / "cache") == 0
+    kernel_cache.take_over(tmp_path / "none", tmp_path / "cache")

@@ -221,35 +221,28 @@ def _exact(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _activate(gate_up: Tensor, scores: Tensor) -> Tensor:
-    if gate_up.is_cuda:
-        return _triton().activate(gate_up, scores)
-    gate, up = _exact(gate_up).chunk(2, dim=1)
-    return (torch.nn.functional.silu(gate) * up * scores).to(gate_up.dtype)
-
-
-def _activation_gradient(grad: Tensor, gate_up: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    if gate_up.is_cuda:
-        return _triton().gradient(grad, gate_up, scores)
-    gate, up = _exact(gate_up).chunk(2, dim=1)
-    grad = _exact(grad)
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    by_gate = grad * scores * up * sigmoid * (1 + gate * (1 - sigmoid))
-    grad_gate_up = torch.cat([by_gate, grad * scores * silu], dim=1).to(gate_up.dtype)
-    return grad_gate_up, (grad * silu * up).sum(1, keepdim=True).to(scores.dtype)
-
-
 class _ScoredSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, scores: Tensor) -> Tensor:
         gate_up, scores = gate_up.contiguous(), scores.contiguous()
         ctx.save_for_backward(gate_up, scores)
-        return _activate(gate_up, scores)
+        if gate_up.is_cuda:
+            return _triton().activate(gate_up, scores)
+        gate, up = _exact(gate_up).chunk(2, dim=1)
+        return (torch.nn.functional.silu(gate) * up * scores).to(gate_up.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return _activation_gradient(grad.contiguous(), *ctx.saved_tensors)
+        (gate_up, scores), grad = ctx.saved_tensors, grad.contiguous()
+        if gate_up.is_cuda:
+            return _triton().gradient(grad, gate_up, scores)
+        gate, up = _exact(gate_up).chunk(2, dim=1)
+        grad = _exact(grad)
+        sigmoid = gate.sigmoid()
+        silu = gate * sigmoid
+        by_gate = grad * scores * up * sigmoid * (1 + gate * (1 - sigmoid))
+        grad_gate_up = torch.cat([by_gate, grad * scores * silu], dim=1).to(gate_up.dtype)
+        return grad_gate_up, (grad * silu * up).sum(1, keepdim=True).to(scores.dtype)
 
 
 def scored_swiglu(gate_up: Tensor, scores: Tensor) -> Tensor:

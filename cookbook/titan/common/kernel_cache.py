@@ -46,16 +46,15 @@ def cpu_features() -> frozenset[str]:
     return frozenset(word for word in words if is_arm or word.startswith(_INSTRUCTIONS))
 
 
-def take_over(folder: Path, cache: Path) -> int:
-    """Copy the kernels of `folder` that `cache` lacks; return the number copied.
+def take_over(folder: Path, cache: Path) -> None:
+    """Copy the kernels of `folder` that `cache` lacks.
 
     Copy none if set-up compiled none, or compiled on a CPU with instructions that this CPU lacks.
     If the cache cannot be written, FlashAttention-4 compiles the kernels again.
     """
-    copied = 0
     try:
         if not folder.is_dir() or not set((folder / CPU).read_text().split()) <= cpu_features():
-            return 0
+            return
         for kernel in sorted(folder.rglob("*.o")):
             place = cache / kernel.relative_to(folder)
             if not place.exists():
@@ -64,21 +63,15 @@ def take_over(folder: Path, cache: Path) -> int:
                 part = place.with_name(f".{place.name}.{os.getpid()}.part")
                 shutil.copyfile(kernel, part)
                 part.replace(place)
-                copied += 1
     except OSError as error:
         reason = f"FlashAttention-4 kernels from set-up are not used: {error}"
         logging.getLogger(__name__).warning(f"{reason}; they are compiled here")
-    return copied
 
 
 def keep(cache: Path, folder: Path) -> None:
     """Replace the contents of `folder` with the kernels that this machine compiled into `cache`."""
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    part.mkdir(parents=True)
-    for kernel in cache.rglob("*.o"):
-        place = part / kernel.relative_to(cache)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(kernel, place)
+    shutil.copytree(cache, part, ignore=shutil.ignore_patterns("*.lock"))
     (part / CPU).write_text(" ".join(sorted(cpu_features())), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)

@@ -88,22 +88,20 @@ class RowExperts(nn.Module):
             # The self-check's experts have no weights and run no GEMM.
             return super().forward(rows, groups.sizes) * groups.scores.to(rows.dtype)
         w1, w2, w3 = local_weights(experts)
-        ends = groups.ends
-        if not experts.use_grouped_mm:
-            both = group_products(rows, join(rows.dtype, w1, w3), ends, grouped=False)
-            return group_products(scored_swiglu(both, groups.scores), w2, ends, grouped=False)
+        ends, grouped = groups.ends, experts.use_grouped_mm
         # FSDP may have cast the rows to the parameters' dtype.
-        rows = rows.bfloat16()
-        if type(w1) not in (Tensor, nn.Parameter):
+        dtype = torch.bfloat16 if grouped else rows.dtype
+        rows = rows.to(dtype)
+        if grouped and type(w1) not in (Tensor, nn.Parameter):
             # Quantized weights use the compiled path, because TorchAO casts to FP8 by several
             # unfused operators.
             return experts_with_probs(experts, rows, groups.scores, ends)
-        both = group_products(rows, join(torch.bfloat16, w1, w3), ends)
-        if w2.dtype != torch.bfloat16:
-            w2 = join(torch.bfloat16, w2)
-        activations = scored_swiglu(both, groups.scores)
+        gate_up = group_products(rows, join(dtype, w1, w3), ends, grouped)
+        if w2.dtype != dtype:
+            w2 = join(dtype, w2)
+        activations = scored_swiglu(gate_up, groups.scores)
         with last_product():
-            return group_products(activations, w2, ends)
+            return group_products(activations, w2, ends, grouped)
 
 
 class RowMoE(MoE):
