@@ -46,7 +46,7 @@ def view_rank(build: Build, stack: str) -> dict[str, Any]:
 
 def count_models() -> None:
     """Keep TorchTitan's own counts of each model that is built."""
-    for args in {type(args) for parts in FAMILIES.values() for args in parts.flavors().values()}:
+    for args in {type(args) for parts in FAMILIES.values() for args in parts.flavors.values()}:
         count = args.get_nparams_and_flops
 
         def counted(self: Any, model: nn.Module, seq_len: int, count: Any = count) -> Any:

@@ -1,5 +1,6 @@
 """Exported weights are those of the checkpoint, and transformers computes the same with them."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -18,7 +19,7 @@ def use_flavor(patch: pytest.MonkeyPatch, name: str, args: Any) -> None:
     """Let the family have this one flavor."""
     from cookbook.titan.tt_0_2_2.families import FAMILIES
 
-    parts = dataclasses.replace(FAMILIES["deepseek_v3"], flavors=lambda: {name: args})
+    parts = dataclasses.replace(FAMILIES["deepseek_v3"], flavors={name: args})
     patch.setitem(FAMILIES, "deepseek_v3", parts)
 
 
@@ -206,9 +207,9 @@ ASKED = {"flavor": "debugmodel", "file_bytes": 3_000_000}
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The debug model's weights as safetensors."""
     from cookbook.titan.tt_0_2_2 import export
-    from cookbook.titan.tt_0_2_2.families.deepseek_v3 import flavors
+    from cookbook.titan.tt_0_2_2.families.deepseek_v3 import DEEPSEEK_V3
 
-    args: Any = flavors()["debugmodel"]
+    args = copy.deepcopy(DEEPSEEK_V3.flavors["debugmodel"])
     args.n_layers, args.n_heads, args.moe_impl = NUM_LAYERS, NUM_HEADS, "standard"
     use_flavor(monkeypatch, "debugmodel", args)
     save_model(args, tmp_path / "step-0")

@@ -1,5 +1,6 @@
 """Qwen3-MoE trains in every EP backend and precision, and its traps are held."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_the_routing_bias_balances(assets: Path, tmp_path: Path) -> None:
 
 def test_flavors_are_the_published_models() -> None:
     """Of Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B; the differences are TorchTitan's."""
-    from cookbook.titan.tt_0_2_2.families.qwen3 import QWEN3, flavors
+    from cookbook.titan.tt_0_2_2.families.qwen3 import QWEN3
 
     shared: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8}
     shared |= {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
@@ -119,7 +120,7 @@ def test_flavors_are_the_published_models() -> None:
         for key, value in (shared | dict(zip(sizes, own, strict=True))).items():
             if config[key] != value:
                 differences[name, key] = config[key]
-        moe = flavors()[name].moe_args
+        moe = QWEN3.flavors[name].moe_args
         assert (moe.score_func, moe.num_shared_experts, moe.route_scale) == ("softmax", 0, 1.0)
     assert differences == {
         # Of the checkpoints of July 2025 (2507); a job takes its own sequence length.
@@ -143,11 +144,11 @@ def test_weights_go_out_and_in_unchanged_but_for_the_routing_bias(
     from cookbook.titan.tt_0_2_2.export import Request, export
     from cookbook.titan.tt_0_2_2.families import FAMILIES, qwen3
 
-    args = qwen3.flavors()["debugmodel_moe"]
+    args = copy.deepcopy(qwen3.QWEN3.flavors["debugmodel_moe"])
     args.n_layers, args.n_heads, args.n_kv_heads = NUM_LAYERS // 2, NUM_HEADS, NUM_HEADS // 2
     # As `titan_run` makes the job's; grouped GEMMs would compute in BF16.
     args.moe_args.num_experts, args.moe_args.use_grouped_mm = 16, False
-    parts = dataclasses.replace(FAMILIES["qwen3"], flavors=lambda: {"debugmodel_moe": args})
+    parts = dataclasses.replace(FAMILIES["qwen3"], flavors={"debugmodel_moe": args})
     monkeypatch.setitem(FAMILIES, "qwen3", parts)
 
     def exported(checkpoint: Path, to: Path) -> dict[str, torch.Tensor]:
@@ -219,7 +220,7 @@ def bytes_saved(length: int) -> int:
     from cookbook.titan.tt_0_2_2.families import qwen3
 
     prepare_cpu()
-    args = qwen3.flavors()["debugmodel_moe"]
+    args = copy.deepcopy(qwen3.QWEN3.flavors["debugmodel_moe"])
     # With fewer key heads, the CPU's SDPA materializes the scores.
     args.n_kv_heads = args.n_heads
     block = titan.TransformerBlock(0, args)

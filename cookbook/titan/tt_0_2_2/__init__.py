@@ -51,7 +51,7 @@ def register() -> None:
             # `model.attention` selects the attention and its mask.
             model_cls=parts.model,
             # Adds the cookbook's flavors, and checks the job's options before the model is built.
-            model_args=parts.flavors(),
+            model_args=parts.flavors,
             # Corrects gradients under TP and EP; adds DeepEP, MXFP8 all-to-all, plain checkpoints.
             parallelize_fn=parallelize,
             # Divides a pipeline's gradients by the number of tokens.

@@ -141,7 +141,7 @@ def _claim(to: Path, request: Request) -> None:
 def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
     """Return the parts of each file, in the order of the model's state dict."""
     parts = FAMILIES[request.model]
-    args = parts.flavors()[request.flavor]
+    args = parts.flavors[request.flavor]
     # TorchTitan normally sets `moe_impl` from a job's options.
     args.moe_impl = "standard"
     with torch.device("meta"):

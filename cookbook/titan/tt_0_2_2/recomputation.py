@@ -46,6 +46,9 @@ OPERATORS = {
     "mm": ("aten.mm", "cookbook.mm"),
 }
 
+# Operators that recomputation skips if no gradient needs their results. `aten.mm` is not skipped:
+# TorchTitan counts its calls, to save every second one.
+_SKIPPED = {f"{name}.default" for name in (*OPERATORS["grouped_mm"], "cookbook.mm")}
 # Whether no gradient needs the results of the operators that run now.
 _is_needless = False
 
@@ -55,18 +58,14 @@ def in_recompute() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def operators_of(names: Iterable[str]) -> Iterator[Any]:
-    """Yield the installed operators among `names`."""
-    for name in names:
-        namespace, _, operator = name.partition(".")
-        if packet := getattr(getattr(torch.ops, namespace), operator, None):
-            yield packet.default
-
-
 def kinds_of_operators() -> dict[Any, str]:
-    """Return the kind of each known operator."""
-    known = {one: kind for kind, names in OPERATORS.items() for one in operators_of(names)}
-    return known | {torch._higher_order_ops.flex_attention: "attention"}
+    """Return the kind of each installed operator."""
+    kinds = {torch._higher_order_ops.flex_attention: "attention"}
+    for kind, names in OPERATORS.items():
+        for namespace, operator in (name.split(".") for name in names):
+            if packet := getattr(getattr(torch.ops, namespace), operator, None):
+                kinds[packet.default] = kind
+    return kinds
 
 
 @contextmanager
@@ -88,14 +87,7 @@ def last_product() -> Iterator[None]:
 
 
 class _Unmultiplied(TorchDispatchMode):
-    """Make GEMMs return uninitialized memory; autograd still records their operands.
-
-    `aten::mm` is not skipped: TorchTitan counts its calls, to save every second one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._products = {*operators_of((*OPERATORS["grouped_mm"], "cookbook.mm"))}
+    """Make GEMMs return uninitialized memory; autograd still records their operands."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -105,7 +97,7 @@ class _Unmultiplied(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func not in self._products:
+        if str(func) not in _SKIPPED:
             return func(*args, **(kwargs or {}))
         rows, weights = args[:2]
         # GEMMs of 8-bit operands return BF16.
@@ -139,10 +131,11 @@ def apply_ac(model: Any, ac_config: Any, **options: Any) -> None:
         show_gemms(least_inner=model.model_args.dim)
     # TorchTitan lists its own attention and DeepEP operators, which the cookbook's replace. Its
     # list for Qwen3 lacks the all-to-all.
-    own = operators_of((*OPERATORS["communication"], "cookbook.varlen_attention"))
-    operators = {*options.pop("op_sac_save_list"), *own}
+    kinds = kinds_of_operators()
+    operators = {operator for operator, kind in kinds.items() if kind == "communication"}
+    operators.add(torch.ops.cookbook.varlen_attention.default)
+    operators |= options.pop("op_sac_save_list")
     if save:
-        kinds = kinds_of_operators()
         # Keep TorchTitan's other operators, such as the maximum that FP8 scales need.
         operators -= kinds.keys()
         operators |= {operator for operator, kind in kinds.items() if kind in save}

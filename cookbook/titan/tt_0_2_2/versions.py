@@ -5,8 +5,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 # This package relies on internals of exactly these versions.
-TORCHTITAN = "0.2.2"
-TORCHAO = "0.16.0"
+KNOWN = {"torchtitan": "0.2.2", "torchao": "0.16.0"}
 
 logger = logging.getLogger()
 
@@ -25,8 +24,8 @@ def installed(package: str) -> str | None:
 
 
 def check_versions() -> None:
-    """Refuse any version of TorchTitan or TorchAO other than the ones above."""
-    for package, known in (("torchtitan", TORCHTITAN), ("torchao", TORCHAO)):
+    """Refuse any version of TorchTitan or TorchAO other than those in `KNOWN`."""
+    for package, known in KNOWN.items():
         found = installed(package)
         if found is None or found.split("+")[0] != known:
             raise refuse(

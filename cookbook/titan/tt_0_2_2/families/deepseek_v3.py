@@ -5,7 +5,6 @@ TorchTitan's smallest flavors are a debug model of 6 narrow layers, and 16B, whi
 affects the loss. `16B_8layers` is 16B with 8 of its 27 layers, to time its kernels on two GPUs.
 """
 
-from copy import deepcopy
 from typing import Any
 
 import torchtitan.models.deepseek_v3.infra.parallelize as infra
@@ -110,19 +109,11 @@ PROXY = ModelArgs(
 )
 
 
-def flavors() -> dict[str, ModelArgs]:
-    """Return copies of TorchTitan's flavors and the cookbook's own flavors."""
-    found = copied(ModelArgs, deepseekv3_args)
-    shorter = deepcopy(found["16B"])
-    shorter.n_layers = 8
-    return found | {"proxy": deepcopy(PROXY), "16B_8layers": shorter}
-
-
 DEEPSEEK_V3 = FamilyParts(
     title="DeepSeek-V3",
     released=get_train_spec,
     infra=infra,
-    flavors=flavors,
+    flavors=copied(ModelArgs, {**deepseekv3_args, "proxy": PROXY}, shorter={"16B": 8}),
     model=ModelWithAttention,
     attention=Attention,
     scale="softmax_scale",

@@ -7,7 +7,7 @@ mask is a tensor of document ends, computed by the same rule as TorchTitan's mas
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -37,8 +37,6 @@ _HEAD_DIMS = ((192, 128), (128, 128))
 # TorchTitan's attention modules and their names in reports.
 _OWN = {FlexAttentionWrapper: "flex", ScaledDotProductAttentionWrapper: "sdpa"}
 
-# Filled while the model trains: which of TorchTitan's attentions ran, and the attended lengths.
-_ran: set[str] = set()
 _attended = varlen_attention.AttendedLength()
 
 
@@ -47,7 +45,7 @@ def observe_attention() -> tuple[frozenset[str], float | None]:
 
     This waits for the GPU and stops counting attended lengths.
     """
-    return frozenset(_ran | varlen_attention.ran), _attended.close()
+    return frozenset(varlen_attention.ran), _attended.close()
 
 
 def chosen_attention(model_parts: Iterable[nn.Module]) -> frozenset[str]:
@@ -154,7 +152,7 @@ class AttentionChoice(ModelProtocol):
             torch._dynamo.mark_static(cu_seqlens, 0)
             attention_masks = DocumentMask(cu_seqlens)
         else:
-            _ran.add(self.own_attention)
+            varlen_attention.ran.add(self.own_attention)
             if attention_masks is None and self.training and _attended.is_open:
                 # Without a mask each sequence is one document. Under context parallelism `tokens`
                 # holds only a shard of it, so count the full length.
@@ -169,7 +167,7 @@ class FamilyParts:
     title: str
     released: Callable[[], TrainSpec]  # TorchTitan's own spec
     infra: ModuleType  # module of TorchTitan's `parallelize_fn`; patched while it runs
-    flavors: Callable[[], dict[str, Any]]  # model arguments by flavor, subclasses of CookbookArgs
+    flavors: Mapping[str, Any]  # model arguments by flavor, subclasses of CookbookArgs
     model: type[nn.Module]  # TorchTitan's model with `AttentionChoice`
     attention: type[nn.Module]  # TorchTitan's attention layer
     scale: str  # attribute of the attention layer that holds the softmax scale
@@ -186,17 +184,16 @@ class FamilyParts:
     @property
     def family(self) -> Family:
         """The description of this family for the driver, which does not import torch."""
-        known = self.flavors()
-        flavors = {name: args.sizes() for name, args in known.items()}
+        flavors = {name: args.sizes() for name, args in self.flavors.items()}
         adapter: Any = self.released().state_dict_adapter
-        named = adapter(next(iter(known.values())), None).from_hf_map.values()
+        named = adapter(next(iter(self.flavors.values())), None).from_hf_map.values()
         has_bias = any("expert_bias" in (name or "") for name in named)
         facts = self.weights, self.extra_layers, self.has_pipelines, has_bias
         return Family(self.name, self.title, flavors, *facts)
 
     def config_json(self, flavor: str, seq_len: int, dtype: str) -> dict[str, Any]:
         """Return transformers' `config.json` of a flavor."""
-        args = self.flavors()[flavor]
+        args = self.flavors[flavor]
         return {
             "torch_dtype": dtype,
             "vocab_size": args.vocab_size,
@@ -214,12 +211,18 @@ class FamilyParts:
         }
 
 
-def copied(kind: type, released: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of TorchTitan's flavors as instances of the class `kind`."""
-    return {
+def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
+    """Return copies of flavors as instances of the class `kind`, and flavors with fewer layers.
+
+    `{"16B": 8}` in `shorter` adds `16B_8layers`, to time the kernels of 16B on few GPUs.
+    """
+    found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()
     }
+    for name, n_layers in shorter.items():
+        found[f"{name}_{n_layers}layers"] = replace(deepcopy(found[name]), n_layers=n_layers)
+    return found
 
 
 class CookbookArgs:

@@ -5,7 +5,6 @@ selective recomputation, and never updates the routing bias. It does not support
 `30B-A3B_4layers` is 30B-A3B with 4 of its 48 layers, to time its kernels on one GPU.
 """
 
-from copy import deepcopy
 from typing import Any
 
 import torch.nn as nn
@@ -66,19 +65,13 @@ class ModelWithAttention(AttentionChoice, Qwen3Model):
             block.attention.inner_attention.register_forward_pre_hook(_take_local)
 
 
-def flavors() -> dict[str, ModelArgs]:
-    """Return copies of TorchTitan's MoE flavors and the cookbook's own flavors."""
-    found = copied(ModelArgs, {name: one for name, one in qwen3_args.items() if one.moe_enabled})
-    shorter = deepcopy(found["30B-A3B"])
-    shorter.n_layers = 4
-    return found | {"30B-A3B_4layers": shorter}
-
+_RELEASED = {name: args for name, args in qwen3_args.items() if args.moe_enabled}
 
 QWEN3 = FamilyParts(
     title="Qwen3-MoE",
     released=get_train_spec,
     infra=infra,
-    flavors=flavors,
+    flavors=copied(ModelArgs, _RELEASED, shorter={"30B-A3B": 4}),
     model=ModelWithAttention,
     attention=Attention,
     scale="scaling",
