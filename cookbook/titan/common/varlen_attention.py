@@ -27,7 +27,7 @@ INTERFACE = "flash_attn.cute.interface"
 FLASH_ATTENTION_4 = "flash_attention_4"
 REFERENCE = "flash_attention_4_reference"
 
-# The attention implementations that ran in this process, recorded by `forward`.
+# The attention implementations that ran in this process.
 ran: set[str] = set()
 
 

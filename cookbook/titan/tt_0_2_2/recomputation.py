@@ -6,7 +6,6 @@ generates, such as FlexAttention. Inductor calls dense GEMMs with an output buff
 cannot be saved. If a recipe saves dense GEMMs, those of the forward become calls of `cookbook::mm`.
 """
 
-import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -179,6 +178,18 @@ def show_gemms(least_inner: int) -> None:
     # Import lazily: the compiler takes seconds to import.
     import torch._inductor.config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.lowering import fallback_handler, register_lowering
+    from torch._inductor.virtualized import V
+
+    operator = torch.ops.cookbook.mm.default
+    call = fallback_handler(operator, add_to_fallback_set=False)
+
+    @register_lowering(operator, type_promotion_kind=None)
+    def _keep(rows: Any, weights: Any) -> Any:
+        # The result may be saved, so Inductor must not reuse its buffer.
+        out = call(rows, weights)
+        V.graph.never_reuse_buffers.add(out.get_name())
+        return out
 
     class ShowGemms(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
@@ -188,27 +199,10 @@ def show_gemms(least_inner: int) -> None:
                 return
             for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
                 if node.args[0].meta["val"].shape[1] >= least_inner:
-                    node.target = torch.ops.cookbook.mm.default
+                    node.target = operator
 
         def uuid(self) -> Any:
             # Inductor's cache key includes this value.
             return get_hash_for_files((__file__,)), least_inner
 
-    _protect_results()
     inductor.post_grad_custom_post_pass = ShowGemms()
-
-
-@functools.cache
-def _protect_results() -> None:
-    """Forbid Inductor to reuse the buffers of `cookbook::mm`'s results, which may be saved."""
-    from torch._inductor.lowering import fallback_handler, register_lowering
-    from torch._inductor.virtualized import V
-
-    operator = torch.ops.cookbook.mm.default
-    call = fallback_handler(operator, add_to_fallback_set=False)
-
-    @register_lowering(operator, type_promotion_kind=None)
-    def _keep(rows: Any, weights: Any) -> Any:
-        out = call(rows, weights)
-        V.graph.never_reuse_buffers.add(out.get_name())
-        return out
