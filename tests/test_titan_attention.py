@@ -120,7 +120,8 @@ def test_what_cannot_be_is_refused_before_the_model_is_built(
     def chosen(attention: str) -> str:
         parallelism = SimpleNamespace(context_parallel_degree=cp)
         job = SimpleNamespace(model=SimpleNamespace(attention=attention), parallelism=parallelism)
-        args = SimpleNamespace(attn_type="sdpa", head_dims=(192, v_head_dim))
+        sizes = SimpleNamespace(head_dims=(192, v_head_dim))
+        args = SimpleNamespace(attn_type="sdpa", sizes=lambda: sizes)
         choose_attention(args, job)
         return str(args.attn_type)
 

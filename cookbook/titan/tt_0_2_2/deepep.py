@@ -305,9 +305,8 @@ class SplitMoE(DeepEPMoE):
         tokens = whole.view(-1, features)
         top_scores, experts, counts = self.router(tokens, self.expert_bias)
         # Count all tokens on every TP rank: the expert bias update does not sum over TP ranks.
-        if self.load_balance_coeff is not None:
-            with torch.no_grad():
-                self.tokens_per_expert.add_(counts)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
         if tp_mesh is not None:
             top_scores, experts = (
                 token_shard.shard_tokens(one, length, tp_mesh) for one in (top_scores, experts)

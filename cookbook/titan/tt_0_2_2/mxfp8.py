@@ -244,11 +244,10 @@ class QuantizedExpertParallel(ExpertParallel):
     def _token_dispatch(self, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
         tokens, counts = inputs
         group, ranks = device_mesh.get_group(), device_mesh.size()
-        received_counts, splits = exchange_counts(counts, group, ranks)
-        self.input_splits, self.output_splits = splits
+        found, (self.input_splits, self.output_splits) = exchange_counts(counts, group, ranks)
         received = self.precisions.send(tokens, self.output_splits, self.input_splits, group)
         self.input_shape, grouped, self.permuted_indices, sizes = _permute(
-            received, received_counts, ranks, counts.shape[0] // ranks
+            received, found, ranks, counts.shape[0] // ranks
         )
         return grouped, sizes
 

@@ -111,7 +111,7 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     # Use at least two sequences so that batch-indexing errors show.
     batch = min(sequences, max(2, limits.attention_scores // (heads * length * length)))
     most = sequences * bounds_capacity(0, whole) if is_flash else None
-    head_dim, v_head_dim = cell.model_args.head_dims
+    head_dim, v_head_dim = cell.model_args.sizes().head_dims
     shape = products.AttentionShape(
         batch,
         length,

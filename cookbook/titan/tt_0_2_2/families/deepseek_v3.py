@@ -110,6 +110,7 @@ PROXY = ModelArgs(
 
 
 DEEPSEEK_V3 = FamilyParts(
+    name="deepseek_v3",
     title="DeepSeek-V3",
     released=get_train_spec,
     infra=infra,

@@ -66,12 +66,11 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
             "parallelism.context_parallel_degree > 1 cuts it over several; set it to 1"
         )
     reason = varlen_attention.why_not()
-    if model_args.head_dims not in _HEAD_DIMS:
-        *allowed, found = ("/".join(map(str, dims)) for dims in (*_HEAD_DIMS, model_args.head_dims))
-        reason = (
-            f"it is for heads of {' or '.join(allowed)} (queries and keys/values), this model has "
-            f"{found}"
-        )
+    head_dims = model_args.sizes().head_dims
+    if head_dims not in _HEAD_DIMS:
+        allowed = " or ".join(f"{keys}/{values}" for keys, values in _HEAD_DIMS)
+        found = "/".join(map(str, head_dims))
+        reason = f"it is for heads of {allowed} (queries and keys/values), this model has {found}"
     if reason:
         raise refuse(
             f"model.attention={FLASH_ATTENTION_4}: {reason}; leave it out, or set "
@@ -164,6 +163,7 @@ class AttentionChoice(ModelProtocol):
 class FamilyParts:
     """One model family."""
 
+    name: str  # TorchTitan's `model.name`
     title: str
     released: Callable[[], TrainSpec]  # TorchTitan's own spec
     infra: ModuleType  # module of TorchTitan's `parallelize_fn`; patched while it runs
@@ -175,11 +175,6 @@ class FamilyParts:
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
     has_pipelines: bool = True
-
-    @property
-    def name(self) -> str:
-        """TorchTitan's `model.name`."""
-        return self.infra.__name__.split(".")[2]
 
     @property
     def family(self) -> Family:
@@ -252,10 +247,6 @@ class CookbookArgs:
             by_document=self.attn_mask_type == "block_causal",
             **self.own_sizes(),
         )
-
-    @property
-    def head_dims(self) -> tuple[int, int]:
-        return self.sizes().head_dims
 
     def update_from_config(self: Any, job_config: Any, **kwargs: Any) -> None:
         """Apply the job's options and patches; TorchTitan calls this before building the model."""

@@ -68,6 +68,7 @@ class ModelWithAttention(AttentionChoice, Qwen3Model):
 _RELEASED = {name: args for name, args in qwen3_args.items() if args.moe_enabled}
 
 QWEN3 = FamilyParts(
+    name="qwen3",
     title="Qwen3-MoE",
     released=get_train_spec,
     infra=infra,
