@@ -207,10 +207,7 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
-    """Return copies of flavors as instances of the class `kind`, and flavors with fewer layers.
-
-    `{"16B": 8}` in `shorter` adds `16B_8layers`, to time the kernels of 16B on few GPUs.
-    """
+    """Return copies of flavors as instances of `kind`; `shorter` {"16B": 8} adds `16B_8layers`."""
     found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()
