@@ -1,6 +1,6 @@
 """One rank of a network test: an all-reduce over all ranks, then all-to-alls within groups.
 
-    python -m cookbook.titan.common.collectives PLAN          (PLAN: a `Plan` as JSON)
+    python -m cookbook.titan.common.collectives PLAN          (PLAN: `main`'s arguments as JSON)
 
 Reads torch.distributed's variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The
 first rank of each group prints the group's bandwidth as a line of JSON.
@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -22,30 +21,25 @@ MARK = "cookbook-link"
 _ROUNDS = 4
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The collectives to time, the same plan for all ranks."""
-
-    device: str  # `cuda` (NCCL) or `cpu` (gloo)
-    num_bytes: int  # size of each rank's input to a collective
-    groups: list[list[int]]  # disjoint groups of ranks, each of which runs an all-to-all
-    timeout_s: float  # limit for each collective
-
-
-def main(plan: Plan) -> None:
-    """Run this rank's part of the plan."""
+def main(
+    device: str,  # `cuda` (NCCL) or `cpu` (gloo)
+    num_bytes: int,  # size of each rank's input to a collective
+    groups: list[list[int]],  # disjoint groups of ranks, each of which runs an all-to-all
+    timeout_s: float,  # limit for each collective
+) -> None:
+    """Run this rank's part of the test; all ranks get the same arguments."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(seconds=plan.timeout_s)
-    if plan.device == "cuda":
+    timeout = timedelta(seconds=timeout_s)
+    if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if plan.device == "cuda" else "gloo", timeout=timeout)
-    values = torch.ones(plan.num_bytes // 4, device=plan.device)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+    values = torch.ones(num_bytes // 4, device=device)
     # Bus bandwidth as in nccl-tests: a ring sends and receives the values twice.
-    _measure("all_reduce", range(world), 2 * plan.num_bytes, partial(dist.all_reduce, values), None)
-    groups = [dist.new_group(ranks, timeout=timeout) for ranks in plan.groups]
-    for ranks, group in zip(plan.groups, groups, strict=True):
+    _measure("all_reduce", range(world), 2 * num_bytes, partial(dist.all_reduce, values), None)
+    process_groups = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
+    for ranks, group in zip(groups, process_groups, strict=True):
         if rank in ranks:
-            sent = torch.ones(len(values) // len(ranks) * len(ranks), device=plan.device)
+            sent = torch.ones(len(values) // len(ranks) * len(ranks), device=device)
             exchange = partial(dist.all_to_all_single, torch.empty_like(sent), sent, group=group)
             _measure("all_to_all", ranks, sent.nbytes, exchange, group)
     dist.barrier()
@@ -82,4 +76,4 @@ def _measure(
 
 
 if __name__ == "__main__":
-    main(Plan(**json.loads(sys.argv[1])))
+    main(**json.loads(sys.argv[1]))
