@@ -201,8 +201,12 @@ def kernels_against_operations() -> None:
                 rows = torch.randn(plan.copies.numel(), features).to(dtype)
                 scores = torch.rand(experts.shape)
                 same = partial(torch.testing.assert_close, rtol=rtol, atol=atol)
-                dot = (tokens, rows, plan.slots)
+                dot, take = (tokens, rows, plan.slots), (rows[:, :1], plan.slots)
                 same(triton_kernels.dot(*dot), expert_groups._dot(*dot))
+                same(triton_kernels.take(*take), expert_groups._at(*take))
+                same(
+                    triton_kernels.take(scores, plan.copies), expert_groups._at(scores, plan.copies)
+                )
                 for weights, base in ((scores, tokens.float()), (None, tokens), (None, None)):
                     other = torch.float32 if base is None else dtype
                     same(
@@ -246,13 +250,14 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
     pointers |= dict.fromkeys(("copies", "slots", "counts", "sums", "sizes", "ends"), "*i32")
     pointers |= dict.fromkeys(("gate_up", "activations", "grad", "grad_gate_up"), "*bf16")
     pointers |= dict.fromkeys(("base", "grad_scores", "source", "target"), "*fp32")
-    pointers |= {"experts": "*i64"} | dict.fromkeys(("num_copies", "num_rows", "features"), "i32")
+    pointers |= {"experts": "*i64", "places": "*i32", "values": "*fp32", "taken": "*fp32"}
+    pointers |= dict.fromkeys(("num_copies", "num_places", "num_rows", "features"), "i32")
     pointers |= dict.fromkeys(("size", "source_stride", "target_stride"), "i32")
     constants: dict[str, Any] = {"has_scores": True, "has_base": True, "top_k": 8}
     constants |= {"block": 1024, "features": 7168, "rows": 64, "hidden": 2048}
     constants["num_experts"] = 16
     kernels = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
-    assert len(kernels) == 9
+    assert len(kernels) == 10
     for name in kernels:
         kernel = getattr(triton_kernels, name)
         signature = {a: pointers.get(a, "constexpr") for a in kernel.arg_names}

@@ -138,6 +138,8 @@ def _dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
 
 def _at(values: Tensor, places: Tensor) -> Tensor:
     """Look up the flattened `values` at `places`, in the shape of `places`; 0 for index -1."""
+    if values.is_cuda:
+        return _triton().take(values, places)
     flat = values.reshape(-1)
     return torch.cat([flat, flat.new_zeros(1)])[places.long()]
 

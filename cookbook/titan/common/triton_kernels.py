@@ -48,6 +48,16 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     tl.store(copies + slot, copy, mask=slot >= 0)
 
 
+@triton.jit(do_not_specialize=["num_places"])
+def _take_kernel(  # type: ignore[no-untyped-def]
+    values, places, taken, num_places, block: constexpr
+):
+    index = tl.program_id(0) * block + tl.arange(0, block)
+    place = tl.load(places + index, mask=index < num_places, other=-1)
+    value = tl.load(values + place, mask=place >= 0, other=0.0)
+    tl.store(taken + index, value, mask=index < num_places)
+
+
 @triton.jit
 def _spread_kernel(  # type: ignore[no-untyped-def]
     tokens,
@@ -167,6 +177,14 @@ def place(
     given = experts.contiguous(), sums, sizes, ends, copies, slots
     _place_kernel[(sums.shape[1],)](*given, experts.numel(), len(sizes), _COPIES)
     return copies, slots
+
+
+def take(values: Tensor, places: Tensor) -> Tensor:
+    """Look up the flattened `values` at `places`, in the shape of `places`; 0 for index -1."""
+    taken = values.new_empty(places.shape)
+    parts = (triton.cdiv(places.numel(), _COPIES),)
+    _take_kernel[parts](values.contiguous(), places.contiguous(), taken, places.numel(), _COPIES)
+    return taken
 
 
 def spread(
