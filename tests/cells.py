@@ -10,7 +10,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.options import Setting
 from cookbook.config.recipe import Recipe, load_ep_backend, load_precision, load_recipe, names_in
-from cookbook.config.resolve import resolve_cell
+from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.config.stack import load_stack
 
 STACK = load_stack()
@@ -51,7 +51,7 @@ class Point:
         recipe, cluster = load_recipe(self.recipe), load_cluster(self.cluster)
         overlays = load_precision(self.precision), load_ep_backend(self.ep_backend)
         asked = _smaller_layout(recipe, cluster)
-        return resolve_cell(recipe, *overlays, cluster, layers=({}, {}, asked))
+        return resolve_cell(merge_config(recipe, *overlays, cluster, overrides=asked))
 
 
 def _smaller_layout(recipe: Recipe, cluster: Cluster) -> Mapping[str, Setting]:

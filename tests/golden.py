@@ -15,7 +15,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
 from cookbook.config.cluster import load_cluster
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
-from cookbook.config.resolve import resolve_cell
+from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.config.stack import stack_name
 from cookbook.launch.script import render_launcher, render_script
 
@@ -30,7 +30,8 @@ _CONTAINER = str(Path(__file__).parent / "clusters/container.yaml")
 def golden_scripts() -> dict[str, str]:
     """The text of each script in tests/golden, by its file name."""
     overlays = load_precision("mxfp8"), load_ep_backend("mxfp8_a2a")
-    cell = resolve_cell(load_recipe("deepseek_v3_16b"), *overlays, load_cluster(_CONTAINER))
+    parts = load_recipe("deepseek_v3_16b"), *overlays, load_cluster(_CONTAINER)
+    cell = resolve_cell(merge_config(*parts))
     # A profile that is outside recipes/ is named by its path.
     script = render_script(cell, _ROOT).replace(str(ROOT), str(_ROOT))
     return {f"{cell.name}-{cell.cluster.name}.sh": script}

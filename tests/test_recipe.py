@@ -9,9 +9,9 @@ import pytest
 
 from cookbook.base.gpus import visible_gpus
 from cookbook.base.paths import RECIPES
-from cookbook.base.yamlfile import parse_yaml
+from cookbook.base.yamlfile import Unchecked, read_yaml
 from cookbook.cli.main import main
-from cookbook.config.cluster import load_cluster
+from cookbook.config.cluster import cluster_from_record, load_cluster
 from cookbook.config.options import RESERVED, exported
 from cookbook.config.recipe import (
     implied,
@@ -21,9 +21,10 @@ from cookbook.config.recipe import (
     load_recipe,
     names_in,
 )
-from cookbook.config.resolve import resolve_cell
+from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
 from cookbook.plan.search import evaluate
+from cookbook.run.record import CellRecord, read_record
 from tests.cells import CLUSTERS, EP_BACKENDS, POINTS, PRECISIONS, Point, walked
 from tests.cells import RECIPES as RECIPE_NAMES
 from tests.check_cells import cell_of
@@ -105,6 +106,15 @@ def test_environments_are_what_a_shell_exports(tmp_path: Path) -> None:
     assert exported(environment) == expected
 
 
+def test_a_job_takes_numbers_of_its_recorded_profile_as_texts(tmp_path: Path) -> None:
+    text = "description: a\nscheduler: slurm\nsbatch: {nice: 10}\nenvironment: {A: 22, B: 1}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    profile = Unchecked(load_cluster(str(tmp_path / "mine.yaml")).content)
+    CellRecord(cluster="mine", profile=profile).write(tmp_path / "cell.yaml")
+    cluster = cluster_from_record(read_record(tmp_path / "cell.yaml"))
+    assert (cluster.sbatch, cluster.environment) == ({"nice": "10"}, {"A": "22", "B": "1"})
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -120,8 +130,9 @@ def test_environments_are_what_a_shell_exports(tmp_path: Path) -> None:
         ("[1, a, {b: 2}]", [1, "a", {"b": 2}]),
     ],
 )
-def test_scalars(text: str, value: Any) -> None:
-    read = parse_yaml(f"key: {text}", Path("some.yaml")).content["key"]
+def test_scalars(text: str, value: Any, tmp_path: Path) -> None:
+    (tmp_path / "some.yaml").write_text(f"key: {text}", encoding="utf-8")
+    read = read_yaml(tmp_path / "some.yaml").content["key"]
     assert read == value and type(read) is type(value)
 
 
@@ -204,9 +215,8 @@ def test_a_copied_precision_passes_under_its_own_name(tmp_path: Path, name: str)
         cell = point.cell()
         settings = cell.options.settings.items()
         asked = {name: one for name, one in settings if one.origin.startswith("--set")}
-        copy = resolve_cell(
-            cell.recipe, mine, cell.ep_backend, cell.cluster, layers=({}, {}, asked)
-        )
+        parts = cell.recipe, mine, cell.ep_backend, cell.cluster
+        copy = resolve_cell(merge_config(*parts, overrides=asked))
         assert copy.name == cell.name.replace(f"-{name}-", "-mine-")
         assert copy.options.values == cell.options.values
         # No rule knows an overlay by its name.

@@ -19,7 +19,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Setting
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
-from cookbook.config.resolve import resolve_cell
+from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.launch.script import render_script, sbatch_lines
 from cookbook.run.record import read_record
 from cookbook.run.run import read_run
@@ -390,7 +390,8 @@ def test_texts_reach_torchrun_unchanged_and_none_is_executed(
         text = yaml.safe_dump(mapping, allow_unicode=True, default_style=quote)
         path.write_text(text + rest, encoding="utf-8")
     overlays = load_precision("bf16"), load_ep_backend("standard")
-    cell = resolve_cell(load_recipe(str(recipe_file)), *overlays, load_cluster(str(cluster_file)))
+    parts = load_recipe(str(recipe_file)), *overlays, load_cluster(str(cluster_file))
+    cell = resolve_cell(merge_config(*parts))
     assert {name: cell.options[name] for name in options} == options
     script = folder / "train.sh"
     script.write_text(render_script(cell, other_root), encoding="utf-8", newline="")

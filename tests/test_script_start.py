@@ -9,7 +9,7 @@ import yaml
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
-from cookbook.config.resolve import resolve_cell
+from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.launch.script import render_launcher, render_script
 from tests.script_run import ScriptRunner, Start
 from tests.submit import ROOT
@@ -46,12 +46,8 @@ class Job:
     def render(
         self, recipe: str = "debug", ep_backend: str = "standard", **profile: object
     ) -> Cell:
-        cell = resolve_cell(
-            load_recipe(recipe),
-            load_precision("bf16"),
-            load_ep_backend(ep_backend),
-            self.cluster(**profile),
-        )
+        overlays = load_precision("bf16"), load_ep_backend(ep_backend)
+        cell = resolve_cell(merge_config(load_recipe(recipe), *overlays, self.cluster(**profile)))
         self.script.write_text(render_script(cell, self.root))
         return cell
 

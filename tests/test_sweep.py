@@ -13,7 +13,7 @@ from cookbook.config.cell import Cell, train_argv
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Setting, command_line_settings
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe, names_in
-from cookbook.config.resolve import resolve_cell
+from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
 from tests.cells import POINTS, RUNNABLE, STACK, Point, walked
 from tests.check_cells import cell_of
@@ -200,7 +200,7 @@ def _cell(
     )
     overlays = load_precision(precision), load_ep_backend(ep_backend)
     parts = load_recipe(recipe), *overlays, load_cluster(cluster)
-    return resolve_cell(*parts, nodes=nodes, layers=(of_sweep, {}, asked))
+    return resolve_cell(merge_config(*parts, nodes, of_sweep=of_sweep, overrides=asked))
 
 
 @pytest.mark.titan
@@ -240,17 +240,19 @@ def test_what_the_gpu_lacks_is_emulated_where_the_cluster_allows_it() -> None:
     h200 = _cell("debug", "mxfp8", cluster="h200-node")
     assert h200.emulated and h200.refused is None
     strict = replace(load_cluster("h200-node"), emulate=False)
-    cell = resolve_cell(h200.recipe, h200.precision, h200.ep_backend, strict)
+    cell = resolve_cell(merge_config(h200.recipe, h200.precision, h200.ep_backend, strict))
     assert not cell.emulated
     assert cell.refused == "mxfp8 needs a GPU of compute capability 10.0, H200 has 9.0"
     # An exchange alone may need emulation, too.
     quantized = _cell("debug", "bf16", "mxfp8_a2a", cluster="h200-node")
     assert [one.name for one in quantized.emulated_parts] == ["mxfp8_a2a"]
     assert "--cookbook.emulated" in train_argv(quantized) and quantized.refused is None
-    cell = resolve_cell(h200.recipe, quantized.precision, quantized.ep_backend, strict)
+    parts = h200.recipe, quantized.precision, quantized.ep_backend, strict
+    cell = resolve_cell(merge_config(*parts))
     assert cell.refused == "mxfp8_a2a needs a GPU of compute capability 10.0, H200 has 9.0"
     newer = replace(strict, gpu=Gpu("B300", 10.3, 268))
-    assert resolve_cell(h200.recipe, h200.precision, h200.ep_backend, newer).refused is None
+    parts = h200.recipe, h200.precision, h200.ep_backend, newer
+    assert resolve_cell(merge_config(*parts)).refused is None
 
 
 def test_a_large_recipe_has_a_stand_in_on_the_local_cluster() -> None:

@@ -6,7 +6,6 @@ descriptions to the stack's table, which the driver reads.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,6 @@ class Family:
     extra_layers: int = 0  # layers that a published checkpoint may have beyond the model's
     has_pipelines: bool = True  # whether TorchTitan can split the model into pipeline stages
     publishes_bias: bool = True  # whether published checkpoints include the routing bias
-
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> "Family":
-        """Make a family from its entry in a stack's table; `shared` applies to all flavors."""
-        shared, rest = entry["shared"], {key: one for key, one in entry.items() if key != "shared"}
-        flavors = {name: Model(**shared, **own) for name, own in entry["flavors"].items()}
-        return cls(**{**rest, "flavors": flavors})
 
 
 def is_v_shaped(schedule: str) -> bool:

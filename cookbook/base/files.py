@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -43,12 +42,5 @@ def locked(path: Path) -> Iterator[None]:
 
 def json_text(value: object) -> str:
     """Format `value` as indented JSON with a final newline; NaN and infinity become null."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=2) + "\n"

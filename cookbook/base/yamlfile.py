@@ -64,25 +64,21 @@ def shown_path(path: Path) -> str:
 
 def read_yaml(path: Path) -> YamlFile:
     """Read the mapping in `path`; raise InputError for wrong syntax, content or duplicate keys."""
+    shown = shown_path(path)
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"), path)
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise InputError(shown_path(path), f"cannot be read: {error.strerror}") from None
+        raise InputError(shown, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise InputError(shown_path(path), f"is not UTF-8 text: {error}") from None
-
-
-def parse_yaml(text: str, path: Path) -> YamlFile:
-    """Parse `text` as the content of `path`; an empty file is an empty mapping."""
+        raise InputError(shown, f"is not UTF-8 text: {error}") from None
     lines, texts = dict[Keys, int](), dict[Keys, str]()
     make = yaml.constructor.SafeConstructor().construct_object
-    shown = shown_path(path)
 
     def value(node: Any, keys: Keys) -> Any:
         if isinstance(node, yaml.SequenceNode):
             return [value(item, (*keys, str(i))) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
-            if node.tag in (f"{_TAG}int", f"{_TAG}float", f"{_TAG}bool"):
+            if node.tag in (f"{_TAG}int", f"{_TAG}float"):
                 texts[keys] = node.value
             return make(node)
         mapping: dict[str, Any] = {}
@@ -128,7 +124,7 @@ Numbers = dict[str, Annotated[float, Field(strict=True)]]
 # A mapping whose values the caller checks.
 Unchecked = dict[str, Any]
 # Strings by name, for a shell; numbers keep their spelling (`3.10`, not 3.1).
-Words = dict[str, str | bool]
+Words = dict[str, str | Flag]
 
 # Descriptions of the allowed values, by the type of pydantic's error.
 _ALLOWED = {
@@ -160,7 +156,7 @@ def fill(
         for field in dataclasses.fields(cls)  # type: ignore[arg-type]
         if field.name not in given
     }
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     values = dict(given)
     for key, value in mapping_at(file, *within).items():
         if key not in fields and key.partition(".")[0] not in beside:
@@ -168,10 +164,8 @@ def fill(
         if key not in fields or value is None:
             continue
         if hints[fields[key]] == Words and isinstance(value, dict):
-            value = {
-                name: item if isinstance(item, bool) else file.texts.get((*within, key, name), item)
-                for name, item in value.items()
-            }
+            texts = {name: file.texts.get((*within, key, name)) for name in value}
+            value = {name: texts[name] or item for name, item in value.items()}
         values[fields[key]] = value
     try:
         filled: T = _adapter(cls).validate_python(values)  # type: ignore[arg-type]
@@ -183,7 +177,9 @@ def fill(
 
 @functools.cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    cls.__pydantic_config__ = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    cls.__pydantic_config__ = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, coerce_numbers_to_str=True
+    )
     return TypeAdapter(cls)
 
 

@@ -16,7 +16,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
 from cookbook.config.options import Settings, command_line_settings
 from cookbook.config.recipe import KINDS, check_name, find_file, load_overlay, load_recipe, names_in
-from cookbook.config.resolve import Layers, merge_config
+from cookbook.config.resolve import merge_config
 from cookbook.config.sweep import (
     CellRequest,
     Sweep,
@@ -38,9 +38,8 @@ def requested_cell(arguments: argparse.Namespace, settings: Settings | None = No
 def merged_cell(arguments: argparse.Namespace) -> Cell:
     """Return the one cell of a recipe without validating it: it may not fit the cluster."""
     request, recipe = _request(arguments), load_recipe(arguments.recipe)
-    pair, nodes = requested_pair(recipe, request), request.nodes
-    layers: Layers = ({}, {}, request.overrides)
-    return merge_config(recipe, *pair, request.cluster, nodes=nodes, layers=layers)
+    parts = (recipe, *requested_pair(recipe, request), request.cluster, request.nodes)
+    return merge_config(*parts, overrides=request.overrides)
 
 
 def requested_sweep(name: str, arguments: argparse.Namespace) -> tuple[Sweep, list[Cell]]:

@@ -30,8 +30,11 @@ SCORE_ACTIVATIONS = "deepep.score_activations"
 ROW_KERNELS = "cookbook.row_kernels"
 SAVE_LIST = "activation_checkpoint.op_sac_save_list"
 LAYERS_KEPT = "activation_checkpoint.num_layers_kept"
-# The parts of a cell that are read from files, by their keys in its record.
-PARTS = ("recipe", "precision", "ep_backend", "cluster")
+# The options that do nothing unless TorchTitan imports the cookbook's hooks.
+OF_HOOKS = (NUM_CHUNKS, EP_CHUNKS, LAYERS_KEPT, SAVE_LIST, SCORE_ACTIVATIONS, ATTENTION)
+# The parts of a cell that are read from files: the kind of each file by the part's key in the
+# cell's record. Recipes are in `recipes/` itself.
+PARTS = {"recipe": "", "precision": "precision", "ep_backend": "ep_backend", "cluster": "cluster"}
 # The operators that SAVE_LIST may name; the first three are TorchTitan's own list.
 SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
 
@@ -130,7 +133,7 @@ class Cell:
     def environment(self) -> dict[str, str]:
         """The variables that the job exports; precision overrides EP backend overrides cluster."""
         parts = (self.cluster, self.ep_backend, self.precision)
-        return dict(itertools.chain(*(exported(part.environment).items() for part in parts)))
+        return exported(Words(itertools.chain(*(part.environment.items() for part in parts))))
 
     @property
     def max_restarts(self) -> int:
@@ -139,9 +142,7 @@ class Cell:
 
     def record(self) -> CellRecord:
         parts = {key: getattr(self, key) for key in PARTS}
-        # Recipes are in `recipes/` itself.
-        kinds = {key: "" if key == "recipe" else key for key in PARTS}
-        names = {key: reference(kinds[key], one.path) for key, one in parts.items()}
+        names = {key: reference(kind, parts[key].path) for key, kind in PARTS.items()}
         published = self.recipe.published if self.published else None
         same = ("name", "nodes", "emulated", "stand_in_for", "refused", "baseline", "prediction")
         return CellRecord(
@@ -168,7 +169,10 @@ def train_argv(cell: Cell) -> list[str]:
     """Return all of the cell's training arguments except the folders of the run."""
     stack = cell.options.stack
     words = launch_argv(stack, cell.description)
-    words += [*overlay_argv(stack, cell.precision), *overlay_argv(stack, cell.ep_backend)]
+    for overlay in (cell.precision, cell.ep_backend):
+        # The log and the report need the overlay's name.
+        words += stack.options[f"cookbook.{overlay.kind}"].arguments(overlay.name)
+        words += argv_of(stack, overlay.expect)
     words += stack.options["cookbook.emulated"].arguments(True) if cell.emulated else []
     return words + argv_of(stack, cell.options.settings)
 
@@ -181,12 +185,6 @@ def launch_argv(stack: Stack, description: str) -> list[str]:
         "job.description": description,
     }
     return [word for name in values for word in stack.options[name].arguments(values[name])]
-
-
-def overlay_argv(stack: Stack, overlay: Overlay) -> list[str]:
-    """Return arguments with the overlay's name, for log and report, and its `expect` block."""
-    name = stack.options[f"cookbook.{overlay.kind}"].arguments(overlay.name)
-    return [*name, *argv_of(stack, overlay.expect)]
 
 
 ERROR, WARNING, HINT = "error", "warning", "hint"
@@ -245,16 +243,16 @@ def unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings about a cell in three parts; a part that was not checked is None."""
+    """The findings about a cell in three parts; `built` is None if TorchTitan did not build it."""
 
     rules: tuple[Finding, ...]  # errors in any environment
-    built: tuple[Finding, ...] | None = None  # findings of TorchTitan's build on the CPU
     # Packages and files missing here: errors if the job would run here, else warnings.
-    here: tuple[Finding, ...] | None = None
+    here: tuple[Finding, ...]
+    built: tuple[Finding, ...] | None = None  # findings of TorchTitan's build on the CPU
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        return (*self.rules, *(self.built or ()), *(self.here or ()))
+        return (*self.rules, *(self.built or ()), *self.here)
 
     @property
     def errors(self) -> list[Finding]:
@@ -268,8 +266,6 @@ class Verdict:
     @property
     def parts(self) -> str:
         """Text that says which parts were checked and which were not."""
-        parts = {"the rules": self.rules, "TorchTitan's build": self.built}
-        parts["this environment"] = self.here
-        seen = ", ".join(name for name, part in parts.items() if part is not None)
-        unseen = ", ".join(name for name, part in parts.items() if part is None)
-        return f"looked at: {seen}" + (f"; not: {unseen}" if unseen else "")
+        if self.built is None:
+            return "looked at: the rules, this environment; not: TorchTitan's build"
+        return "looked at: the rules, TorchTitan's build, this environment"

@@ -139,21 +139,24 @@ EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8, _DEEPEP)
 
 def implied(options: Options) -> dict[str, str]:
     """Return the `grouped_gemms`, `linear_layers` and `dispatch` that the options enable."""
-    converters = options["model.converters"]
-    grouped = {
-        "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],
-        "quantize.grouped_mm.float8": "fp8_rowwise",
+    formats = {
+        "grouped_gemms": {
+            "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],
+            "quantize.grouped_mm.float8": "fp8_rowwise",
+        },
+        "linear_layers": {"quantize.linear.mx": "mx", "quantize.linear.float8": "float8"},
     }
-    linear = {"quantize.linear.mx": "mx", "quantize.linear.float8": "float8"}
-    dispatch: str = options[COMM_BACKEND]
+    found = dict[str, str]()
+    for key, of in formats.items():
+        enabled = [of[name] for name in options["model.converters"] if name in of]
+        found[key] = " and ".join(enabled) or "bf16"
+    found["dispatch"] = options[COMM_BACKEND]
     exchanges = ("a2a_dispatch_fwd", "a2a_combine_bwd")
     quantized = {options[f"parallelism.expert_parallel_{name}_precision"] for name in exchanges}
-    if dispatch == STANDARD.name and quantized != {"default"}:
-        dispatch = "mxfp8" if quantized == {"mxfp8"} else "mxfp8 in one exchange of two"
-    kinds = {"grouped_gemms": grouped, "linear_layers": linear}
-    found = {key: [of[name] for name in converters if name in of] for key, of in kinds.items()}
-    joined = {key: " and ".join(formats) or "bf16" for key, formats in found.items()}
-    return {**joined, "dispatch": dispatch}
+    if found["dispatch"] == STANDARD.name and quantized != {"default"}:
+        is_both = quantized == {"mxfp8"}
+        found["dispatch"] = "mxfp8" if is_both else "mxfp8 in one exchange of two"
+    return found
 
 
 Kind = Literal["precision", "ep_backend"]
@@ -217,9 +220,7 @@ def load_ep_backend(name: str) -> Overlay:
 @functools.cache
 def load_overlay(kind: Kind, name: str) -> Overlay:
     """Read the overlay of `kind` with the name, synonym or path `name`."""
-    if not name.endswith((".yaml", ".yml")) and name not in names_in(kind):
-        name = _synonyms(kind).get(name, [name])[0]
-    path = find_file(kind, name)
+    path = find_file(kind, _owners(kind).get(name, [name])[0])
     file = read_yaml(path)
     emulated = read_options(file, mapping_at(file, "emulated"), ("emulated",))
     needed = read_options(file, mapping_at(file, "needs", "options"), ("needs", "options"))
@@ -244,17 +245,16 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
     place = file.place("synonyms")
     for synonym in overlay.synonyms:
         check_name(place, synonym)
-        real = [synonym] if synonym in names_in(kind) else []
-        for other in {*real, *_synonyms(kind).get(synonym, ())} - {overlay.name}:
+        for other in {*_owners(kind).get(synonym, ())} - {overlay.name}:
             found = f"found {synonym!r}, which {shown_path(find_file(kind, other))} has already"
             raise InputError(place, found, "remove one of the two")
     return overlay
 
 
 @functools.cache
-def _synonyms(kind: Kind) -> Mapping[str, list[str]]:
-    """Return overlay names by synonym; a file that cannot be read has no synonyms."""
-    found: dict[str, list[str]] = {}
+def _owners(kind: Kind) -> Mapping[str, list[str]]:
+    """Return the overlays by their names and synonyms; an unreadable file has no synonyms."""
+    found = {name: [name] for name in names_in(kind)}
     for name in names_in(kind):
         with contextlib.suppress(InputError):
             synonyms = read_yaml(find_file(kind, name)).content.get("synonyms")

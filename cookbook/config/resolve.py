@@ -1,7 +1,7 @@
 """Merge recipe, overlays, cluster and command line into a cell, and validate it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,36 +12,14 @@ from cookbook.base.yamlfile import Words
 from cookbook.config.cell import PARTS, Cell
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.options import DEGREES, Options, Setting, Settings
-from cookbook.config.recipe import (
-    Overlay,
-    Recipe,
-    load_ep_backend,
-    load_precision,
-    load_recipe,
-    word_of,
-)
+from cookbook.config.recipe import Overlay, Recipe, load_ep_backend, load_precision, load_recipe
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
 from cookbook.run.record import CellRecord
 
-# Settings of the sweep, of its axes and of the command line, in this order.
-Layers = tuple[Settings, Settings, Settings]
 
-
-def resolve_cell(
-    recipe: Recipe,
-    precision: Overlay,
-    ep_backend: Overlay,
-    cluster: Cluster,
-    *,
-    nodes: int | None = None,
-    layers: Layers = ({}, {}, {}),
-    suffix: str = "",
-) -> Cell:
-    """Merge the parts into a cell, name and validate it; a stand-in's name omits `suffix`."""
-    cell = merge_config(recipe, precision, ep_backend, cluster, nodes=nodes, layers=layers)
-    words = [suffix] if suffix and not cell.stand_in_for else []
-    words += [f"{key.rpartition('.')[2]}_{word_of(one.value)}" for key, one in layers[1].items()]
+def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
+    """Validate a merged cell and append `words` to its name."""
     name = "-".join([cell.name, *words])
     # A folder's name may have 255 bytes, and a run appends to it while creating the folder.
     if len(name) > 200:
@@ -70,40 +48,33 @@ def merge_config(
     precision: Overlay,
     ep_backend: Overlay,
     cluster: Cluster,
-    *,
     nodes: int | None = None,
-    layers: Layers = ({}, {}, {}),
+    *,
+    of_sweep: Mapping[str, Setting] = {},
+    overrides: Mapping[str, Setting] = {},
 ) -> Cell:
     """Merge the parts into a cell without validating it.
 
     Later parts win: recipe, EP backend, precision (emulated if the GPU lacks it), cluster, sweep,
-    the sweep's axes, command line. On the `local` cluster the recipe's stand-in replaces it, and
-    the sweep's own settings, which suit the recipe's size, are dropped.
+    `overrides`. On the `local` cluster the recipe's stand-in replaces it, and the sweep's own
+    settings, which suit the recipe's size, are dropped.
     """
-    (of_sweep, varied, overrides), stand_in_for, left_out = layers, None, tuple[str, ...]()
-    if cluster.scheduler == "local" and recipe.stand_in is not None:
+    stand_in_for, left_out, is_local = None, tuple[str, ...](), cluster.scheduler == "local"
+    if is_local and recipe.stand_in is not None:
         stand_in_for, recipe = recipe.name, load_recipe(recipe.stand_in)
         left_out, of_sweep = tuple(of_sweep), {}
-    layout, model = dict[str, Setting](), Options(load_stack(), recipe.settings).model
-    if cluster.scheduler == "local" and DEGREES["ep"] in recipe.settings and model:
+    options = Options(load_stack(), recipe.settings)
+    if is_local and DEGREES["ep"] in options and options.model:
         # EP over as many of this machine's ranks as divide the experts.
-        ranks, origin = cluster.ranks_per_node, f"cluster {cluster.name} "
-        degree = math.gcd(ranks, model.num_experts)
-        layout[DEGREES["ep"]] = Setting(degree, f"{origin}({ranks} ranks)")
+        ranks = cluster.ranks_per_node
+        degree = math.gcd(ranks, options.model.num_experts)
+        origin = f"cluster {cluster.name} ({ranks} ranks)"
+        options = options.override({DEGREES["ep"]: Setting(degree, origin)})
     have = cluster.gpu.compute_capability if cluster.gpu else 0.0
     lacking = [one for one in (ep_backend, precision) if one.needs.compute_capability > have]
     emulated = [one.emulated for one in lacking if one.emulated is not None and cluster.emulate]
-    options = Options(load_stack(), {}).override(
-        recipe.settings,
-        layout,
-        ep_backend.settings,
-        precision.settings,
-        *emulated,
-        cluster.settings,
-        of_sweep,
-        varied,
-        overrides,
-    )
+    options = options.override(ep_backend.settings, precision.settings, *emulated)
+    options = options.override(cluster.settings, of_sweep, overrides)
     name = "-".join([recipe.short_name, precision.name, ep_backend.name])
     parts = (recipe, precision, ep_backend, cluster, _nodes(recipe, cluster, nodes))
     hooks = load_stack().hooks
@@ -211,5 +182,5 @@ def cell_on(
     """Return the cell of a recipe, overlays and `options` on `cluster`, without validating it."""
     overlays = load_precision(precision), load_ep_backend(ep_backend)
     asked = {option: Setting(value, source) for option, value in options.items()}
-    cell = merge_config(load_recipe(recipe), *overlays, cluster, layers=({}, {}, asked))
+    cell = merge_config(load_recipe(recipe), *overlays, cluster, overrides=asked)
     return replace(cell, name=name or cell.name)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError, described, nearest, quotes_remedy, unknown_name
-from cookbook.base.family import Family
+from cookbook.base.family import Family, Model
 from cookbook.base.paths import REQUIREMENTS
 
 # Public sources at the stack's versions.
@@ -178,7 +178,7 @@ class Stack:
             # If no full name is near: options with a similar last word, or a degree's initials.
             known = [full for full in self.options if full not in _SET_BY_SCRIPTS]
             last = {full: full.rpartition(".")[2] for full in known}
-            keys = nearest(name.rpartition(".")[2], {*last.values()})
+            keys = nearest(name.rpartition(".")[2], last.values())
             # `tp` stands for `tensor_parallel_degree`.
             initials = {key: "".join(w[:1] for w in key.split("_")) for key in last.values()}
             keys += [key for key in initials if initials[key] == f"{name}d"]
@@ -210,7 +210,10 @@ def load_stack(name: str | None = None) -> Stack:
     for one, default in table["options"].items():
         kind = optional.get(one, "choice" if one in choices else type(default).__name__)
         options[one] = Option(one, kind, default, one in optional, tuple(choices.get(one, ())))
-    families = {entry["name"]: Family.of(entry) for entry in table["families"]}
+    families = {}
+    for entry in table["families"]:
+        flavors = {name: Model(**sizes) for name, sizes in entry["flavors"].items()}
+        families[entry["name"]] = Family(**{**entry, "flavors": flavors})
     pins = {pin.name: pin.value for pin in read_pins()}
     sections = frozenset(option.partition(".")[0] for option in options)
     refused, datasets = table["refused_families"], table["datasets"]

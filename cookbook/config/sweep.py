@@ -19,8 +19,9 @@ from cookbook.config.recipe import (
     load_precision,
     load_recipe,
     names_in,
+    word_of,
 )
-from cookbook.config.resolve import resolve_cell
+from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.config.stack import load_stack
 
 Pair = tuple[Overlay, Overlay]
@@ -63,7 +64,7 @@ class CellRequest:
 
 
 def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
-    """Return the cells of `sweep` in order, without duplicates; raise InputError without cells."""
+    """Return the cells of `sweep` in order, without duplicates."""
     cells: dict[str, Cell] = {}
     # Cells of a group differ only in precision and EP backend, so they share a baseline.
     groups: dict[str, tuple[str, Point]] = {}
@@ -73,10 +74,15 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
         if point.recipe not in (None, recipe):
             continue
         pair = requested_pair(recipe, request, point.pair)
-        own, parts = {**sweep.settings, **point.settings}, (recipe, *pair, request.cluster)
+        parts = (recipe, *pair, request.cluster, request.nodes)
+        of_sweep = {**sweep.settings, **point.settings}
         for values in itertools.product(*axes.values()):
-            layers = (own, dict(zip(axes, values, strict=True)), request.overrides)
-            cell = resolve_cell(*parts, nodes=request.nodes, layers=layers, suffix=point.name)
+            varied = dict(zip(axes, values, strict=True))
+            overrides = {**varied, **request.overrides}
+            cell = merge_config(*parts, of_sweep=of_sweep, overrides=overrides)
+            words = [point.name] if point.name and not cell.stand_in_for else []
+            words += [f"{key.rpartition('.')[2]}_{word_of(varied[key].value)}" for key in varied]
+            cell = resolve_cell(cell, words)
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
             if cell.name in cells:
                 # Skip duplicates: recipes with a common stand-in, pairs made equal by overrides.
@@ -93,8 +99,6 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             cells[cell.name], groups[cell.name] = cell, (group, point)
             if cell.pair == sweep.baseline:
                 baselines[group] = cell.name
-    if not cells:
-        raise InputError(sweep.name, "a sweep over nothing: no cell is left", "widen the options")
     return [replace(cell, baseline=baselines.get(groups[name][0])) for name, cell in cells.items()]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from cookbook.base.paths import ROOT, TEMPLATES
-from cookbook.config.cell import Cell, launch_argv, overlay_argv, train_argv
+from cookbook.config.cell import Cell, launch_argv, train_argv
 from cookbook.config.cluster import Cluster
 from cookbook.config.options import argv_of, exported
 from cookbook.config.recipe import (
@@ -230,8 +230,8 @@ def _examples(recipe: Recipe, file_name: str) -> list[str]:
 def _choice(summary: str, default: str, overlays: Sequence[Overlay]) -> dict[str, Any]:
     stack, values = load_stack(), []
     for overlay in overlays:
-        # Drop the overlay's name: the script adds it.
-        words = [*overlay_argv(stack, overlay)[1:], *argv_of(stack, overlay.settings)]
+        # The script itself adds the overlay's name.
+        words = argv_of(stack, {**overlay.expect, **overlay.settings})
         text = " ".join(map(shquote, words))
         value = {
             "name": overlay.name,

@@ -38,7 +38,7 @@ def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
     rules = tuple(validation_errors(cell))
     # If the input is wrong, such as an invalid layout, the environment is not checked.
     here = () if any(one.is_input for one in rules) else tuple(missing_here(cell, is_submitted))
-    return Verdict(rules, here=here)
+    return Verdict(rules, here)
 
 
 def validation_errors(cell: Cell) -> list[Finding]:

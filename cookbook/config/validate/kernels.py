@@ -1,17 +1,6 @@
 """Rules that check the needs of precision, EP backend and attention against the options."""
 
-from cookbook.config.cell import (
-    ATTENTION,
-    EP_CHUNKS,
-    LAYERS_KEPT,
-    NUM_CHUNKS,
-    SAVE_LIST,
-    SCORE_ACTIVATIONS,
-    Cell,
-    Problems,
-    Rule,
-    rule,
-)
+from cookbook.config.cell import ATTENTION, OF_HOOKS, Cell, Problems, Rule, rule
 from cookbook.config.options import DEGREES
 from cookbook.config.recipe import implied
 from cookbook.config.stack import FLASH_ATTENTION, TORCHTITAN
@@ -108,7 +97,7 @@ def hooks_are_on(cell: Cell) -> Problems:
     if cell.exchange.has_own_layer and (cell.layout.tp > 1 or uses_mx):
         reason = f"without the hooks {title} counts tokens per TP rank and pads no MXFP8 groups"
         yield CUSTOM_IMPORT, reason, remedy
-    for name in (NUM_CHUNKS, EP_CHUNKS, LAYERS_KEPT, SAVE_LIST, SCORE_ACTIVATIONS, ATTENTION):
+    for name in OF_HOOKS:
         if cell.options[name] != cell.options.stack.options[name].default:
             yield name, "only the cookbook's hooks have this option", remedy
 

@@ -236,18 +236,9 @@ def _fields(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[
 
 def main() -> None:
     """Print the table."""
-    families = [dataclasses.asdict(parts.family) for parts in FAMILIES.values()]
-    for family in families:
-        # Write sizes that all flavors share only once.
-        first, *others = flavors = list(family["flavors"].values())
-        shared = {key: one for key, one in first.items() if all(o[key] == one for o in others)}
-        for sizes in flavors:
-            for key in shared:
-                del sizes[key]
-        family["shared"] = shared
     table = {
         **option_table(),
-        "families": families,
+        "families": [dataclasses.asdict(parts.family) for parts in FAMILIES.values()],
         "refused_families": REFUSED,
         "datasets": [*DATASETS, DATASET],
     }
