@@ -33,7 +33,6 @@ _PR_SET_PDEATHSIG = 1
 # A stall is STEPS median step times plus MORE_S seconds: less than the supervisor's timeout.
 STEPS, MORE_S = 4.0, 8.0
 _FEWEST_STEPS = 3
-_POLL_S = 1.0
 
 
 def attempt_folder() -> Path | None:
@@ -96,12 +95,10 @@ class StallAlarm:
         self._trace_path = Path(f"{traces}{rank}")
         self._times: deque[float] = deque(maxlen=20)
         self._stepped_at: float | None = None
-        self._due: float | None = None
+        self._timer = threading.Timer(0, self._write_trace)
         self._path = attempt / "stacks" / f"rank-{rank}.txt"
         # Opened by `step`, before any stall: a process that hangs may be unable to open a file.
         self._file: TextIO | None = None
-        self._ended = threading.Event()
-        threading.Thread(target=self._trace, name="stall alarm", daemon=True).start()
 
     def step(self) -> None:
         """Reset the alarm after a step."""
@@ -111,7 +108,6 @@ class StallAlarm:
         self._stepped_at = now
         if len(self._times) < _FEWEST_STEPS:
             return
-        seconds = STEPS * statistics.median(self._times) + MORE_S
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w")
@@ -119,33 +115,32 @@ class StallAlarm:
             # Erase the stacks of a false alarm, for example during a long save.
             os.ftruncate(self._file.fileno(), 0)
             os.lseek(self._file.fileno(), 0, os.SEEK_SET)
+        seconds = STEPS * statistics.median(self._times) + MORE_S
         faulthandler.dump_traceback_later(seconds, file=self._file)
-        self._due = now + seconds
+        self._timer.cancel()
+        self._timer = threading.Timer(seconds, self._write_trace)
+        self._timer.daemon = True
+        self._timer.start()
 
     def pause(self) -> None:
         """Disable the alarm until the next step: validation may take longer than a step."""
         faulthandler.cancel_dump_traceback_later()
-        self._due = self._stepped_at = None
+        self._timer.cancel()
+        self._stepped_at = None
 
     def end(self) -> None:
         """Cancel the alarm after the last step."""
-        faulthandler.cancel_dump_traceback_later()
-        self._ended.set()
+        self.pause()
         if self._file is not None and not os.fstat(self._file.fileno()).st_size:
             self._path.unlink(missing_ok=True)
             # Fails if other ranks' stacks remain in the folder.
             with contextlib.suppress(OSError):
                 self._path.parent.rmdir()
 
-    def _trace(self) -> None:
-        written: float | None = None
-        while not self._ended.wait(_POLL_S):
-            due = self._due
-            if due is not None and due != written and time.monotonic() >= due:
-                written = due
-                uses_nccl = dist.is_nccl_available() and "nccl" in dist.get_backend()
-                # Both functions return the format that torch's flight-recorder analyzer reads.
-                record = "_dump_nccl_trace" if uses_nccl else "_dump_fr_trace"
-                if content := getattr(torch._C._distributed_c10d, record)():
-                    self._trace_path.parent.mkdir(parents=True, exist_ok=True)
-                    self._trace_path.write_bytes(content)
+    def _write_trace(self) -> None:
+        uses_nccl = dist.is_nccl_available() and "nccl" in dist.get_backend()
+        # Both functions return the format that torch's flight-recorder analyzer reads.
+        record = "_dump_nccl_trace" if uses_nccl else "_dump_fr_trace"
+        if content := getattr(torch._C._distributed_c10d, record)():
+            self._trace_path.parent.mkdir(parents=True, exist_ok=True)
+            self._trace_path.write_bytes(content)
