@@ -26,26 +26,12 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torchtitan.components.metrics
 import torchtitan.distributed.dual_pipe_v
-import torchtitan.distributed.parallel_dims
-import torchtitan.distributed.utils
 import torchtitan.models.moe.utils
-import torchtitan.tools.profiling
 import torchtitan.tools.utils
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import _random
-
-# Modules that keep their own copy of `device_type` or `device_module`, taken at import.
-_DEVICE_HOLDERS: tuple[ModuleType, ...] = (
-    torchtitan.tools.utils,
-    torchtitan.tools.profiling,
-    torchtitan.components.metrics,
-    torchtitan.distributed.utils,
-    torchtitan.distributed.parallel_dims,
-    torchtitan.distributed.dual_pipe_v,
-)
 
 
 class CpuDevice(ModuleType):
@@ -80,17 +66,17 @@ class CpuDevice(ModuleType):
 def prepare_cpu() -> None:
     """Bind TorchTitan to the CPU; call once, before a Trainer exists."""
     own = {"device_type": "cpu", "device_module": CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")}
-    for holder in _DEVICE_HOLDERS:
-        vars(holder).update({name: one for name, one in own.items() if hasattr(holder, name)})
+    for name, module in list(sys.modules.items()):
+        # Modules keep copies of the device. `dual_pipe_v`, which detects it, must be among them.
+        if name.startswith("torchtitan."):
+            vars(module).update({key: own[key] for key in own if hasattr(module, key)})
+        # Below SM90, models fall back to a Python loop over experts, but quantization hooks only
+        # into torch._grouped_mm. The CPU has this operation too, so it takes the GPU's path.
+        if name.startswith("torchtitan.models.") and hasattr(module, "has_cuda_capability"):
+            vars(module)["has_cuda_capability"] = lambda major, minor: True
 
     # TorchTitan would report MFU against an A100's peak; with an infinite peak it is 0.
     torchtitan.tools.utils.get_peak_flops = lambda device_name: float("inf")
-
-    # Below SM90, models fall back to a Python loop over experts, but quantization hooks only into
-    # torch._grouped_mm. The CPU has this operation too, so it takes the GPU's path.
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torchtitan.models.") and hasattr(module, "has_cuda_capability"):
-            vars(module)["has_cuda_capability"] = lambda major, minor: True
 
     # Use the CPU reference of the Triton kernel that fills the permutation.
     utils: Any = torchtitan.models.moe.utils
@@ -162,19 +148,16 @@ def _replace(library: torch.library.Library, name: str) -> None:
         # Other dtypes, and mixed dtypes, keep PyTorch's own kernels and errors.
         return all(one.dtype is torch.bfloat16 for one in args if isinstance(one, Tensor))
 
-    def in_float32(keys: Any, args: Any, kwargs: Any) -> Tensor:
-        wide = (one.float() if isinstance(one, Tensor) else one for one in args)
-        return plain.call_boxed(keys, *wide, **kwargs)
-
     def product(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not are_bf16(*args):
             return plain.call_boxed(keys, *args, **kwargs)
-        return in_float32(keys, args, kwargs).bfloat16()
+        wide = (one.float() if isinstance(one, Tensor) else one for one in args)
+        return plain.call_boxed(keys, *wide, **kwargs).bfloat16()
 
     def product_into(keys: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         if not are_bf16(*args, out):
             return into.call_boxed(keys, *args, out=out, **kwargs)
-        found = in_float32(keys, args, kwargs)
+        found = product(keys, *args, **kwargs)
         return out.resize_(found.shape).copy_(found)
 
     library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
