@@ -123,12 +123,12 @@ class Manager(SimpleNamespace):
         super().__init__(
             states={"train_state": trainer},
             save=self.note,
-            _should_save=lambda step: step % 10 == 0,
+            _should_save=lambda step, last: last or step == 1 or step % self.interval == 0,
             save_future=None,
             maybe_wait_for_staging=lambda: None,
             staging=False,
             _purge_stale_checkpoints=lambda: None,
-            enable_first_step_checkpoint=True,
+            interval=10,
         )
         self.saved: list[int] = []
 

@@ -14,11 +14,12 @@
   a sigmoid, as DeepSeek-V3's are.
 """
 
+import functools
+import math
 import os
 import time
-from collections.abc import Callable, Iterable
-from enum import IntEnum
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,14 +37,6 @@ from cookbook.titan.common.process import attempt_folder
 STOP, STOPPED = "stop", "stopped"
 
 
-class Wish(IntEnum):
-    """A rank's request after a step; all ranks act on the largest request."""
-
-    NOTHING = 0
-    SAVE = 1
-    STOP = 2
-
-
 class CheckpointPolicy:
     """Decides after each step whether to save; TorchTitan's `manager` only counts steps."""
 
@@ -52,21 +45,25 @@ class CheckpointPolicy:
         # TorchTitan registers the Trainer itself as a state to save.
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
+        if self.interval_s:
+            # No step is a multiple of infinity.
+            manager.interval = math.inf
         self.attempt = attempt_folder()
         self.saved_at = time.monotonic()
         self.is_due = False
         self._save, manager.save = manager.save, self.save
-        self._is_a_step_to_save, manager._should_save = manager._should_save, self.should_save
+        self._should_save, manager._should_save = manager._should_save, self.should_save
         self._wait_for_copy = manager.maybe_wait_for_staging
         manager.maybe_wait_for_staging = self.wait_for_copy
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save, or save and stop, if due; TorchTitan calls this after every step."""
-        largest = torch.tensor(self._wish(), dtype=torch.int32, device=self.trainer.device)
+        wishes = (self._is_interval_over(), self._is_asked_to_stop())
+        largest = torch.tensor(wishes, dtype=torch.int32, device=self.trainer.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        wish = int(largest.item())
-        stops = wish == Wish.STOP and not last_step
-        self.is_due = stops or wish == Wish.SAVE
+        is_interval_over, is_asked = largest.tolist()
+        stops = is_asked and not last_step
+        self.is_due = stops or is_interval_over
         if stops:
             reason = "cookbook: asked to stop"
             logger.info(f"{reason}; the run ends at a checkpoint of step {curr_step}")
@@ -90,11 +87,7 @@ class CheckpointPolicy:
 
     def should_save(self, curr_step: int, last_step: bool = False) -> bool:
         """Return whether to save this step."""
-        if self.is_due or last_step:
-            return True
-        if self.interval_s:
-            return bool(curr_step == 1 and self.manager.enable_first_step_checkpoint)
-        return bool(self._is_a_step_to_save(curr_step))
+        return bool(self.is_due or self._should_save(curr_step, last_step))
 
     def wait_for_copy(self) -> None:
         """Wait until the weights are copied; TorchTitan calls this before the optimizer step.
@@ -110,39 +103,38 @@ class CheckpointPolicy:
         if waits:
             logger.info("cookbook: the checkpoint is copied")
 
-    def _wish(self) -> Wish:
+    def _is_asked_to_stop(self) -> bool:
         # One rank per node checks: a file from another node may become visible late.
-        if self.attempt and os.environ.get("LOCAL_RANK") == "0" and (self.attempt / STOP).exists():
-            return Wish.STOP
+        is_first = os.environ.get("LOCAL_RANK") == "0"
+        return is_first and self.attempt is not None and (self.attempt / STOP).exists()
+
+    def _is_interval_over(self) -> bool:
         # Skip while a checkpoint is being written: another save would block training.
-        decides = self.interval_s and dist.get_rank() == 0 and not self._is_writing()
-        if decides and time.monotonic() - self.saved_at >= self.interval_s:
-            return Wish.SAVE
-        return Wish.NOTHING
+        if not self.interval_s or dist.get_rank() != 0 or self._is_writing():
+            return False
+        return time.monotonic() - self.saved_at >= self.interval_s
 
     def _is_writing(self) -> bool:
         future = self.manager.save_future
         return future is not None and not future.done()
 
 
-_initialize = CheckpointManager.__init__
-
-
-@wraps(_initialize)
-def _initialize_and_decide(manager: Any, *args: Any, **kwargs: Any) -> None:
-    _initialize(manager, *args, **kwargs)
-    if manager.enable and not manager.load_only:
-        CheckpointPolicy(manager)
-
-
+@functools.cache
 def save_when_ranks_agree() -> None:
     """Patch CheckpointManager so that ranks save and stop together and errors name their cause.
 
     No door: the Trainer constructs its CheckpointManager itself.
     """
-    if CheckpointManager.__init__ is not _initialize_and_decide:
-        CheckpointManager.__init__ = _initialize_and_decide
-        name_checkpoint_causes()
+    initialize = CheckpointManager.__init__
+
+    @functools.wraps(initialize)
+    def initialize_and_decide(manager: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(manager, *args, **kwargs)
+        if manager.enable and not manager.load_only:
+            CheckpointPolicy(manager)
+
+    CheckpointManager.__init__ = initialize_and_decide
+    name_checkpoint_causes()
 
 
 def plain(value: Any) -> Any:
@@ -179,21 +171,18 @@ def root_cause(error: BaseException) -> BaseException:
 def name_checkpoint_causes() -> None:
     """Make saving and loading raise CheckpointFailedError, whose message names the root cause."""
 
-    def naming_the_cause(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(*args: Any, **options: Any) -> Any:
-            try:
-                return method(*args, **options)
-            except CheckpointException as error:
-                cause = root_cause(error)
-                failed = f"failed on rank {', '.join(map(str, sorted(error.failures)))}"
-                reason = f"{method.__name__} {failed}: {type(cause).__name__}: {cause}"
-                raise CheckpointFailedError(reason) from error
-
-        return call
+    @contextmanager
+    def naming_the_cause(name: str) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointException as error:
+            cause, ranks = root_cause(error), ", ".join(map(str, sorted(error.failures)))
+            reason = f"{name} failed on rank {ranks}: {type(cause).__name__}: {cause}"
+            raise CheckpointFailedError(reason) from error
 
     for name in ("save", "load", "maybe_wait_for_staging", "_async_wait", "close"):
-        setattr(CheckpointManager, name, naming_the_cause(getattr(CheckpointManager, name)))
+        method = naming_the_cause(name)(getattr(CheckpointManager, name))
+        setattr(CheckpointManager, name, method)
 
 
 def without_missing_bias(adapter: Any) -> Any:
@@ -207,13 +196,11 @@ def without_missing_bias(adapter: Any) -> Any:
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
             # TorchTitan loads only the keys of the dict that `to_hf` returned last.
             reader = super().get_hf_storage_reader(path, from_quantized)
-
-            def biases(names: Iterable[str]) -> list[str]:
-                return [name for name in names if name.endswith("e_score_correction_bias")]
-
-            may_have_none = self.model_args.moe_args.score_func == "softmax"
-            if may_have_none and not biases(reader.read_metadata().state_dict_metadata):
-                for name in biases(self._asked):
+            if self.model_args.moe_args.score_func != "softmax":
+                return reader
+            bias = "e_score_correction_bias"
+            if not any(name.endswith(bias) for name in reader.read_metadata().state_dict_metadata):
+                for name in [name for name in self._asked if name.endswith(bias)]:
                     del self._asked[name]
             return reader
 
