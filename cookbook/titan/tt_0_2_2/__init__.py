@@ -39,7 +39,7 @@ from cookbook.titan.tt_0_2_2.loss_and_optimizer import (
 )
 from cookbook.titan.tt_0_2_2.metrics import build_metrics_processor
 from cookbook.titan.tt_0_2_2.parallelize import parallelize
-from cookbook.titan.tt_0_2_2.text_data import build_dataloader, build_validator
+from cookbook.titan.tt_0_2_2.text_data import RepeatableValidator, build_dataloader
 
 
 def register() -> None:
@@ -69,7 +69,7 @@ def register() -> None:
             # Reads the user's own texts.
             build_dataloader_fn=build_dataloader,
             # Validates on the same batches each time; TorchTitan's DeepSeek-V3 has no validator.
-            build_validator_fn=build_validator,
+            build_validator_fn=RepeatableValidator,
         )
         try:
             register_train_spec(name, spec)

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.validate import BaseValidator, Validator
-from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 from torchtitan.hf_datasets import text_datasets
 
 from cookbook.base.errors import InputError
@@ -86,53 +85,54 @@ class Reader:
             random.Random(f"{self.seed} {self.place.epoch} {name}").shuffle(items)
 
 
+@dataclass(eq=False)
 class TextDataset(IterableDataset, Stateful):
     """Token sequences from weighted sources, split over ranks and data-loader workers.
 
     Yields `{"input": tokens}, labels`, each (seq_len,) int64, as TorchTitan's dataset does.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[TextSource],
-        data: Any,
-        tokenizer: Any,
-        seq_len: int,
-        dp_rank: int,
-        dp_world_size: int,
-    ) -> None:
-        self._sources, self._key, self._seed = sources, data.text_key, data.shuffle_seed
-        self._tokenizer, self._seq_len = tokenizer, seq_len
-        self._rank, self._world = dp_rank, dp_world_size
+    sources: Sequence[TextSource]
+    data: Any  # the job's options `data`
+    tokenizer: Any
+    seq_len: int
+    dp_rank: int
+    dp_world_size: int
+
+    def __post_init__(self) -> None:
         self._buffer: list[int] = []
-        self._places = [Place() for _ in sources]
+        self._places = [Place() for _ in self.sources]
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
-        rank, readers = self._rank * workers + number, self._world * workers
-        streams = [
-            iter(Reader(source, self._key, self._seed, rank, readers, place))
-            for source, place in zip(self._sources, self._places, strict=True)
+        rank, readers = self.dp_rank * workers + number, self.dp_world_size * workers
+        key, seed = self.data.text_key, self.data.shuffle_seed
+        each = [
+            Reader(source, key, seed, rank, readers, place)
+            for source, place in zip(self.sources, self._places, strict=True)
         ]
+        streams = [iter(reader) for reader in each]
         while True:
             # Read from the source that is furthest behind its share of the tokens.
-            pairs = zip(self._places, self._sources, strict=True)
-            shares = [place.tokens / one.weight for place, one in pairs]
+            shares = [reader.place.tokens / reader.source.weight for reader in each]
             source = shares.index(min(shares))
-            tokens = self._tokenizer.encode(next(streams[source]), add_bos=True, add_eos=True)
+            tokens = self.tokenizer.encode(next(streams[source]), add_bos=True, add_eos=True)
             self._places[source].tokens += len(tokens)
             self._buffer.extend(tokens)
-            while len(self._buffer) > self._seq_len:
-                x = torch.tensor(self._buffer[: self._seq_len + 1], dtype=torch.int64)
-                del self._buffer[: self._seq_len + 1]
+            while len(self._buffer) > self.seq_len:
+                x = torch.tensor(self._buffer[: self.seq_len + 1], dtype=torch.int64)
+                del self._buffer[: self.seq_len + 1]
                 yield {"input": x[:-1]}, x[1:]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in every source and the tokens left over for the next sequence."""
-        files = [[str(file) for file in source.files] for source in self._sources]
-        places = [asdict(place) for place in self._places]
-        return {"places": places, "buffer": list(self._buffer), "files": files, "seed": self._seed}
+        return {
+            "places": [asdict(place) for place in self._places],
+            "buffer": list(self._buffer),
+            "files": [[str(file) for file in source.files] for source in self.sources],
+            "seed": self.data.shuffle_seed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position; refuse it if the files or the seed have changed."""
@@ -178,11 +178,17 @@ def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAware
 
 
 class RepeatableValidator(Validator):
-    """TorchTitan's validator over the first `validation.steps` batches of its texts."""
+    """TorchTitan's validator over the first `validation.steps` batches of its texts.
+
+    Its batches have training's shape, so nothing is compiled or allocated for a second shape.
+    """
 
     def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, **parts: Any) -> None:
         # Skip Validator.__init__, which builds a loader of TorchTitan's own data sets.
         BaseValidator.__init__(self, job_config)
+        training, validation = job_config.training, job_config.validation
+        validation.seq_len = training.seq_len
+        validation.local_batch_size = training.local_batch_size
         for name, part in parts.items():
             setattr(self, name, part)
         self._place = {"dp_world_size": dp_world_size, "dp_rank": dp_rank}
@@ -192,44 +198,12 @@ class RepeatableValidator(Validator):
         self.validation_dataloader = build_dataloader(
             validates=True, job_config=self.job_config, tokenizer=self.tokenizer, **self._place
         )
-        processor = self.metrics_processor
-        if (alarm := getattr(processor, "alarm", None)) is not None:
-            alarm.pause()
+        processor: Any = self.metrics_processor
+        if processor.alarm:
+            processor.alarm.pause()
         tokens, last_log = processor.ntokens_since_last_log, processor.time_last_log
         began = time.perf_counter()
         processor.ntokens_since_last_log, processor.time_last_log = 0, began
         super().validate(model_parts, step)
         processor.ntokens_since_last_log = tokens
         processor.time_last_log = last_log + time.perf_counter() - began
-
-    def post_dataloading_process(
-        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[Any]
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
-        """Prepare a batch as TorchTitan's Trainer does.
-
-        TorchTitan's validator also builds masks for SDPA, which accepts none.
-        """
-        inputs = input_dict["input"]
-        others = {name: value for name, value in input_dict.items() if name != "input"}
-        options: dict[str, Any] = {}
-        if model_parts[0].model_args.attn_type in ("flex", "varlen"):
-            options["attention_masks"] = model_parts[0].get_attention_masks(
-                input_batch=inputs, tokenizer=self.tokenizer, extra_inputs=others
-            )
-        if self.parallel_dims.cp_enabled:
-            mesh = self.parallel_dims.get_mesh("cp")
-            balancer = self.job_config.parallelism.context_parallel_load_balancer
-            inputs, labels, options = prepare_context_parallel_input(
-                inputs, labels, options, mesh, inputs.device, balancer
-            )
-        return inputs, labels, others, options
-
-
-def build_validator(job_config: Any, **arguments: Any) -> RepeatableValidator:
-    """Return the validator of a job; `arguments` are those of TorchTitan's function.
-
-    Its batches have training's shape, so nothing is compiled or allocated for a second shape.
-    """
-    training, validation = job_config.training, job_config.validation
-    validation.seq_len, validation.local_batch_size = training.seq_len, training.local_batch_size
-    return RepeatableValidator(job_config, **arguments)

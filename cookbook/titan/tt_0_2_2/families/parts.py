@@ -125,7 +125,13 @@ class AttentionChoice(ModelProtocol):
 
         Document ends are (batch, documents), so that every pipeline stage can split them by rows
         into microbatches.
+
+        Raises:
+            TypeError: SDPA takes no mask. TorchTitan's validator asks for one all the same, and
+                expects this error.
         """
+        if self.model_args.attn_type == "sdpa":
+            raise TypeError("SDPA takes no mask")
         by_document = self.model_args.attn_mask_type == "block_causal"
         assert tokenizer.eos_id is not None or not by_document
         ends = varlen_attention.document_ends(
