@@ -70,21 +70,21 @@ def find_sources(patterns: Sequence[str], root: Path = Path()) -> list[TextSourc
     """
     place = "data.files"
     weighted = [re.fullmatch(r"(\d+(?:\.\d+)?):(.+)", pattern) for pattern in patterns]
+    if not patterns:
+        remedy = "name files, folders or globs of .jsonl, .json.gz or .parquet files"
+        raise InputError(place, "is empty", remedy)
     if not any(weighted):
         files = tuple(path for pattern in patterns for path in _files(pattern, root))
-        if not files:
-            remedy = "name files, folders or globs of .jsonl, .json.gz or .parquet files"
-            raise InputError(place, "is empty", remedy)
         return [TextSource(", ".join(patterns), files, 1.0)]
-    if not all(weighted):
-        unweighted = next(p for p, match in zip(patterns, weighted, strict=True) if not match)
-        remedy = f"write 0.5:{unweighted}, or remove the weights of the others"
-        raise InputError(place, f"{unweighted!r} has no weight and others have one", remedy)
     sources = []
-    for weight, pattern in (match.groups() for match in weighted if match):
-        if float(weight) <= 0:
+    for whole, match in zip(patterns, weighted, strict=True):
+        if not match:
+            remedy = f"write 0.5:{whole}, or remove the weights of the others"
+            raise InputError(place, f"{whole!r} has no weight and others have one", remedy)
+        weight, pattern = float(match[1]), match[2]
+        if not weight:
             raise InputError(place, f"{pattern!r} has weight 0", "remove it")
-        sources.append(TextSource(pattern, tuple(_files(pattern, root)), float(weight)))
+        sources.append(TextSource(pattern, tuple(_files(pattern, root)), weight))
     return sources
 
 

@@ -163,13 +163,14 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
         each = torch.Size(shape).numel() * dtype.itemsize
         first = 0
         while first < len(names):
-            fit = max(min(room // each, len(names) - first), 0 if files[-1] else 1)
-            if fit:
-                files[-1].append(Part(fqn, names[first : first + fit], first, shape, dtype))
-                first, room = first + fit, room - fit * each
-            if first < len(names):
+            if room < each and files[-1]:
                 files.append([])
                 room = request.file_bytes
+            # A tensor larger than a file has a file of its own.
+            last = min(first + max(room // each, 1), len(names))
+            files[-1].append(Part(fqn, names[first:last], first, shape, dtype))
+            room -= (last - first) * each
+            first = last
     return files
 
 

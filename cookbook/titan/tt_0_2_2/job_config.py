@@ -14,7 +14,6 @@ import dataclasses
 import json
 import re
 import textwrap
-import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -210,28 +209,28 @@ def option_table() -> dict[str, dict[str, Any]]:
     """Return by dotted name: all defaults, allowed choices, and the types of optional options."""
     merged = ConfigManager._merge_configs(TitanJobConfig, JobConfig)
     table: dict[str, dict[str, Any]] = {"options": {}, "optional": {}, "choices": {}}
-    for name, one in _fields(merged, ""):
-        is_union = typing.get_origin(one.type) in (typing.Union, types.UnionType)
-        kinds = list(typing.get_args(one.type)) if is_union else [one.type]
-        factory = one.default_factory
-        table["options"][name] = one.default if factory is dataclasses.MISSING else factory()
-        for kind in kinds:
-            if typing.get_origin(kind) is typing.Literal:
-                table["choices"][name] = list(typing.get_args(kind))
-        if name in table["choices"] and type(None) in kinds:
-            table["optional"][name] = "choice"
-        elif type(None) in kinds:
+    for name, kind, default in _options(merged(), ""):
+        table["options"][name] = default
+        # A union, even if only of one type and None.
+        kinds = typing.get_args(kind | None)
+        for one in kinds:
+            if typing.get_origin(one) is typing.Literal:
+                table["choices"][name] = list(typing.get_args(one))
+        if kind == kind | None:
             named = {list[str]: "list", bool: "bool", float: "float", int: "int", str: "str"}
-            table["optional"][name] = next((named[k] for k in named if k in kinds), "lists")
+            rest = "choice" if name in table["choices"] else "lists"
+            table["optional"][name] = next((named[k] for k in named if k in kinds), rest)
     return table
 
 
-def _fields(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+def _options(section: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted name, type and default of each option."""
     for one in dataclasses.fields(section):
-        if dataclasses.is_dataclass(one.type):
-            yield from _fields(one.type, f"{prefix}{one.name}.")
+        default = getattr(section, one.name)
+        if dataclasses.is_dataclass(default):
+            yield from _options(default, f"{prefix}{one.name}.")
         else:
-            yield f"{prefix}{one.name}", one
+            yield f"{prefix}{one.name}", one.type, default
 
 
 def main() -> None:
