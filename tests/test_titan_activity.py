@@ -177,8 +177,8 @@ def test_a_loop_over_experts_quantizes_nothing() -> None:
     MXGroupedMMConverter(config, dims).convert(nn.ModuleDict({"experts": experts}))
     for is_grouped, wanted in ((True, ("mxfp8", True)), (False, ("bf16", False))):
         experts.use_grouped_mm = is_grouped
-        found = observe_model([experts])
-        assert (*found.grouped_gemms, found.emulated) == wanted
+        quantization, is_emulated = observe_model([experts])
+        assert (*quantization["grouped_gemms"], is_emulated) == wanted
 
 
 def test_each_logged_step_is_a_line_at_once(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_unlogged_steps_are_logged_once_a_minute(
         report: Any = metrics.CookbookMetrics.__new__(metrics.CookbookMetrics)
         options = {"training": SimpleNamespace(steps=900), "comm": None}
         report.job_config = SimpleNamespace(metrics=SimpleNamespace(log_freq=10), **options)
-        report.parallel_dims, report.reported = None, True
+        report.parallel_dims, report._load = None, object()
         for step in range(13, 32):
             now[0] += 25
             assert report.should_log(step) is (step in (20, 30))

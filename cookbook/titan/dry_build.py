@@ -172,12 +172,9 @@ def describe(build: Build, stack: str) -> dict[str, Any]:
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.families.parts")
     parts = build.trainer.model_parts
-    found = activity.observe_model(parts)
-    active = {
-        "grouped_gemms": activity.words(found.grouped_gemms),
-        "linear_layers": activity.words(found.linear_layers),
-        "attention": activity.words(attention.chosen_attention(parts)),
-    }
+    quantization, _ = activity.observe_model(parts)
+    found = quantization | {"attention": attention.chosen_attention(parts)}
+    active = {name: activity.words(one) for name, one in found.items()}
     return {"active": active, "warnings": build.warnings, "not_exercised": build.not_exercised}
 
 

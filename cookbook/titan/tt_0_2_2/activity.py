@@ -8,7 +8,7 @@ is recorded in this module's sets by the code as it runs.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -35,14 +35,6 @@ patches_applied: set[str] = set()
 KINDS = {"precision": "precision", "ep_backend": "EP backend"}
 
 
-class ModelActivity(NamedTuple):
-    """The quantization of one rank's routed experts and linear layers."""
-
-    grouped_gemms: frozenset[str]
-    linear_layers: frozenset[str]
-    emulated: bool  # whether any of these layers emulates its low precision
-
-
 @dataclass(frozen=True)
 class RankActivity:
     """One rank's observations in its first step."""
@@ -60,8 +52,11 @@ def words(found: Iterable[str]) -> str | None:
     return " and ".join(sorted(found)) or None
 
 
-def observe_model(model_parts: Iterable[nn.Module]) -> ModelActivity:
-    """Read the quantization from the weights and layers themselves, not from the job's options."""
+def observe_model(model_parts: Iterable[nn.Module]) -> tuple[dict[str, frozenset[str]], bool]:
+    """Return the quantization of `grouped_gemms` and `linear_layers`, and whether it is emulated.
+
+    It is read from the weights and layers themselves, not from the job's options.
+    """
     grouped, linear, emulated = set(), set(), False
     for module in (module for part in model_parts for module in part.modules()):
         if isinstance(module, MXLinear):
@@ -79,7 +74,8 @@ def observe_model(model_parts: Iterable[nn.Module]) -> ModelActivity:
                     emulated |= weight.kernel_preference == KernelPreference.EMULATED
                 else:
                     grouped.add("bf16")
-    return ModelActivity(frozenset(grouped), frozenset(linear or {"bf16"}), emulated)
+    found = {"grouped_gemms": frozenset(grouped), "linear_layers": frozenset(linear or {"bf16"})}
+    return found, emulated
 
 
 def observe_dispatch() -> frozenset[str]:
@@ -132,9 +128,8 @@ def check(job_config: Any, found: dict[str, Any]) -> None:
         if value != found[aspect]:
             kind = "ep_backend" if aspect == "dispatch" else "precision"
             overlay = f"{KINDS[kind]} {getattr(options, kind)}".rstrip()
-            wanted, active = (
-                str(one).lower() if aspect == "emulated" else one for one in (value, found[aspect])
-            )
-            texts.append(f"{overlay} declares {aspect} {wanted}, but {active or 'none'} is active")
+            # Write `true` and `none`; the other values have no capitals.
+            wanted, active = str(value).lower(), str(found[aspect]).lower()
+            texts.append(f"{overlay} declares {aspect} {wanted}, but {active} is active")
     if texts:
         raise refuse("; ".join([*texts, "correct the overlay's `expect` or its options"]))

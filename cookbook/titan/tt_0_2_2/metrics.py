@@ -59,7 +59,8 @@ class JsonLines(BaseLogger):
 
     def __init__(self, path: Path, rank: int) -> None:
         self._rank = rank
-        self._file = path.open("a", encoding="utf-8")
+        # Line-buffered: each step is in the file at once.
+        self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Write the step; TorchTitan logs a validation separately, as a line without `loss`."""
@@ -70,7 +71,6 @@ class JsonLines(BaseLogger):
                 # Standard JSON has no `NaN`.
                 line[ours] = value if math.isfinite(value) else str(value)
         self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -79,35 +79,27 @@ class JsonLines(BaseLogger):
 class CookbookMetrics(metrics.MetricsProcessor):
     """TorchTitan's MetricsProcessor with the router's load, the stall alarm and the report."""
 
-    reported = False
     # Set by `build_metrics_processor`: the self-check's summary, and the whole model's arguments.
     self_check: dict[str, Any] | None = None
     model_args: Any = None
     alarm: StallAlarm | None = None
-    _load: RouterLoad | None = None
-    _first_unlogged: int | None = None
-    _logged_at: float | None = None  # time.monotonic() of the last log line
+    _load: RouterLoad | None = None  # None before the first step
+    _logged_at = -math.inf  # time.monotonic() of the last log line
 
     def should_log(self, step: int) -> bool:
         """Return whether to log this step; called on every rank after each optimizer step."""
-        attempt, comm = attempt_folder(), self.job_config.comm
-        if self.alarm is None and attempt:
-            traces = Path(self.job_config.job.dump_folder, comm.save_traces_folder)
-            prefix = traces / comm.save_traces_file_prefix
-            self.alarm = StallAlarm(attempt, prefix, torch.distributed.get_rank())
         if self.alarm and step >= self.job_config.training.steps:
             self.alarm.end()
         elif self.alarm:
             self.alarm.step()
-        if self._first_unlogged is None:
-            self._first_unlogged = step
-        if not self.reported:
-            self.reported = True
+        if self._load is None:
+            model = (self.model_parts, self.model_args, self.parallel_dims)
+            self._load = RouterLoad(*model, self.job_config, step, self._is_metrics_rank())
             self._report()
         is_logged: bool = super().should_log(step)
         # The supervisor reads the log and would take a long silence for a hang.
         now = time.monotonic()
-        is_due = self._logged_at is None or now - self._logged_at >= _HEARTBEAT_S
+        is_due = now - self._logged_at >= _HEARTBEAT_S
         if is_due and not is_logged and self._is_metrics_rank():
             logger.info(f"cookbook: made step {step}, which is not logged")
         if is_due or is_logged:
@@ -116,11 +108,8 @@ class CookbookMetrics(metrics.MetricsProcessor):
 
     def log(self, step: int, *values: float, extra_metrics: dict[str, Any] | None = None) -> None:
         """Log TorchTitan's metrics, and the router's load since the last logged step."""
-        if self._load is None:
-            model = (self.model_parts, self.model_args, self.parallel_dims)
-            self._load = RouterLoad(*model, self.job_config, self._is_metrics_rank())
-        extra = (extra_metrics or {}) | self._load.log(self._first_unlogged or step, step)
-        self._first_unlogged = None
+        assert self._load is not None
+        extra = (extra_metrics or {}) | self._load.log(step)
         if self.job_config.training.max_skipped_steps:
             extra["skipped_steps"] = GradientWatch.skipped
         super().log(step, *values, extra_metrics=extra)
@@ -154,15 +143,14 @@ class CookbookMetrics(metrics.MetricsProcessor):
 
     def _observe(self) -> activity.RankActivity:
         assert self.model_parts is not None
-        model = activity.observe_model(self.model_parts)
+        quantization, is_emulated = activity.observe_model(self.model_parts)
         attention, mean_attended_length = observe_attention()
         pp_mesh = self.parallel_dims.get_optional_mesh("pp")
         quantized = activity.dispatches & {activity.MXFP8_DISPATCH, activity.MXFP8_COMBINE}
         return activity.RankActivity(
             stage=0 if pp_mesh is None else pp_mesh.get_local_rank(),
             found={
-                "grouped_gemms": model.grouped_gemms,
-                "linear_layers": model.linear_layers,
+                **quantization,
                 "dispatch": activity.observe_dispatch(),
                 "rows": frozenset(activity.rows),
                 "loss": frozenset(activity.losses),
@@ -171,7 +159,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
                 "moe_routing": observe_routing(self.model_parts),
                 "attention": attention,
             },
-            emulated=model.emulated or (bool(quantized) and casts_are_emulated()),
+            emulated=is_emulated or (bool(quantized) and casts_are_emulated()),
             mean_attended_length=mean_attended_length,
             patches_applied=frozenset(activity.patches_applied),
             node=socket.gethostname(),
@@ -208,10 +196,15 @@ def build_metrics_processor(
         processor = CookbookMetrics(job_config, parallel_dims, tag)
     processor.self_check, processor.model_args = self_check, model_args
     attempt = attempt_folder()
-    if attempt and processor._is_metrics_rank():
+    if attempt is None:
+        return processor
+    rank, comm = torch.distributed.get_rank(), job_config.comm
+    traces = Path(job_config.job.dump_folder, comm.save_traces_folder, comm.save_traces_file_prefix)
+    processor.alarm = StallAlarm(attempt, traces, rank)
+    if processor._is_metrics_rank():
         # Use a new container: without TensorBoard and W&B, TorchTitan's logger may be a dummy.
         both = LoggerContainer()
         both.add_logger(processor.logger)
-        both.add_logger(JsonLines(attempt / FILE, torch.distributed.get_rank()))
+        both.add_logger(JsonLines(attempt / FILE, rank))
         processor.logger = both
     return processor

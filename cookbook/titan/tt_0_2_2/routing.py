@@ -78,6 +78,7 @@ class RouterLoad:
         model_args: Any,
         parallel_dims: Any,
         job_config: Any,
+        first_step: int,
         writes: bool,  # whether this rank writes the file; true on one rank
     ) -> None:
         self._own = moe_layers(model_parts)
@@ -93,17 +94,18 @@ class RouterLoad:
         num_logs = job_config.training.steps / job_config.metrics.log_freq
         self._logs_per_counts = math.ceil(num_logs / _MOST_COUNTS)
         self._kept = torch.zeros(self._shape, dtype=torch.float64)
-        self._kept_from: int | None = None
+        self._kept_from = self._first_step = first_step
         self._num_logs = 0
 
-    def log(self, first_step: int, step: int) -> dict[str, float]:
-        """Write the load of the steps from `first_step` to `step`; a collective of all ranks.
+    def log(self, step: int) -> dict[str, float]:
+        """Write the load since the last call, up to `step`; a collective of all ranks.
 
         Return the metrics for TensorBoard and W&B; empty on a rank that does not write.
         """
         counts = self.take_counts()
         if not self._writes:
             return {}
+        first_step, self._first_step = self._first_step, step + 1
         counts = counts.cpu()
         layers = counts.sum(1).nonzero().flatten().tolist()
         if not layers:
@@ -114,12 +116,11 @@ class RouterLoad:
         line = {"first_step": first_step, "step": step, "forced": self._forced, "layers": layers}
         line |= {"busiest_over_mean": busiest, "starved_experts": starved}
         self._kept += counts
-        self._kept_from = first_step if self._kept_from is None else self._kept_from
         self._num_logs += 1
         if self._num_logs % self._logs_per_counts == 0:
             line |= {"counts_from": self._kept_from, "counts": self._kept[layers].long().tolist()}
             self._kept.zero_()
-            self._kept_from = None
+            self._kept_from = self._first_step
         self._write(line)
         name = "router_load/busiest_over_mean"
         by_layer = zip(layers, busiest, strict=True)
@@ -208,11 +209,8 @@ def route_at_random(
 
 
 def _look_up(router: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
-    table, num_tokens = router.cookbook_dealt, scores.shape[0]
-    if num_tokens > table.shape[0]:
-        # Validation may have larger batches.
-        table = table.repeat(-(-num_tokens // table.shape[0]), 1)
-    experts = table[:num_tokens].long()
+    # A microbatch of a pipeline is smaller than the table.
+    experts = router.cookbook_dealt[: scores.shape[0]].long()
     return experts, scores.gather(1, experts)
 
 
