@@ -95,13 +95,13 @@ def test_two_resumes_in_epochs_1_and_2_read_what_one_run_reads(
 
 def test_ranks_read_every_document_once_an_epoch_and_epochs_differ(corpus: Path) -> None:
     from cookbook.base.text_files import find_sources
-    from cookbook.titan.tt_0_2_2.text_data import Reader
+    from cookbook.titan.tt_0_2_2.text_data import Place, read_texts
 
     (source,) = find_sources([f"{corpus}/a*"])
 
     def read(rank: int, epochs: int, seed: int) -> list[str]:
-        reader = iter(Reader(source, "text", seed, rank, 3))
-        return [next(reader) for _ in range(80 * epochs)]
+        data = SimpleNamespace(text_key="text", shuffle_seed=seed)
+        return [*itertools.islice(read_texts(source, data, rank, 3, Place()), 80 * epochs)]
 
     ranks = [read(rank, 2, 7) for rank in range(3)]
     first = sorted(text for rank in ranks for text in rank[:80])

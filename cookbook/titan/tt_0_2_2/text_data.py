@@ -12,7 +12,8 @@ the throughput's count; `routing.py` keeps its tokens out of the router's counts
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.hf_datasets import text_datasets
 
 from cookbook.base.errors import InputError
-from cookbook.base.text_files import TextSource, find_sources, read_windows
+from cookbook.base.text_files import Document, TextSource, find_sources, read_windows
 from cookbook.titan.common.process import die_with_parent
 from cookbook.titan.tt_0_2_2.versions import refuse
 
@@ -42,47 +43,39 @@ class Place:
     tokens: int = 0  # tokens that this reader returned in all epochs
 
 
-@dataclass
-class Reader:
-    """Reads every `readers`-th document of a source, epoch after epoch."""
+def read_texts(
+    source: TextSource, data: Any, rank: int, readers: int, place: Place
+) -> Iterator[str]:
+    """Yield every `readers`-th text of a source, epoch after epoch, from `place` on.
 
-    source: TextSource
-    key: str
-    seed: int
-    rank: int
-    readers: int
-    place: Place = field(default_factory=Place)
+    Advances `place`, so that its copy resumes at the next text.
+    """
 
-    def __iter__(self) -> Iterator[str]:
-        place = self.place
-        while True:
-            order = list(range(len(self.source.files)))
-            self._shuffle(order, "files")
-            for file in order[place.file :]:
-                yield from self._read(file)
-                place.before, place.documents = place.before + place.documents, 0
-                place.file += 1
-            if place.before <= self.rank:
-                few = f"{self.source.pattern} has {place.before} documents for {self.readers}"
-                reason = f"{few} data-parallel ranks and workers"
-                raise InputError("data.files", reason, "use fewer, or more documents")
-            place.epoch, place.file, place.before = place.epoch + 1, 0, 0
+    def shuffle(items: list[Any], name: str) -> None:
+        if data.shuffle_seed >= 0:
+            random.Random(f"{data.shuffle_seed} {place.epoch} {name}").shuffle(items)
 
-    def _read(self, file: int) -> Iterator[str]:
-        place, first = self.place, 0
-        for number, window in enumerate(read_windows(self.source.files[file], self.key)):
-            if first + len(window) > place.documents:
-                self._shuffle(window, f"{file}-{number}")
-            for seen, document in enumerate(window, first):
-                if seen >= place.documents:
-                    place.documents = seen + 1
-                    if (place.before + seen) % self.readers == self.rank:
-                        yield document.text(self.key)
-            first += len(window)
+    def documents(file: int) -> Iterator[Document]:
+        for number, window in enumerate(read_windows(source.files[file], data.text_key)):
+            shuffle(window, f"{file}-{number}")
+            yield from window
 
-    def _shuffle(self, items: list[Any], name: str) -> None:
-        if self.seed >= 0:
-            random.Random(f"{self.seed} {self.place.epoch} {name}").shuffle(items)
+    while True:
+        order = list(range(len(source.files)))
+        shuffle(order, "files")
+        for file in order[place.file :]:
+            for document in islice(documents(file), place.documents, None):
+                number = place.before + place.documents
+                place.documents += 1
+                if number % readers == rank:
+                    yield document.text(data.text_key)
+            place.before, place.documents = place.before + place.documents, 0
+            place.file += 1
+        if place.before <= rank:
+            few = f"{source.pattern} has {place.before} documents for {readers}"
+            reason = f"{few} data-parallel ranks and workers"
+            raise InputError("data.files", reason, "use fewer, or more documents")
+        place.epoch, place.file, place.before = place.epoch + 1, 0, 0
 
 
 @dataclass(eq=False)
@@ -107,18 +100,14 @@ class TextDataset(IterableDataset, Stateful):
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
         rank, readers = self.dp_rank * workers + number, self.dp_world_size * workers
-        key, seed = self.data.text_key, self.data.shuffle_seed
-        each = [
-            Reader(source, key, seed, rank, readers, place)
-            for source, place in zip(self.sources, self._places, strict=True)
-        ]
-        streams = [iter(reader) for reader in each]
+        pairs = [*zip(self.sources, self._places, strict=True)]
+        streams = [read_texts(source, self.data, rank, readers, place) for source, place in pairs]
         while True:
             # Read from the source that is furthest behind its share of the tokens.
-            shares = [reader.place.tokens / reader.source.weight for reader in each]
-            source = shares.index(min(shares))
-            tokens = self.tokenizer.encode(next(streams[source]), add_bos=True, add_eos=True)
-            self._places[source].tokens += len(tokens)
+            shares = [place.tokens / source.weight for source, place in pairs]
+            behind = shares.index(min(shares))
+            tokens = self.tokenizer.encode(next(streams[behind]), add_bos=True, add_eos=True)
+            self._places[behind].tokens += len(tokens)
             self._buffer.extend(tokens)
             while len(self._buffer) > self.seq_len:
                 x = torch.tensor(self._buffer[: self.seq_len + 1], dtype=torch.int64)
