@@ -95,8 +95,7 @@ class CheckpointPolicy:
         The first copy is slow because it pins memory. The supervisor reads the log lines, and so
         does not mistake the wait for a hang.
         """
-        copy = self.manager.staging_future if self.manager.staging else None
-        waits = copy is not None and not copy.done()
+        waits = self.manager.staging and not self.manager.staging_future.done()
         if waits:
             logger.info("cookbook: waiting until the checkpoint is copied")
         self._wait_for_copy()

@@ -33,7 +33,6 @@ from cookbook.titan.tt_0_2_2.routing import RouterLoad, observe_routing
 from cookbook.titan.tt_0_2_2.self_check import check_kernels
 from cookbook.titan.tt_0_2_2.versions import versions
 
-FILE = "metrics.jsonl"
 # TorchTitan's name of a metric -> its key in metrics.jsonl.
 _NAMES = {
     "loss_metrics/global_avg_loss": "loss",
@@ -205,6 +204,6 @@ def build_metrics_processor(
         # Use a new container: without TensorBoard and W&B, TorchTitan's logger may be a dummy.
         both = LoggerContainer()
         both.add_logger(processor.logger)
-        both.add_logger(JsonLines(attempt / FILE, rank))
+        both.add_logger(JsonLines(attempt / "metrics.jsonl", rank))
         processor.logger = both
     return processor
