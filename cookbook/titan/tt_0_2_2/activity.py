@@ -89,24 +89,20 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
 
     An aspect that no rank observed is None; `mean_attended_length` is in tokens.
     """
-
-    def joined(name: str) -> frozenset[str]:
-        return frozenset().union(*(view.found[name] for view in views))
-
-    linear = joined("linear_layers")
+    found = {
+        name: set[str]().union(*(view.found[name] for view in views)) for name in views[0].found
+    }
     # `filter_fqns` may exclude all linear layers of one pipeline stage, which then reports `bf16`.
     # Drop this `bf16` if another stage quantizes, unless ranks of the same stage disagree.
     by_stage = {(view.stage, view.found["linear_layers"]) for view in views}
     if len(by_stage) == len({view.stage for view in views}):
-        linear = linear - {"bf16"} or linear
+        found["linear_layers"] = found["linear_layers"] - {"bf16"} or {"bf16"}
     # All ranks have batches of the same size, so the mean of their means is the mean over tokens.
-    lengths = [view.mean_attended_length for view in views]
-    means = [length for length in lengths if length is not None]
+    lengths = [one.mean_attended_length for one in views if one.mean_attended_length is not None]
     return {
-        **{name: words(joined(name)) for name in views[0].found},
-        "linear_layers": words(linear),
+        **{name: words(one) for name, one in found.items()},
         "emulated": any(view.emulated for view in views),
-        "mean_attended_length": round(fmean(means), 1) if means else None,
+        "mean_attended_length": round(fmean(lengths), 1) if lengths else None,
     }
 
 

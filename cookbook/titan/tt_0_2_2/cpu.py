@@ -137,31 +137,27 @@ def multiply_bf16_in_float32() -> torch.library.Library | None:
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         for name in ("mm", "addmm", "bmm", "baddbmm"):
             _replace(library, name)
+            _replace(library, f"{name}.out")
     return library
 
 
-def _replace(library: torch.library.Library, name: str) -> None:
-    plain = torch.library.get_kernel(f"aten::{name}", "CPU")
-    into = torch.library.get_kernel(f"aten::{name}.out", "CPU")
+def _replace(library: torch.library.Library, operator: str) -> None:
+    kernel = torch.library.get_kernel(f"aten::{operator}", "CPU")
 
-    def are_bf16(*args: Any) -> bool:
-        # Other dtypes, and mixed dtypes, keep PyTorch's own kernels and errors.
-        return all(one.dtype is torch.bfloat16 for one in args if isinstance(one, Tensor))
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) else value
 
-    def product(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if not are_bf16(*args):
-            return plain.call_boxed(keys, *args, **kwargs)
-        wide = (one.float() if isinstance(one, Tensor) else one for one in args)
-        return plain.call_boxed(keys, *wide, **kwargs).bfloat16()
+    def multiply(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        if any(one.dtype is not torch.bfloat16 for one in tensors):
+            # Other dtypes, and mixed dtypes, keep PyTorch's own kernels and errors.
+            return kernel.call_boxed(keys, *args, **kwargs)
+        options = {name: widened(value) for name, value in kwargs.items()}
+        product = kernel.call_boxed(keys, *map(widened, args), **options)
+        out = kwargs.get("out")
+        return product.bfloat16() if out is None else out.resize_(product.shape).copy_(product)
 
-    def product_into(keys: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
-        if not are_bf16(*args, out):
-            return into.call_boxed(keys, *args, out=out, **kwargs)
-        found = product(keys, *args, **kwargs)
-        return out.resize_(found.shape).copy_(found)
-
-    library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
-    library.impl(f"{name}.out", product_into, "CPU", with_keyset=True, allow_override=True)
+    library.impl(operator, multiply, "CPU", with_keyset=True, allow_override=True)
 
 
 class ShardSeededTracker:
