@@ -170,7 +170,8 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
         return
     # Build the experts first: their converters set the alignment that is read below.
     probe = _experts(cell, torch.empty(1, 32, 32, dtype=torch.bfloat16))
-    (kind,) = observe_model([probe]).grouped_gemms
+    quantization, _ = observe_model([probe])
+    (kind,) = quantization["grouped_gemms"]
     alignment, experts = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M, cell.local_experts
     if cell.device == "cpu":
         experts = min(experts, 8)
@@ -221,7 +222,8 @@ def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
     found: dict[tuple[str, int, int], nn.Linear] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name != "output":
-            kind = next(iter(observe_model([layer]).linear_layers))
+            quantization, _ = observe_model([layer])
+            (kind,) = quantization["linear_layers"]
             kind += " tensorwise" if kind == "float8" and not is_rowwise else ""
             found.setdefault((kind, layer.out_features, layer.in_features), layer)
     by_size = sorted(found, key=lambda one: one[1] * one[2])
