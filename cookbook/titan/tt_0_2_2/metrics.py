@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torchtitan.components.metrics as metrics
-from torchtitan.components.metrics import BaseLogger, LoggerContainer
+from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger
 
 from cookbook.base.family import loss_rank
@@ -54,15 +54,16 @@ _HEARTBEAT_S = 60.0
 
 
 class JsonLines(BaseLogger):
-    """Append a line for each logged step; NaN and infinite values become strings."""
+    """Adds metrics.jsonl to TorchTitan's `logger`; NaN and infinite values become strings."""
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, logger: BaseLogger, path: Path, rank: int) -> None:
+        self._logger, self._rank = logger, rank
         # Line-buffered: each step is in the file at once.
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Write the step; TorchTitan logs a validation separately, as a line without `loss`."""
+        self._logger.log(metrics, step)
         line: dict[str, float | str] = {"step": step, "time": time.time(), "rank": self._rank}
         for name, ours in _NAMES.items():
             if name in metrics:
@@ -72,6 +73,7 @@ class JsonLines(BaseLogger):
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
+        self._logger.close()
         self._file.close()
 
 
@@ -201,9 +203,5 @@ def build_metrics_processor(
     traces = Path(job_config.job.dump_folder, comm.save_traces_folder, comm.save_traces_file_prefix)
     processor.alarm = StallAlarm(attempt, traces, rank)
     if processor._is_metrics_rank():
-        # Use a new container: without TensorBoard and W&B, TorchTitan's logger may be a dummy.
-        both = LoggerContainer()
-        both.add_logger(processor.logger)
-        both.add_logger(JsonLines(attempt / "metrics.jsonl", rank))
-        processor.logger = both
+        processor.logger = JsonLines(processor.logger, attempt / "metrics.jsonl", rank)
     return processor
