@@ -46,7 +46,7 @@ class CheckpointPolicy:
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
         if self.interval_s:
-            # No step is a multiple of infinity.
+            # Minutes replace steps: no step is a multiple of infinity.
             manager.interval = math.inf
         self.attempt = attempt_folder()
         self.saved_at = time.monotonic()
