@@ -167,10 +167,9 @@ def write_lengths(
 
 def read_lengths(
     sources: Sequence[TextSource], text_key: str, tokenizer: Path
-) -> tuple[float, float] | None:
+) -> list[float] | None:
     """Return the recorded mean and median; None if the files, in their current state, have none."""
-    found = _read_lengths().get(_key(sources, text_key, tokenizer))
-    return (found[0], found[1]) if found else None
+    return _read_lengths().get(_key(sources, text_key, tokenizer))
 
 
 def _read_lengths() -> dict[str, list[float]]:

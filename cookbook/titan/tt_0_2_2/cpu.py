@@ -20,7 +20,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -94,7 +94,6 @@ def prepare_cpu() -> None:
     # The router counts tokens per expert with `torch.histc` of integers, which is CUDA-only.
     histc = torch.histc
 
-    @wraps(histc)
     def counting_histc(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if input.device.type == "cpu" and not input.is_floating_point():
             return histc(input.float(), *args, **kwargs).to(input.dtype)
@@ -104,12 +103,7 @@ def prepare_cpu() -> None:
 
     # TorchTitan passes `device_ids` to a barrier before it shortens timeouts; gloo rejects them.
     barrier = torch.distributed.barrier
-
-    @wraps(barrier)
-    def host_barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        return barrier(group=group, async_op=async_op)
-
-    torch.distributed.barrier = host_barrier
+    torch.distributed.barrier = lambda *args, device_ids=None, **kwargs: barrier(*args, **kwargs)
 
 
 def sum_gradients_in_fsdp(model: nn.Module) -> None:

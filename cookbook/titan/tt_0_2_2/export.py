@@ -10,7 +10,6 @@ interrupted export resumes at the first missing file.
 import json
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,7 +91,10 @@ def export(request: Request) -> int:
         raise JobError(f"{to}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free")
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     for name, parts in missing.items():
-        write_file(to / name, read_parts(reader, metadata, parts))
+        tensors: dict[str, torch.Tensor] = {}
+        for part in parts:
+            tensors |= read_part(reader, metadata, part)
+        write_file(to / name, tensors)
         print(f"wrote {name}", flush=True)
     _name_left_out(reader, metadata, {part.fqn for parts in files for part in parts})
     weights = {name: file for file, parts in named.items() for part in parts for name in part.names}
@@ -116,7 +118,7 @@ def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[st
         if fqn not in written
     ]
     if left_out:
-        biases = read_parts(reader, metadata, left_out).values()
+        biases = [read_part(reader, metadata, part)[part.fqn] for part in left_out]
         largest = max(float(bias.abs().max()) for bias in biases)
         print(
             f"left out {len(left_out)} routing biases of at most {largest:.2g}: the format has no "
@@ -174,25 +176,19 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
     return files
 
 
-def read_parts(
-    reader: FileSystemReader, metadata: Metadata, parts: Sequence[Part]
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of `parts` by exported name, in each part's dtype."""
-    targets: dict[tuple[str, int], torch.Tensor] = {}
-    items: list[ReadItem] = []
-    for part in parts:
-        # The checkpoint stacks experts along a first dimension, even a single one.
-        is_stacked = ".experts." in part.fqn
-        shape = torch.Size([len(part.names), *part.shape] if is_stacked else part.shape)
-        offsets = torch.Size([part.first, *[0] * (len(shape) - 1)] if shape else [])
-        chunk = ChunkStorageMetadata(offsets=offsets, sizes=shape)
-        saved: Any = metadata.state_dict_metadata[part.fqn]
-        items += create_read_items_for_chunk_list(part.fqn, saved, [chunk])
-        targets[part.fqn, part.first] = torch.empty(shape, dtype=part.dtype)
+def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[str, torch.Tensor]:
+    """Return the tensors of `part` by exported name, in its dtype."""
+    # The checkpoint stacks experts along a first dimension, even a single one.
+    is_stacked = ".experts." in part.fqn
+    shape = torch.Size([len(part.names), *part.shape] if is_stacked else part.shape)
+    offsets = torch.Size([part.first, *[0] * (len(shape) - 1)] if shape else [])
+    chunk = ChunkStorageMetadata(offsets=offsets, sizes=shape)
+    saved: Any = metadata.state_dict_metadata[part.fqn]
+    items = create_read_items_for_chunk_list(part.fqn, saved, [chunk])
+    found = torch.empty(shape, dtype=part.dtype)
 
     def resolve_tensor(item: ReadItem) -> torch.Tensor:
-        offset = item.dest_index.offset
-        tensor = targets[item.dest_index.fqn, offset[0] if offset else 0]
+        tensor = found
         for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
             tensor = tensor.narrow(dim, start, length)
         return tensor
@@ -208,11 +204,7 @@ def read_parts(
             f"{', '.join(sorted(files))} of the checkpoint cannot be read "
             f"({type(error).__name__}: {error}); export an earlier step"
         ) from None
-    found: dict[str, torch.Tensor] = {}
-    for part in parts:
-        tensors = targets[part.fqn, part.first].view(-1, *part.shape)
-        found |= zip(part.names, tensors, strict=True)
-    return found
+    return dict(zip(part.names, found.view(-1, *part.shape), strict=True))
 
 
 def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
