@@ -96,8 +96,7 @@ def _files(pattern: str, root: Path) -> list[Path]:
         # Path.glob does not accept absolute patterns.
         found = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207
     if not found:
-        start = f"relative paths start at {root.resolve()}"
-        remedy = f"name {', '.join(SUFFIXES)} files; {start}"
+        remedy = f"name {', '.join(SUFFIXES)} files; relative paths start at {root.resolve()}"
         if re.match(r"[\d.]+%?:", pattern):
             remedy = "a weight is a number such as 0.7, not a percentage"
         raise InputError("data.files", f"{pattern!r} matches no file", remedy)

@@ -46,12 +46,8 @@ def die_with_parent(_worker: int = 0) -> None:
 
     Does nothing in a program that torchrun did not start.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl: {os.strerror(number)}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def exit_without_teardown() -> None:
