@@ -85,8 +85,7 @@ def prepare_cpu() -> None:
     # Make glibc mmap every large tensor and unmap it when freed. By default glibc raises its mmap
     # threshold and allocates tensors from its heap, whose fragmentation grew by 90 MB per step of
     # the debug model: after 100 steps a rank used 10 GiB.
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD of malloc.h
+    ctypes.CDLL(None).mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD of malloc.h
 
     multiply_bf16_in_float32()
     seed_shards_apart()
