@@ -106,7 +106,7 @@ def prepare_cpu() -> None:
 
 
 def sum_gradients_in_fsdp(model: nn.Module) -> None:
-    """Make FSDP reduce by plain sums: gloo lacks PREMUL_SUM, which its divide factor needs."""
+    """Make FSDP reduce by plain sums: gloo lacks PREMUL_SUM, which FSDP's divide factor needs."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -119,7 +119,7 @@ def cpu_has_bf16() -> bool:
 
 @functools.cache
 def multiply_bf16_in_float32() -> torch.library.Library | None:
-    """Replace PyTorch's CPU kernels of BF16 GEMMs, which autograd and compiled code then use too.
+    """Replace PyTorch's CPU kernels for BF16 GEMMs, also in autograd and in compiled code.
 
     Return the library that keeps the new kernels alive, or None if the CPU supports BF16.
     """

@@ -37,7 +37,7 @@ LossFunction = Callable[..., Tensor]
 
 
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
-    """Build the cross-entropy summed over tokens; under PP, divide its gradient by the tokens."""
+    """Build the cross-entropy summed over tokens; under PP, divide its gradient by their number."""
     if num_chunks := job_config.loss.num_chunks:
         name, loss_fn = f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config)
     else:
@@ -164,7 +164,7 @@ def watch_gradients(job_config: Any) -> None:
 
 
 def build_optimizers(*args: Any, **kwargs: Any) -> Any:
-    """Return TorchTitan's optimizers that update the routing bias, in every family.
+    """Return the optimizers with which TorchTitan updates the routing bias, for every family.
 
     With `training.max_skipped_steps`, `step` skips non-finite gradients, and fails beyond the
     allowed number of skipped steps.

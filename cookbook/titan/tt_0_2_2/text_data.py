@@ -48,7 +48,7 @@ def read_texts(
 ) -> Iterator[str]:
     """Yield every `readers`-th text of a source, epoch after epoch, from `place` on.
 
-    Advances `place`, so that its copy resumes at the next text.
+    Each text advances `place`; a copy of `place` resumes at the next text.
     """
 
     def shuffle(items: list[Any], name: str) -> None:
