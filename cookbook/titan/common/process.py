@@ -114,7 +114,8 @@ class StallAlarm:
         seconds = STEPS * statistics.median(self._times) + MORE_S
         faulthandler.dump_traceback_later(seconds, file=self._file)
         self._timer.cancel()
-        self._timer = threading.Timer(seconds, self._write_trace)
+        # Wait until the stacks are written: faulthandler can crash on a running thread's frames.
+        self._timer = threading.Timer(seconds + 1.0, self._write_trace)
         self._timer.daemon = True
         self._timer.start()
 
