@@ -28,6 +28,7 @@ from cookbook.predict.facts import hardware_of
 from cookbook.predict.memory import predict_memory
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import predict_step
+from cookbook.predict.traffic import count_work
 from docs import option_tables
 from docs.figures import EVIDENCE, FIGURES, read_data
 
@@ -84,7 +85,7 @@ def _flops_share(flavor: str) -> float:
     }[flavor]
     cell = cell_on(load_cluster(cluster), recipe, "bf16", "standard", {"model.flavor": size})
     peak = hardware_of(cell).bf16_peak_tflops * 1e12
-    return describe_ranks(cell)[0].flops_per_token / peak
+    return count_work(cell, describe_ranks(cell)).flops_per_token / peak
 
 
 def _predicted(cell: Cell) -> list[str]:

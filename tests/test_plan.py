@@ -69,14 +69,11 @@ def test_all_that_the_rules_allow_is_looked_at_once(tried: list[Cell], found: Fo
 
 
 def check_skipped(tried: list[Cell], found: Found) -> None:
-    """Skipped layouts do not fit, and those looked at are counted as if alone."""
+    """Skipped layouts do not fit."""
     looked_at = {one.cell.name for one in found.candidates}
     skipped = [cell for cell in tried if cell.name not in looked_at]
     assert len(skipped) == found.larger > 0
     assert {evaluate(cell).verdict for cell in skipped} == {"will not fit"}
-    for one in found.candidates[::5]:
-        alone = evaluate(one.cell)
-        assert (alone.memory, alone.step) == (one.memory, one.step), one.cell.name
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cookbook.predict.facts import Hardware
-from cookbook.predict.layer_time import Kernels, LayerTimes, RoutedLayer
+from cookbook.predict.layer_time import Kernels, LayerTimes, exchange_wait_ms
 from cookbook.predict.operators import Operator, Unit
 from cookbook.predict.rank import Layer, Part, describe_ranks
 from cookbook.predict.shapes import Shapes, shapes_of
@@ -21,7 +21,7 @@ TP2 = on_gpus(4, {"parallelism.tensor_parallel_degree": 2})
 (RANK,) = describe_ranks(BF16)
 # 8 experts over 4 ranks: two groups here. Rows of 4 numbers, a hidden size of 6.
 SHAPES = dataclasses.replace(
-    shapes_of(BF16, RANK),
+    shapes_of(BF16),
     tokens=100,
     sequence_tokens=50,
     sent_tokens=50,
@@ -52,17 +52,17 @@ def kernels(hardware: Hardware, cell: Any = BF16, shapes: Shapes = SHAPES) -> Ke
 def test_a_product_takes_its_flops_or_its_bytes(backward: bool, products: int) -> None:
     one = [Operator("attention.wq", (6, 4))]
     slow = kernels(only(bf16_peak_tflops=2.0, dense_gemm_share=0.5))
-    assert slow.dense(one, backward) == {"dense GEMMs": products * FLOPS / 1e9}
+    assert slow.multiply(one, backward) == {"dense GEMMs": products * FLOPS / 1e9}
     read = kernels(only(memory_bandwidth_gb_per_s=2.0, memory_bandwidth_share=0.5))
     # Input, weight and output, in BF16.
     size = 2 * (100 * 4 + 6 * 4 + 100 * 6)
-    assert read.dense(one, backward) == {"dense GEMMs": pytest.approx(products * size / 1e6)}
+    assert read.multiply(one, backward) == {"dense GEMMs": pytest.approx(products * size / 1e6)}
 
 
 def test_grouped_gemms_have_a_share_and_weights_of_their_own() -> None:
     slow = kernels(only(bf16_peak_tflops=1.0, grouped_gemm_share=0.25, dense_gemm_share=0.5))
-    assert slow.experts(False) == {"grouped GEMMs": 4 * 3 * FLOPS / 1e9}
-    assert slow.experts(True) == {"grouped GEMMs": 2 * 4 * 3 * FLOPS / 1e9}
+    assert slow.experts(False)["grouped GEMMs"] == 4 * 3 * FLOPS / 1e9
+    assert slow.experts(True)["grouped GEMMs"] == 2 * 4 * 3 * FLOPS / 1e9
     read = kernels(only(memory_bandwidth_gb_per_s=1.0))
     weights = 2 * (3 * 4 * 6)
     rows = 100 * (4 + 6) * 3
@@ -108,7 +108,7 @@ def test_linear_layers_are_quantized_but_for_those_left_out() -> None:
     cell = on_gpus(4, left_out, precision="float8")
     fast = kernels(only(fp8_peak_tflops=1.0, bf16_peak_tflops=0.25), cell)
     for module, times in (("attention.wq", 1), ("moe.router.gate", 4)):
-        found = fast.dense([Operator(module, (6, 4))], False)
+        found = fast.multiply([Operator(module, (6, 4))], False)
         assert found["dense GEMMs"] == pytest.approx(times * FLOPS / 1e9)
         assert ("quantizing" in found) is (times == 1)
 
@@ -148,13 +148,14 @@ def test_the_loss_passes_over_the_logits(compiled: bool, bytes_a_logit: int) -> 
 
 def test_what_reads_and_writes_takes_the_memorys_time() -> None:
     found = kernels(only(memory_bandwidth_gb_per_s=1.0))
-    units = (Unit("layers.0", 2, 10, 40, 4), Unit("layers.1", 2, 5, 20, 4))
-    rank = dataclasses.replace(RANK, parts=(Part(units, (), False, False),))
+    units = (Unit("norm", 2, 10, 40, 4), Unit("output", 2, 5, 20, 4))
+    rank = dataclasses.replace(RANK, parts=(Part((), head=units),))
     assert found.optimizer(rank) == pytest.approx(40 * 15 / 1e6)
     # Gather: 6 bytes a stored element, 4 a gathered one; reduction: 6 and 8 the other way; sum: 10.
     gathers, reduces = 6 * 15 + 4 * 60, 6 * 60 + 8 * 15
     assert found.copies(rank, 2, 3, 1) == pytest.approx((2 * gathers + 3 * reduces + 600) / 1e6)
-    assert found.copies(dataclasses.replace(rank, mixed_precision=False), 2, 3, 1) == 0
+    plain = dataclasses.replace(SHAPES, mixed_precision=False)
+    assert dataclasses.replace(found, shapes=plain).copies(rank, 2, 3, 1) == 0
     for moe in (False, True):
         forward, backward = (found.pointwise(moe, back)["pointwise"] for back in (False, True))
         assert backward == pytest.approx(forward * 5 / 3)
@@ -223,7 +224,8 @@ def layers(hardware: Hardware, cell: Any = BF16, **shapes: Any) -> LayerTimes:
 
 def part(*moe: bool, recomputed: bool = False, ends: bool = False) -> Part:
     found = tuple(Layer(index, one, recomputed) for index, one in enumerate(moe))
-    return Part((), found, ends, ends)
+    one = (Unit("output", 1, 1, 1, 4),) if ends else ()
+    return Part(found, one, one)
 
 
 def test_hidden_states_are_exchanged_in_each_layer_and_around_both_ends() -> None:
@@ -314,27 +316,29 @@ def test_the_host_is_waited_for_where_tokens_are_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "forward", "backward"),
+    ("experts_ms", "chunks", "before_ms", "after_ms", "queued", "waits_ms"),
     [
         # One chunk: each exchange has one half of the shared experts beside it.
-        (RoutedLayer(5, 10, 2, 1, 1), 3 + 4, 4 + 3),
-        (RoutedLayer(5, 10, 6, 7, 1), 0, 0),
+        (10, 1, 2, 1, 2, 3 + 4),
+        (10, 1, 6, 7, 2, 0),
         # Two: the first arrives after 5, the second after 10 as the first one's experts end; the
         # first is back at 15, when the second can leave, which comes at 20.
-        (RoutedLayer(5, 10, 0, 0, 2), 5 + 5, 5 + 5),
-        (RoutedLayer(5, 10, 5, 5, 2), 0, 0),
+        (10, 2, 0, 0, 2, 5 + 5),
+        (10, 2, 5, 5, 2, 0),
         # Links that are slower than the experts: all four exchanges, one behind another.
-        (RoutedLayer(5, 4, 0, 0, 2), 20 - 4, 20 - 4),
+        (4, 2, 0, 0, 2, 20 - 4),
+        # Three: the first is back before the third arrives, unless all leave before.
+        (30, 3, 0, 0, 2, 5 + 5),
+        (3, 3, 0, 7, 2, 30 - 3 - 7),
+        (3, 3, 16, 0, 2, 35 - 16 - 3),
+        (3, 3, 16, 0, 3, 32 - 16 - 3),
+        # A backward: recomputation hides the first gradients.
+        (10, 1, 3 + 1, 2, 1, 1 + 3),
+        (10, 1, 30 + 1, 2, 1, 3),
     ],
 )
 def test_what_a_routed_layer_waits_for_by_hand(
-    layer: RoutedLayer, forward: float, backward: float
+    experts_ms: float, chunks: int, before_ms: float, after_ms: float, queued: int, waits_ms: float
 ) -> None:
-    assert layer.forward_wait_ms() == pytest.approx(forward)
-    assert layer.backward_wait_ms() == pytest.approx(backward)
-
-
-def test_what_is_computed_again_hides_the_first_gradients() -> None:
-    layer = RoutedLayer(5, 10, 2, 1, 1)
-    assert layer.backward_wait_ms(before_ms=3) == pytest.approx(1 + 3)
-    assert layer.backward_wait_ms(before_ms=30) == pytest.approx(3)
+    found = exchange_wait_ms(5, experts_ms, chunks, before_ms, after_ms, queued)
+    assert found == pytest.approx(waits_ms)

@@ -59,7 +59,7 @@ def test_the_vocabulary_is_whole_where_the_loss_is_not_parallel() -> None:
     whole = on_gpus(4, TP2 | {"parallelism.disable_loss_parallel": True})
     for chunks, words in ((0, WORDS), (8, WORDS // 2)):
         cell = with_options(whole, {"loss.num_chunks": chunks})
-        assert shapes_of(cell, describe_ranks(cell)[0]).vocab == words
+        assert shapes_of(cell).vocab == words
 
 
 def test_an_optimizer_that_is_not_fused_makes_roots_of_all_moments() -> None:
@@ -114,7 +114,7 @@ def test_deepep_has_buffers_of_its_own(ep: int, peers: int, nodes: int) -> None:
 
 def layers_of(cell: Cell) -> RankLayers:
     (rank,) = describe_ranks(cell)
-    return RankLayers(cell, rank, shapes_of(cell, rank))
+    return RankLayers(cell, rank, shapes_of(cell))
 
 
 def kept(cell: Cell) -> float:
@@ -158,8 +158,7 @@ def test_compiled_layers_keep_the_gemms_that_are_worth_it(ep_backend: str, down:
 def test_a_layers_backward_has_its_parameters_and_the_next_ones() -> None:
     found = layers_of(on_gpus(4)).backward()
     (rank,) = describe_ranks(on_gpus(4))
-    units = {unit.name: unit.gathered for unit in rank.units}
-    own, experts = units["layers.5"], units["layers.5.moe.experts"]
+    own, experts = (unit.gathered for unit in rank.layers[5].units)
     assert found["gathered layers"] == 2 * 2 * (own + experts)
     # Its gradients in BF16, and the largest of its modules' once more in FP32.
     assert found["new gradients"] == 2 * (own + experts) + 4 * experts
@@ -192,7 +191,7 @@ def test_a_memory_budget_keeps_its_part_and_what_lies_between_compiled_pieces() 
 def test_tp_ranks_share_the_tokens_where_experts_are_whole(etp: int, sent: int) -> None:
     options = {"parallelism.expert_tensor_parallel_degree": etp}
     cell = on_gpus(4, {**TP2, "parallelism.expert_parallel_degree": 2, **options})
-    found = shapes_of(cell, describe_ranks(cell)[0])
+    found = shapes_of(cell)
     assert (found.sent_tokens, found.expert_hidden) == (sent, HIDDEN // etp)
 
 
@@ -250,7 +249,7 @@ def test_trained_routing_is_uneven_and_dealt_routing_is_not(
 ) -> None:
     options = {"debug.moe_force_load_balance": forced, "debug.moe_routing": routing}
     cell = with_options(on_gpus(4), options)
-    found = shapes_of(cell, describe_ranks(cell)[0])
+    found = shapes_of(cell)
     assert (found.sent_rows, found.rows) == (ROWS, rows)
 
 
@@ -260,8 +259,7 @@ def test_a_rank_keeps_at_most_three_stages_gathered() -> None:
     sizes = (10, 40, 20, 30)
     scale = 1_000_000
     parts = tuple(
-        Part((Unit("layers.0", 4, size, size * scale, 4),), (Layer(0, False, True),), False, False)
-        for size in sizes
+        Part((Layer(0, False, True, (Unit("layer", 4, size, size * scale, 4),)),)) for size in sizes
     )
     rank = dataclasses.replace(
         rank, parts=parts, stages=[0, 2, 4, 6], num_stages=8, num_microbatches=6
@@ -307,7 +305,7 @@ def test_logits_of_a_chunk_and_gradients_in_fp32() -> None:
     def logits(options: dict[str, Any]) -> float:
         cell = deepep(CHUNKED, options)
         (rank,) = describe_ranks(cell)
-        shapes = shapes_of(cell, rank)
+        shapes = shapes_of(cell)
         terms = memory_terms._loss(rank, shapes, RankLayers(cell, rank, shapes), True)
         return terms["logits and loss"]
 
@@ -324,7 +322,7 @@ def test_scored_activations_keep_less() -> None:
     every = ("attention", "communication", "grouped_mm")
     plain, scored = (kept(deepep(saving(*every), one)) for one in ({}, SCORED))
     assert plain - scored == pytest.approx(MOE_LAYERS * 2 * (ROWS + TOKENS) * DIM)
-    shapes = [shapes_of(cell, describe_ranks(cell)[0]) for cell in (deepep(), deepep(SCORED))]
+    shapes = [shapes_of(cell) for cell in (deepep(), deepep(SCORED))]
     layers = [layer_bytes(one, moe=True) for one in shapes]
     assert layers[0].saved - layers[1].saved == pytest.approx(2 * ROWS * DIM)
 
@@ -341,7 +339,7 @@ def test_selective_recomputation_keeps_the_output_of_flash_attention() -> None:
 
 def test_flash_attentions_backward_sums_in_fp32() -> None:
     cells = [deepep(kind) for kind in ({}, FLASH)]
-    sizes = [shapes_of(cell, describe_ranks(cell)[0]) for cell in cells]
+    sizes = [shapes_of(cell) for cell in cells]
     # Without a feed-forward network, whose own temporaries are larger here.
     flex, flash = (layer_bytes(dataclasses.replace(one, dense_hidden=0), False) for one in sizes)
     # 4 sequences with room for 64 documents each, in blocks of 64 queries on Hopper.

@@ -9,7 +9,7 @@ from cookbook.config.cell import Cell
 from cookbook.predict import rank
 from cookbook.predict.facts import C4, LOCAL, Documents, Hardware
 from cookbook.predict.facts import slowest_attended_tokens as slowest
-from cookbook.predict.rank import Actions, describe_ranks
+from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import with_options
 from tests.predict_machine import H200, on_gpus, only
@@ -73,7 +73,7 @@ SLOW_ATTENTION = {"flex_attention_forward_tflops": 0.001, "flex_attention_backwa
 def test_what_fsdp_sends_is_exposed_where_nothing_is_computed(policy: str, gathers: int) -> None:
     """Parameters in BF16, once more for the backward where they are not kept; FP32 gradients."""
     found = terms(on_gpus(4, {POLICY: policy}), only(nvlink_gb_per_s=1.0))
-    layers, first = gathered("layers."), gathered("tok_embeddings")
+    layers, first = gathered("layer"), gathered("tok_embeddings")
     size = layers * (2 * gathers + 4) + first * (2 + 4)
     assert found["FSDP, exposed"] == pytest.approx(size * 3 / 4 / 1e6)
 
@@ -82,7 +82,7 @@ def test_compute_beside_fsdp_loses_a_share_of_what_is_hidden() -> None:
     """All but the first gather and the last reduction is hidden; beside compute NCCL takes longer,
     and so does compute.
     """
-    layers = gathered("layers.") * 3 / 4 / 1e6
+    layers = gathered("layer") * 3 / 4 / 1e6
     first = gathered("tok_embeddings") * 3 / 4 / 1e6
     slow = only(
         nvlink_gb_per_s=1.0,
@@ -140,8 +140,10 @@ def pipelined(
 ) -> StepTime:
     actions = PIPELINES[name]
     count = 1 + max(microbatch for *_, microbatch in actions[0])
-    answer = Actions(([0], [1]), ([[1]], [[1]]), actions)
-    monkeypatch.setattr(rank, "actions_of", lambda *_: answer)
+    answer = [
+        {"stages": [stage], "in_flight": [[1]], "actions": own} for stage, own in enumerate(actions)
+    ]
+    monkeypatch.setattr(rank, "schedule_of", lambda *_: answer)
     cell = on_gpus(
         4,
         {
@@ -187,8 +189,6 @@ def test_a_pipeline_adds_gradients_of_each_microbatch(monkeypatch: pytest.Monkey
     assert {step.rank for step in steps} == {2}
     (whole,) = describe_ranks(on_gpus(4, {EP: 2}))
     # The second microbatch adds its own: 10 bytes for each element of the last 13 layers.
-    names = {"norm", "output", *(f"layers.{number}" for number in range(14, 27))}
-    sizes = [
-        unit.gathered for unit in whole.units if unit.name.removesuffix(".moe.experts") in names
-    ]
+    last = dataclasses.replace(whole.parts[0], layers=whole.layers[14:], embedding=())
+    sizes = [unit.gathered for unit in last.units]
     assert copies[0] - copies[1] == pytest.approx(10 * sum(sizes) / 1e6)

@@ -10,7 +10,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.options import Layout
 from cookbook.predict.operators import Unit, fsdp_units, layer_operators
 from cookbook.predict.rank import Layer, Part, Rank, describe_ranks, model_of
-from cookbook.predict.shapes import destinations
+from cookbook.predict.shapes import destinations, shapes_of
 from cookbook.predict.traffic import Traffic, Work, count_work, step_traffic
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
@@ -45,10 +45,9 @@ def test_bytes_that_deepep_sends(mode: str, exchanges: int) -> None:
     """Dispatch and combine, and their gradients; full recomputation sends the forward's again."""
     cell = dataclasses.replace(on_gpus(8, ep_backend="deepep"), nodes=2)
     cell = with_options(cell, {EP: 16, MODE: mode})
-    found = work(cell).traffic["ep/deepep"]
+    found = work(cell).bytes_per_gpu_step["ep/deepep"]
     # Dealt out evenly a token goes to 2 of 16 ranks and to 1.125 of 2 nodes.
-    model = describe_ranks(cell)[0].model
-    ranks, nodes = (destinations(model, places, "round_robin") for places in (16, 2))
+    ranks, nodes = (destinations(model_of(cell), places, "round_robin") for places in (16, 2))
     assert (ranks, nodes) == (2, 1.125)
     size = MOE_LAYERS * exchanges * TOKENS * DIM * 2
     sent = (found.nvlink, found.infiniband)
@@ -57,7 +56,7 @@ def test_bytes_that_deepep_sends(mode: str, exchanges: int) -> None:
 
 @pytest.mark.parametrize(("mode", "again"), [("none", 0), ("full", 4)])
 def test_bytes_that_tp_sends(mode: str, again: int) -> None:
-    found = work(on_gpus(4, {**TP2, MODE: mode})).traffic["tp"]
+    found = work(on_gpus(4, {**TP2, MODE: mode})).bytes_per_gpu_step["tp"]
     # Four exchanges a layer and direction, recomputation, and two around each end.
     one = TOKENS * DIM * 2 / 2
     assert found == Traffic(nvlink=(27 * (8 + again) + 4) * one)
@@ -68,14 +67,14 @@ def test_the_rank_that_sends_most_is_shown() -> None:
     rank = rank_of(cell)
     few = rank_of(cell, dataclasses.replace(rank.parts[0], layers=rank.parts[0].layers[:5]))
     for ranks in ((rank, few), (few, rank)):
-        assert count_work(cell, ranks).traffic == work(cell).traffic
+        assert count_work(cell, ranks).bytes_per_gpu_step == work(cell).bytes_per_gpu_step
 
 
 @pytest.mark.parametrize(("policy", "gathers"), [("default", 2), ("always", 2), ("never", 1)])
 def test_bytes_of_fsdp(policy: str, gathers: int) -> None:
     cell = on_gpus(4, {"parallelism.fsdp_reshard_after_forward": policy})
-    units = (Unit("layers.0", 4, 200, 800, 4), Unit("layers.1.moe.experts", 1, 4000, 4000, 4))
-    rank = rank_of(cell, Part(units, (), False, False), gradient_accumulation_steps=3)
+    units = (Unit("layer", 4, 200, 800, 4), Unit("layer.moe.experts", 1, 4000, 4000, 4))
+    rank = rank_of(cell, Part((), head=units), gradient_accumulation_steps=3)
     # Rings of 4 ranks pass 3/4 on: parameters of 2 bytes, gradients of 4. Each of 4 EP ranks has
     # its experts for itself.
     sent = step_traffic(cell, rank)["fsdp"]
@@ -110,7 +109,7 @@ def test_bytes_of_an_exchange(
     by_operator = {"activation_checkpoint.selective_ac_option": "op"}
     cell = on_gpus(4, {MODE: mode, BATCH: 1, "training.seq_len": 256, **by_operator})
     layers = tuple(Layer(index, index > 0, mode != "none") for index in range(3))
-    rank = rank_of(cell, Part((), layers, False, False), gradient_accumulation_steps=5)
+    rank = rank_of(cell, Part(layers), gradient_accumulation_steps=5)
     found = step_traffic(cell, rank)[f"ep/{backend}"].nvlink
     # 256 tokens to 6 experts each; two layers with experts, five times.
     rows = 256 * 6 * DIM * 3 / 4 * 2 * 5
@@ -122,11 +121,11 @@ def test_work_is_torchtitans_count_and_lies_where_the_ranks_do() -> None:
     large, node = work(cell_of("deepseek_v3_671b")), work(on_gpus(4))
     assert (large.parameters, large.active_parameters) == (671_026_404_352, 37_552_282_624)
     assert large.tokens_per_step == 64 * 64 * 8192
-    assert large.traffic["tp"].infiniband == 0 < large.traffic["tp"].nvlink
-    assert large.traffic["pp"].nvlink == 0 < large.traffic["pp"].infiniband
-    sent = [large.traffic[f"ep/{name}"].infiniband for name in BACKENDS]
+    assert large.bytes_per_gpu_step["tp"].infiniband == 0 < large.bytes_per_gpu_step["tp"].nvlink
+    assert large.bytes_per_gpu_step["pp"].nvlink == 0 < large.bytes_per_gpu_step["pp"].infiniband
+    sent = [large.bytes_per_gpu_step[f"ep/{name}"].infiniband for name in BACKENDS]
     assert sent[0] > max(sent[1:])
-    assert all(one.infiniband == 0 for one in node.traffic.values())
+    assert all(one.infiniband == 0 for one in node.bytes_per_gpu_step.values())
     # 4096 tokens x 8 rows of 7168 in BF16, six times a layer; 30 such layers on the fuller rank.
     rows = 4096 * 8 * 7168 * 2 * 6 * 30 * 64
     assert sent[0] == pytest.approx(rows * 24 / 32)
@@ -156,12 +155,12 @@ def test_experts_are_divided_over_ep_tp_and_fsdp(
     degrees: dict[str, int], shards: int, gathered: int, local: int
 ) -> None:
     ones = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp"), 1)
-    units = fsdp_units(layer_operators(MODEL, True), Layout(world=64, **(ones | degrees)), 1)
-    (own,) = (unit for unit in units if unit.name == "layers.1.moe.experts")
+    layout = Layout(world=64, **(ones | degrees))
+    units = fsdp_units(layer_operators(MODEL, True), layout, in_layer=True)
+    (own,) = (unit for unit in units if unit.name == "layer.moe.experts")
     assert (own.shards, own.gathered, own.local) == (shards, gathered, local)
 
 
 def test_without_fsdp_nothing_is_cast() -> None:
     degrees = {"parallelism.tensor_parallel_degree": 4, "parallelism.expert_parallel_degree": 1}
-    (alone,) = describe_ranks(on_gpus(4, degrees))
-    assert not alone.mixed_precision
+    assert not shapes_of(on_gpus(4, degrees)).mixed_precision

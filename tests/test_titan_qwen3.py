@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from cookbook.predict.layer_memory import layer_bytes
-from cookbook.predict.rank import describe_ranks
 from cookbook.predict.shapes import shapes_of
 from tests.check_cells import cell_of
 from tests.predict_machine import on_gpus
@@ -243,8 +242,7 @@ def bytes_saved(length: int) -> int:
 def test_a_layer_of_a_rank_alone_saves_what_is_predicted() -> None:
     one_rank = {"parallelism.expert_parallel_degree": 1, "training.local_batch_size": 1}
     cell = cell_of("qwen3_debug", one_rank | {"training.seq_len": 2048}, cluster=on_gpus(1).cluster)
-    (rank,) = describe_ranks(cell)
-    shapes = shapes_of(cell, rank)
+    shapes = shapes_of(cell)
     counted = layer_bytes(dataclasses.replace(shapes, kv_heads=shapes.heads), moe=True)
     (measured,) = run_ranks(bytes_saved, 1, 2048)
     # Unlike a GPU, the CPU copies attention's output and saves the outputs of both norms in FP32.

@@ -9,7 +9,10 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.check.check import Built, dry_run
 from cookbook.config.cell import Cell
-from cookbook.predict.rank import describe_ranks, stage_layers
+from cookbook.predict.memory import groups_of
+from cookbook.predict.rank import describe_ranks, model_of, stage_layers
+from cookbook.predict.shapes import shapes_of
+from cookbook.predict.traffic import count_work
 from tests.check_cells import cell_of, with_options
 
 pytestmark = pytest.mark.titan
@@ -83,16 +86,26 @@ def test_a_counted_rank_is_the_one_that_torchtitan_builds(
     assert answer.ranks, answer
     counted = describe_ranks(cell)
     assert len(counted) == len(answer.ranks) == cell.layout.pp
+    work = asdict(count_work(cell, counted))
+    shared = {key: work[key] for key in ("parameters", "active_parameters", "flops_per_token")}
+    shared["mixed_precision"] = shapes_of(cell).mixed_precision
+    shared["model"] = asdict(model_of(cell))
     for rank, theirs in zip(counted, answer.ranks, strict=True):
-        own = asdict(rank)
-        assert theirs["model"] == asdict(rank.model)
-        for key in own.keys() - {"model", "parts"}:
+        # The `batch` group has no traffic of its own.
+        assert len(theirs["groups"].keys() - {"batch"}) + 1 == groups_of(cell.layout)
+        own = asdict(rank) | shared
+        for key in own.keys() - {"parts"}:
             assert own[key] == theirs[key], key
         for part, other in zip(own["parts"], theirs["parts"], strict=True):
+            ends = bool(part["embedding"]), bool(part["head"])
+            assert ends == (other["embedding"], other["head"])
+            units = {unit["name"]: unit for unit in (*part["embedding"], *part["head"])}
+            for layer in part["layers"]:
+                for unit in layer.pop("units"):
+                    name = unit["name"].replace("layer", f"layers.{layer['id']}")
+                    units[name] = unit | {"name": name}
             assert list(part["layers"]) == other["layers"]
-            assert (part["embedding"], part["head"]) == (other["embedding"], other["head"])
-            by_name = {unit["name"]: unit for unit in other["units"]}
-            assert {unit["name"]: unit for unit in part["units"]} == by_name
+            assert units == {unit["name"]: unit for unit in other["units"]}
 
 
 def test_sizes_are_those_of_the_whole_model(build: Callable[[Cell], Built]) -> None:

@@ -4,6 +4,7 @@ The driver does not import torch: one subprocess builds all cells with fake proc
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -49,7 +50,7 @@ class Built:
 
 @contextlib.contextmanager
 def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell], Built]]:
-    """Start the subprocess; yield a function that builds one cell."""
+    """Start the subprocess; yield a function that builds cells, equal ones only once."""
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         # Errors go to a file: a pipe that nobody reads could block the subprocess.
         said = Path(folder) / "errors"
@@ -76,11 +77,11 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
         # The subprocess prints a line when it is ready; the line is empty if it has exited.
         answers.readline()
 
-        def build(cell: Cell) -> Built:
+        @functools.cache
+        def answer_to(request: str) -> Built:
             line = ""
             with contextlib.suppress(BrokenPipeError):
-                requests.write(f"{json.dumps(_request(cell))}\n")
-                requests.flush()
+                print(request, file=requests, flush=True)
                 line = answers.readline()
             if not line.strip():
                 last = said.read_text(errors="replace").strip().rpartition("\n")[2]
@@ -91,7 +92,7 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
             return Built(() if failure else tuple(ranks), failure, seconds=seconds)
 
         try:
-            yield build
+            yield lambda cell: answer_to(json.dumps(_request(cell)))
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -102,16 +103,12 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
 
 
 def build_cells(cells: Sequence[Cell]) -> list[Built]:
-    """Build every cell; cells that differ only in their names are built once."""
-    known: dict[str, Built] = {}
-    requests = [json.dumps(_request(cell)) for cell in cells]
     with dry_run() as build:
-        for key, cell in zip(requests, cells, strict=True):
-            known[key] = known.get(key) or build(cell)
-    return [known[key] for key in requests]
+        return [build(cell) for cell in cells]
 
 
 def _request(cell: Cell) -> dict[str, Any]:
+    """Return the facts that a build depends on, without the cell's name."""
     gpu, named = cell.cluster.gpu, cell.options.stack.options["job.description"]
     description = named.arguments(cell.description)
     return {
@@ -249,7 +246,7 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
         if not text.startswith(_ROUTINE):
             yield Finding(WARNING, "torchtitan", "", f"TorchTitan warns: {text}", "", trainer)
     if check.ranks:
-        yield from (found for rule in BUILT_ADVICE for found in rule(cell, check.ranks))
+        yield from (found for rule in BUILT_ADVICE for found in rule(cell))
     # Only the built model shows that a filter excluded all layers, or that TorchTitan chose another
     # kernel for the GPU.
     for key in OF_PRECISION:

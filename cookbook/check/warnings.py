@@ -1,7 +1,6 @@
 """Warnings and hints about cells that may run, written as rules like those of config/validate."""
 
 import math
-from collections.abc import Sequence
 
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import ATTENTION, HINT, WARNING, Cell, Problems, Rule, rule
@@ -11,10 +10,11 @@ from cookbook.config.recipe import COMM_BACKEND
 from cookbook.config.stack import FLASH_ATTENTION, PIPELINING, TORCHAO, TORCHTITAN
 from cookbook.config.validate.kernels import CUSTOM_IMPORT
 from cookbook.config.validate.layout import microbatches
-from cookbook.predict.rank import Rank
+from cookbook.predict.operators import BYTES
+from cookbook.predict.rank import count_parameters, model_of
 from cookbook.predict.shapes import destinations, routing_of
 
-# Rules on a cell, and rules on a built cell and its ranks.
+# Rules on a cell, and rules on a cell that TorchTitan built and whose model is counted.
 ADVICE: list[Rule] = []
 BUILT_ADVICE: list[Rule] = []
 
@@ -213,9 +213,9 @@ def reference_has_no_speed(cell: Cell) -> Problems:
 
 
 @rule(BUILT_ADVICE, level=HINT, reference=_BLOG)
-def small_experts(cell: Cell, ranks: Sequence[Rank]) -> Problems:
+def small_experts(cell: Cell) -> Problems:
     """Small experts gain less from quantized GEMMs, while quantizing inputs costs the same."""
-    hidden = ranks[0].model.expert_hidden
+    hidden = model_of(cell).expert_hidden
     if cell.options["model.converters"] and not cell.emulated and hidden < 2048:
         reason = f"for experts of hidden size {hidden} quantizing may cost more than faster GEMMs"
         reason += " bring (published for 2,048, of the 671B; not gained on the 16B)"
@@ -223,12 +223,12 @@ def small_experts(cell: Cell, ranks: Sequence[Rank]) -> Problems:
 
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
-def forced_balance_flatters(cell: Cell, ranks: Sequence[Rank]) -> Problems:
+def forced_balance_flatters(cell: Cell) -> Problems:
     """Round-robin routing sends tokens to few ranks, which favors sending once per rank."""
     ep, exchange = cell.layout.ep, cell.exchange
     if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
         return
-    dealt, routed = (destinations(ranks[0].model, ep, one) for one in ("round_robin", "random"))
+    dealt, routed = (destinations(model_of(cell), ep, one) for one in ("round_robin", "random"))
     if dealt < 0.8 * routed:
         reason = f"dealt out round-robin, a token's experts live on {dealt:.1f} of {ep} ranks, with"
         reason += f" real routing on {routed:.1f}: {exchange.title} looks faster than it will be"
@@ -236,13 +236,14 @@ def forced_balance_flatters(cell: Cell, ranks: Sequence[Rank]) -> Problems:
 
 
 @rule(BUILT_ADVICE, level=HINT, reference="https://doi.org/10.1016/j.future.2004.11.016")
-def saving(cell: Cell, ranks: Sequence[Rank]) -> Problems:
+def saving(cell: Cell) -> Problems:
     """The best interval minimizes the time lost to saves and to repeated steps (Young and Daly)."""
     cluster, options = cell.cluster, cell.options
     if not options["checkpoint.enable"] or cluster.node_failure_days is None:
         return
     # The checkpoint: parameters and Adam's two moments.
-    size_gb = 3 * ranks[0].parameters * ranks[0].units[0].bytes / 1e9
+    parameters, _ = count_parameters(model_of(cell))
+    size_gb = 3 * parameters * BYTES[options["training.dtype"]] / 1e9
     waits_s = written_s = size_gb / cluster.write_gb_per_s if cluster.write_gb_per_s else None
     if options["checkpoint.async_mode"] != "disabled":
         # Training waits only for the copy to host memory, at about 10 GB/s. TorchTitan logs the

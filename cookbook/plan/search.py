@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import (
@@ -14,11 +14,11 @@ from cookbook.config.cell import (
     SCORE_ACTIVATIONS,
     Cell,
 )
-from cookbook.config.options import DEGREES, Options, Setting
+from cookbook.config.options import DEGREES, Setting
 from cookbook.config.validate import validation_errors
 from cookbook.predict.facts import Documents
 from cookbook.predict.memory import FITS, TIGHT, TOO_LARGE, StageMemory, predict_memory, verdict
-from cookbook.predict.rank import Rank, describe_ranks
+from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 
 BATCH = "training.local_batch_size"
@@ -97,8 +97,7 @@ def search(
     A layout is skipped, and counted as too large, if one with the same or a smaller batch and the
     same or full recomputation does not fit: it needs no less memory.
     """
-    found, known = Found(), KnownRanks()
-    too_large: dict[tuple[str, str], int] = {}
+    found, too_large = Found(), dict[tuple[str, str], int]()
     try:
         for cell in cells:
             batch, mode = cell.options[BATCH], recomputation(cell)
@@ -109,7 +108,7 @@ def search(
             if any(too_large.get((structure, m), batch + 1) <= batch for m in (mode, "full")):
                 found.larger += 1
                 continue
-            candidate = evaluate(cell, documents, known)
+            candidate = evaluate(cell, documents)
             if candidate.verdict == TOO_LARGE:
                 too_large[structure, mode] = batch
             found.candidates.append(candidate)
@@ -119,46 +118,8 @@ def search(
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Recorder(Options):
-    """Options that record the names read from them."""
-
-    read: dict[str, None] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> Any:
-        self.read[name] = None
-        return super().__getitem__(name)
-
-
-@dataclass
-class KnownRanks:
-    """A cache of the ranks of one recipe's layouts on one cluster.
-
-    The cache's key is the values of all options that any count of ranks has read.
-    """
-
-    read: dict[str, None] = field(default_factory=dict)
-    ranks: dict[str, tuple[Rank, ...]] = field(default_factory=dict)
-
-    def of(self, cell: Cell) -> tuple[Rank, ...]:
-        """Return the ranks of `cell` from the cache, or count them."""
-        known = self.ranks.get(self._key(cell))
-        if known is None:
-            recorder = _Recorder(cell.options.stack, cell.options.settings, self.read)
-            known = describe_ranks(replace(cell, options=recorder))
-            # Compute the key again: it now includes the options that were just read.
-            self.ranks[self._key(cell)] = known
-        return known
-
-    def _key(self, cell: Cell) -> str:
-        return str([cell.options[name] for name in self.read])
-
-
-def evaluate(
-    cell: Cell, documents: Documents | None = None, known: KnownRanks | None = None
-) -> Candidate:
-    """Evaluate one layout; `known` caches ranks across layouts."""
-    ranks = (known or KnownRanks()).of(cell)
+def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
+    ranks = describe_ranks(cell)
     memory = max((predict_memory(cell, rank) for rank in ranks), key=lambda stage: stage.total)
     gpu = cell.cluster.gpu
     fits = verdict(memory.total, gpu.memory_gib, cell.options) if gpu else FITS

@@ -1,9 +1,11 @@
 """The search space: a recipe's cell with every combination of values along some axes."""
 
+import functools
 import itertools
 import math
+import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,44 +102,30 @@ class Space:
                     yield replace(_changed(start, settings), name=f"{start.name}-{len(seen)}")
 
     def _combinations(self, start: Cell) -> Iterator[dict[str, Any]]:
-        model, world = model_of(self.base), self.base.world
-        most = {
-            "tp": min(self.base.cluster.ranks_per_node, model.heads),
-            "pp": min(_MOST_PIPELINE_RANKS, model.n_layers, world),
-            "ep": min(model.num_experts, world),
+        cluster, model, world = self.base.cluster, model_of(self.base), self.base.world
+        largest = {
+            DEGREES["tp"]: min(cluster.ranks_per_node, model.heads),
+            DEGREES["pp"]: min(_MOST_PIPELINE_RANKS, model.n_layers, world),
+            DEGREES["ep"]: min(model.num_experts, world),
         }
-        tried = [
-            self.varied.get(DEGREES[short], [1 << bit for bit in range(largest.bit_length())])
-            for short, largest in most.items()
-        ]
-        others = {name: values for name, values in self.varied.items() if name not in _STRUCTURE}
-        others |= self._means()
+        powers = {n: [1 << bit for bit in range(most.bit_length())] for n, most in largest.items()}
         recomputations = [*RECOMPUTATION]
         if _MODE in self.varied:
             recomputations = [{_MODE: mode, **_RESETS.get(mode, {})} for mode in self.varied[_MODE]]
         elif _BUDGET in self.varied:
             recomputations.append({_MODE: "memory_budget", **_RESETS["memory_budget"]})
-        for tp, pp, ep in itertools.product(*tried):
+        others = [self._axis(name) for name in self.varied if name not in _STRUCTURE]
+        for degrees in _combined(self._axis(name, usual) for name, usual in powers.items()):
+            pp, ep = degrees[DEGREES["pp"]], degrees[DEGREES["ep"]]
             if world % pp or world // pp % ep:
                 continue
-            degrees = {DEGREES["tp"]: tp, DEGREES["pp"]: pp, DEGREES["ep"]: ep}
+            fixed = self._means(start, ep) | degrees
             batches = _BATCHES if pp == 1 else sorted({*_MICROBATCHES, self.base.options[BATCH]})
-            of_deepep: dict[str, Any] = {}
-            if start.exchange.has_own_layer:
-                # If EP spans nodes, overlap the experts with dispatch and combine.
-                between_nodes = ep > start.cluster.ranks_per_node
-                chunks = max(start.options[EP_CHUNKS], 2) if between_nodes else 1
-                of_deepep = {EP_CHUNKS: chunks, SCORE_ACTIVATIONS: True}
-            of_deepep = {n: value for n, value in of_deepep.items() if n not in self.varied}
-            for schedule, batch, recomputed, values in itertools.product(
-                self._schedules(pp),
-                self.varied.get(BATCH, batches),
-                recomputations,
-                itertools.product(*others.values()),
-            ):
-                chosen = {**degrees, BATCH: batch, **schedule, **recomputed}
-                chosen |= dict(zip(others, values, strict=True))
-                yield self._settled(chosen) | of_deepep
+            axes = [fixed], self._schedules(pp), self._axis(BATCH, batches), recomputations, *others
+            yield from map(self._settled, _combined(axes))
+
+    def _axis(self, name: str, usual: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        return [{name: value} for value in self.varied.get(name, usual)]
 
     def _settled(self, chosen: dict[str, Any]) -> dict[str, Any]:
         """Drop options that have no effect with the others, so that no layout is repeated."""
@@ -150,23 +138,27 @@ class Space:
             settled[SAVE_LIST] = []
         return settled
 
-    def _means(self) -> dict[str, list[Any]]:
-        """Return one value for each option that always pays off (docs/evidence/performance.md)."""
-        gpu, options, means = self.base.cluster.gpu, self.base.options, dict[str, Any]()
-        if gpu is not None and gpu.compute_capability >= 9.0:
+    def _means(self, start: Cell, ep: int) -> dict[str, Any]:
+        """Return the options that always pay off (docs/evidence/performance.md)."""
+        cluster, options = self.base.cluster, self.base.options
+        means: dict[str, Any] = {NUM_CHUNKS: options[NUM_CHUNKS] or 8}
+        if cluster.gpu is not None and cluster.gpu.compute_capability >= 9.0:
             means[ATTENTION] = "flash_attention_4"
-        means[NUM_CHUNKS] = options[NUM_CHUNKS] or 8
+        if start.exchange.has_own_layer:
+            # If EP spans nodes, overlap the experts with dispatch and combine.
+            between_nodes = ep > cluster.ranks_per_node
+            means[EP_CHUNKS] = max(start.options[EP_CHUNKS], 2) if between_nodes else 1
+            means[SCORE_ACTIVATIONS] = True
         if not _WORKER.keys() & self.varied.keys() and not options[_WORKERS]:
             means |= _WORKER
-        return {name: [value] for name, value in means.items() if name not in self.varied}
+        return means
 
     def _schedules(self, pp: int) -> list[dict[str, Any]]:
         options = self.base.options
         if pp == 1:
             return [{}]
         if _SCHEDULE in self.varied or _PER_STAGE in self.varied:
-            names, sizes = (self.varied.get(n, [options[n]]) for n in (_SCHEDULE, _PER_STAGE))
-            return [{_SCHEDULE: n, _PER_STAGE: s} for n, s in itertools.product(names, sizes)]
+            return [*_combined(self._axis(n, [options[n]]) for n in (_SCHEDULE, _PER_STAGE))]
         layers = model_of(self.base).n_layers + sum(less_layers(options))
         sizes = [
             size
@@ -177,6 +169,11 @@ class Space:
             {_SCHEDULE: "1F1B", _PER_STAGE: None},
             *({_SCHEDULE: "Interleaved1F1B", _PER_STAGE: size} for size in sizes or [None]),
         ]
+
+
+def _combined(axes: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Yield every combination of one point of each axis; later axes override earlier ones."""
+    return (functools.reduce(operator.or_, points) for points in itertools.product(*axes))
 
 
 def _changed(cell: Cell, settings: Settings) -> Cell:

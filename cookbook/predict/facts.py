@@ -8,13 +8,15 @@ whose batch has the longest documents sets the pace.
 import functools
 import itertools
 import math
+import operator
 import random
 import shlex
 import statistics
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, make_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES, ROOT
@@ -25,72 +27,66 @@ from cookbook.predict.rank import model_of
 
 
 @dataclass(frozen=True)
+class _Sourced:
+    value: Number
+    source: Text
+
+
+if TYPE_CHECKING:
+    Fact = float
+else:
+    # A file gives each fact as a mapping of value and source.
+    Fact = Annotated[_Sourced, AfterValidator(operator.attrgetter("value"))]
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Speeds of a GPU and its links; names end in units, shares are 0 to 1.
 
     The InfiniBand fields are None if the file does not describe a network between nodes.
     """
 
-    name: str
+    name: Text = field(metadata={"key": "gpu"})
     path: Path
-    sources: Mapping[str, str]
-    bf16_peak_tflops: float
-    fp8_peak_tflops: float
-    memory_bandwidth_gb_per_s: float
-    nvlink_gb_per_s: float
-    dense_gemm_share: float
-    grouped_gemm_share: float
-    fp8_dense_gemm_share: float
-    fp8_grouped_gemm_share: float
-    memory_bandwidth_share: float
-    nccl_nvlink_share: float
-    nccl_beside_compute_share: float
-    compute_beside_nccl_share: float
-    flex_attention_forward_tflops: float
-    flex_attention_backward_tflops: float
-    flex_attention_waste_tokens: float
-    flash_attention_4_forward_tflops: float
-    flash_attention_4_backward_tflops: float
-    flash_attention_4_waste_tokens: float
-    flash_attention_4_128_forward_tflops: float
-    flash_attention_4_128_backward_tflops: float
-    sdpa_forward_tflops: float
-    sdpa_backward_tflops: float
-    deepep_latency_ms: float
-    deepep_nvlink_gb_per_s: float
-    compute_beside_deepep_share: float
-    all_to_all_latency_ms: float
-    all_to_all_nvlink_share: float
-    scatter_add_gb_per_s: float
-    released_deepep_rows_gb_per_s: float
-    float8_quantize_bytes: float
-    float8_quantize_weight_bytes: float
-    mxfp8_quantize_bytes: float
-    host_ms_per_routed_layer: float
-    host_ms_per_step: float
-    text_us_per_token: float
-    infiniband_gb_per_s: float | None = None
-    nccl_infiniband_share: float | None = None
-    all_to_all_infiniband_share: float | None = None
-    deepep_infiniband_share: float | None = None
-
-
-@dataclass(frozen=True)
-class _Fact:
-    value: Number
-    source: Text
-
-
-_FACTS = [one for one in fields(Hardware) if one.name not in ("name", "path", "sources")]
-# The schema of a file in recipes/hardware/.
-_File = make_dataclass(
-    "_File",
-    [
-        ("gpu", Text),
-        *((one.name, _Fact) for one in _FACTS if one.default is MISSING),
-        *((one.name, _Fact | None, None) for one in _FACTS if one.default is None),
-    ],
-)
+    bf16_peak_tflops: Fact
+    fp8_peak_tflops: Fact
+    memory_bandwidth_gb_per_s: Fact
+    nvlink_gb_per_s: Fact
+    dense_gemm_share: Fact
+    grouped_gemm_share: Fact
+    fp8_dense_gemm_share: Fact
+    fp8_grouped_gemm_share: Fact
+    memory_bandwidth_share: Fact
+    nccl_nvlink_share: Fact
+    nccl_beside_compute_share: Fact
+    compute_beside_nccl_share: Fact
+    flex_attention_forward_tflops: Fact
+    flex_attention_backward_tflops: Fact
+    flex_attention_waste_tokens: Fact
+    flash_attention_4_forward_tflops: Fact
+    flash_attention_4_backward_tflops: Fact
+    flash_attention_4_waste_tokens: Fact
+    flash_attention_4_128_forward_tflops: Fact
+    flash_attention_4_128_backward_tflops: Fact
+    sdpa_forward_tflops: Fact
+    sdpa_backward_tflops: Fact
+    deepep_latency_ms: Fact
+    deepep_nvlink_gb_per_s: Fact
+    compute_beside_deepep_share: Fact
+    all_to_all_latency_ms: Fact
+    all_to_all_nvlink_share: Fact
+    scatter_add_gb_per_s: Fact
+    released_deepep_rows_gb_per_s: Fact
+    float8_quantize_bytes: Fact
+    float8_quantize_weight_bytes: Fact
+    mxfp8_quantize_bytes: Fact
+    host_ms_per_routed_layer: Fact
+    host_ms_per_step: Fact
+    text_us_per_token: Fact
+    infiniband_gb_per_s: Fact | None = None
+    nccl_infiniband_share: Fact | None = None
+    all_to_all_infiniband_share: Fact | None = None
+    deepep_infiniband_share: Fact | None = None
 
 
 def hardware_of(cell: Cell) -> Hardware:
@@ -114,11 +110,7 @@ def hardware_of(cell: Cell) -> Hardware:
 @functools.cache
 def load_hardware(path: Path) -> Hardware:
     """Read a hardware file; raise InputError if a fact is missing, unknown, unsourced or <= 0."""
-    found: Any = fill(_File, read_yaml(path), beside=("description",))
-    facts = {one.name: fact for one in _FACTS if (fact := getattr(found, one.name))}
-    values: dict[str, Any] = {name: fact.value for name, fact in facts.items()}
-    sources = {name: fact.source for name, fact in facts.items()}
-    return Hardware(name=found.gpu, path=path, sources=sources, **values)
+    return fill(Hardware, read_yaml(path), beside=("description",), path=path)
 
 
 _SEED = 42
@@ -133,11 +125,6 @@ class Documents:
     mean_tokens: float
     median_tokens: float
     source: str
-
-    @property
-    def sigma(self) -> float:
-        """The standard deviation of the logarithm of the length."""
-        return math.sqrt(2 * math.log(self.mean_tokens / self.median_tokens))
 
 
 C4 = Documents(430, 260, "arXiv:2104.08758 and arXiv:2310.20707, lognormal, median 260")
@@ -216,7 +203,9 @@ def slowest_attended_tokens(
 def _attended(documents: Documents, seq_len: int) -> tuple[float, ...]:
     """Return the mean attended length of every sequence of a simulated stream, in tokens."""
     drawn = random.Random(_SEED)
-    mu, sigma = math.log(documents.median_tokens), documents.sigma
+    # The parameters of the normal distribution of the logarithm of a length.
+    mu = math.log(documents.median_tokens)
+    sigma = math.sqrt(2 * math.log(documents.mean_tokens / documents.median_tokens))
     found, left = [], 0
     for _ in range(_SEQUENCES):
         room, pairs = seq_len, 0

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cookbook.config.cell import Cell
-from cookbook.predict.operators import Product
+from cookbook.predict.operators import Operator
 from cookbook.predict.rank import Layer, Part, Rank
 from cookbook.predict.shapes import Shapes, spared_products
 
@@ -28,13 +28,12 @@ class LayerBytes:
     selected: float  # the part of `saved` that selective recomputation keeps
     temporary: float  # working memory at the peak, beyond `saved`
     beside: float = 0.0  # outputs that selective recomputation keeps beyond `saved`
-    input: float = 0.0
     freed: tuple[float, ...] = ()  # large blocks that the forward allocates and frees
     freed_again: tuple[float, ...] = ()  # further such blocks if the layer is recomputed
     between: float = 0.0  # part of `saved` between compiled graphs: a memory budget must keep it
 
 
-def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> LayerBytes:
+def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) -> LayerBytes:
     """Return a layer's bytes.
 
     `products`: matrix products in compiled code whose outputs selective recomputation saves.
@@ -43,11 +42,10 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> 
     feed_forward = _moe(shapes) if moe else _dense(shapes)
     # Attention and feed-forward run in turn, so either can reuse the memory that the other freed.
     fuller = max(attention, feed_forward, key=lambda part: sum(part.freed + part.freed_again))
-    outputs = {one.module: shapes.act * one.rows * one.columns for one in products}
+    outputs = {one.module: shapes.act * shapes.tokens * one.shape[0] for one in products}
     read = _READ | _NORMED if shapes.qk_norm else _READ
     spared = sum(size for module, size in outputs.items() if module in read)
     return LayerBytes(
-        input=shapes.hidden_bytes * (2 if shapes.casts_at_each_use else 1),
         saved=attention.saved + feed_forward.saved,
         selected=attention.selected + feed_forward.selected + spared,
         beside=feed_forward.beside + sum(outputs.values()) - spared,
@@ -211,17 +209,18 @@ class RankLayers:
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
         """Return a layer's LayerBytes, the bytes it keeps and the bytes recomputation restores."""
-        cost, options = self._bytes[layer.moe], self._cell.options
+        cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
+        layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
         mode = options["activation_checkpoint.mode"]
         if mode == "memory_budget":
             budget = options["activation_checkpoint.memory_budget"]
             spared = (1 - budget) * (cost.saved - cost.between)
-            return cost, cost.input + cost.saved - spared, spared
+            return cost, layer_input + cost.saved - spared, spared
         if not layer.recomputed:
-            return cost, cost.input + cost.saved, 0.0
+            return cost, layer_input + cost.saved, 0.0
         if mode == "selective" and options["activation_checkpoint.selective_ac_option"] == "op":
-            return cost, cost.input + cost.selected + cost.beside, cost.saved - cost.selected
-        return cost, cost.input, cost.saved
+            return cost, layer_input + cost.selected + cost.beside, cost.saved - cost.selected
+        return cost, layer_input, cost.saved
 
     def kept(self, part: Part) -> float:
         """Return the bytes that one microbatch keeps in `part` for its backward."""
@@ -243,10 +242,10 @@ class RankLayers:
     def backward(self) -> dict[str, float]:
         """Return the working bytes of the largest layer's backward, by cause."""
         s, pipelined, found = self._shapes, self._rank.num_stages > 1, []
-        for part, layer in ((own, one) for own in self._rank.parts for one in own.layers):
+        for layer in self._rank.layers:
             terms = self._working(layer)
-            if self._rank.mixed_precision:
-                sizes = [unit.gathered for unit in part.units_of(layer)]
+            if s.mixed_precision:
+                sizes = [unit.gathered for unit in layer.units]
                 if not pipelined:
                     # The layer's own parameters and the prefetched ones of the next layer.
                     terms["gathered layers"] = 2.0 * sum(sizes) * s.act
@@ -261,13 +260,13 @@ class RankLayers:
         TorchTitan frees gradients before a step, so they grow while the activations shrink.
         """
         (part,) = self._rank.parts
-        gradients = float(sum(unit.size for unit in part.units if unit.name == "output"))
+        gradients = float(sum(unit.size for unit in part.head if unit.name == "output"))
         found = []
         for index, layer in reversed(list(enumerate(part.layers))):
             kept = sum(self._cost(one)[1] for one in part.layers[: index + 1])
             terms = {"activations": kept, **self._working(layer)}
             found.append(terms | {"gradients (not sharded)": gradients})
-            gradients += sum(unit.size for unit in part.units_of(layer))
+            gradients += sum(unit.size for unit in layer.units)
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def _working(self, layer: Layer) -> dict[str, float]:

@@ -7,19 +7,16 @@ bandwidth. Every other kernel is bound by its bytes. docs/reference/models.md li
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from cookbook.config.cell import EP_CHUNKS, Cell
 from cookbook.predict.facts import Hardware
 from cookbook.predict.operators import (
     Operator,
-    Product,
     attention_operators,
     expert_operators,
     feed_forward_operators,
+    gemm_format,
     head_operators,
-    linear_format,
-    products,
 )
 from cookbook.predict.rank import Layer, Part, Rank, model_of
 from cookbook.predict.shapes import Shapes, spared_products
@@ -66,65 +63,51 @@ class Kernels:
         hw = self.hardware
         return size / (hw.memory_bandwidth_gb_per_s * hw.memory_bandwidth_share * 1e6)
 
-    def dense(self, operators: Iterable[Operator], backward: bool) -> Terms:
-        """Return the time of linear layers: the forward, or both products of the backward."""
-        return self.multiply(products(operators, self.shapes.tokens), backward)
-
-    def multiply(self, some: Iterable[Product], backward: bool) -> Terms:
-        formats = ((one, linear_format(self.cell, one.module)) for one in some)
-        return add(*(self._product(one, DENSE, kind, backward) for one, kind in formats))
-
-    @cached_property
-    def _expert_products(self) -> list[Product]:
-        """The routed experts' products, with the rows of all groups in one product."""
-        return products(expert_operators(self.shapes), self.shapes.rows)
-
     @property
     def _expert_weights(self) -> int:
         """The number of elements of the rank's routed experts."""
-        one_group = sum(one.columns * one.inner for one in self._expert_products)
-        return one_group * (self.shapes.num_experts // self.shapes.ep)
+        return sum(one.numel for one in expert_operators(self.shapes)) // self.shapes.ep
 
     def experts(self, backward: bool) -> Terms:
-        """Return the time of the grouped GEMMs over all chunks of the layer's tokens."""
-        active = self.cell.precision.expects("grouped_gemms")
-        kind = None if active == "bf16" or self.cell.emulated else active
-        # Every chunk reads and quantizes the weights.
-        groups = self.shapes.num_experts // self.shapes.ep * self.chunks
-        products = self._expert_products
-        terms = add(*(self._product(one, GROUPED, kind, backward, groups) for one in products))
+        """Return the time of the routed experts' GEMMs and rows, over all chunks of the tokens."""
+        terms = self.multiply(expert_operators(self.shapes), backward)
         if backward and self.chunks > 1:
             # Add up the chunks' gradients of the weights.
             added = 3.0 * self.shapes.act * self._expert_weights * (self.chunks - 1)
             terms = add(terms, {POINTWISE: self.bytes_ms(added)})
-        return terms
+        return add(terms, self.move_rows(backward))
 
-    def _product(
-        self, one: Product, kind: str, quantized: str | None, backward: bool, groups: int = 1
-    ) -> Terms:
-        hw = self.hardware
-        flops = 2.0 * one.rows * one.columns * one.inner
-        inputs, outputs = one.rows * one.inner, one.rows * one.columns
-        weights = one.columns * one.inner * groups
+    def multiply(self, operators: Iterable[Operator], backward: bool) -> Terms:
+        """Return the time of matrix products: the forward, or both products of the backward."""
+        return add(*(self._product(one, backward) for one in operators if one.is_product))
+
+    def _product(self, one: Operator, backward: bool) -> Terms:
+        hw, s, quantized = self.hardware, self.shapes, gemm_format(self.cell, one)
+        columns, inner = one.shape[-2:]
+        kind, rows, weights = DENSE, s.tokens, one.numel
         share, fp8_share = hw.dense_gemm_share, hw.fp8_dense_gemm_share
-        if kind == GROUPED:
+        if one.is_expert:
+            # Every chunk reads and quantizes the weights.
+            kind, rows, weights = GROUPED, s.rows, one.numel // s.ep * self.chunks
             share, fp8_share = hw.grouped_gemm_share, hw.fp8_grouped_gemm_share
+        flops = 2.0 * rows * columns * inner
+        inputs, outputs = rows * inner, rows * columns
         slow = hw.bf16_peak_tflops * share * 1e9
         fast = hw.fp8_peak_tflops * fp8_share * 1e9
         count = 2 if backward else 1
-        bytes_ms = self.bytes_ms(count * self.shapes.act * (inputs + weights + outputs))
+        bytes_ms = self.bytes_ms(count * s.act * (inputs + weights + outputs))
         if quantized is None:
             return {kind: max(count * flops / slow, bytes_ms)}
-        gemm, rows = flops / fast, inputs
+        gemm, activations = flops / fast, inputs
         if backward:
             # Quantize the gradient along both axes, weights and inputs along the other axis.
-            gemm, rows = 2 * flops / fast, 2 * outputs + inputs
+            gemm, activations = 2 * flops / fast, 2 * outputs + inputs
             if quantized.endswith("wgrad_with_hp"):
-                gemm, rows = flops / fast + flops / slow, outputs
-        per_row, per_weight = hw.float8_quantize_bytes, hw.float8_quantize_weight_bytes
+                gemm, activations = flops / fast + flops / slow, outputs
+        per_activation, per_weight = hw.float8_quantize_bytes, hw.float8_quantize_weight_bytes
         if quantized.startswith("mx"):
-            per_row = per_weight = hw.mxfp8_quantize_bytes
-        quantizing_ms = self.bytes_ms(per_row * rows + per_weight * weights)
+            per_activation = per_weight = hw.mxfp8_quantize_bytes
+        quantizing_ms = self.bytes_ms(per_activation * activations + per_weight * weights)
         return {kind: max(gemm, bytes_ms / 2), QUANTIZING: quantizing_ms}
 
     def attend(self, backward: bool) -> Terms:
@@ -209,7 +192,7 @@ class Kernels:
         Every unit is gathered and reduced `gathers` and `reduces` times. A pipeline adds BF16
         gradients to its unsharded sums `sums` times.
         """
-        if not rank.mixed_precision:
+        if not self.shapes.mixed_precision:
             return 0.0
         local, gathered = rank.local_parameters, sum(part.gathered for part in rank.parts)
         size = gathers * (6.0 * local + 4 * gathered) + reduces * (6.0 * gathered + 8 * local)
@@ -226,43 +209,31 @@ _TP_FORWARD, _TP_BACKWARD = 4, 5
 _TP_COMPILED = 1
 
 
-@dataclass(frozen=True)
-class RoutedLayer:
-    """One pass through a layer whose experts overlap with dispatch and combine; milliseconds.
+def exchange_wait_ms(
+    exchange_ms: float,
+    experts_ms: float,
+    chunks: int,
+    before_ms: float,
+    after_ms: float,
+    queued: int,
+) -> float:
+    """Return how long one pass through a layer waits for its dispatches and combines.
 
-    DeepEP's dispatches and combines run one at a time on their own stream, each as soon as its rows
-    are ready (`titan/tt_0_2_2/deepep.py`).
+    They run one at a time on DeepEP's stream, each as soon as its rows are ready
+    (`titan/tt_0_2_2/deepep.py`). Each takes `exchange_ms` for one of `chunks`; `queued` dispatches
+    precede the first combine. The routed experts compute for `experts_ms`, with `before_ms` and
+    `after_ms` of other compute around them.
     """
-
-    exchange_ms: float  # one dispatch or combine of one chunk
-    experts_ms: float  # the routed experts, all chunks
-    first_ms: float  # the part of the shared experts before the routed experts in the forward
-    second_ms: float  # the part of the shared experts after the routed experts
-    chunks: int  # chunks into which the tokens are split
-
-    def forward_wait_ms(self) -> float:
-        computed_ms, sent_ms = self.first_ms, 0.0
-        for chunk in range(self.chunks):
-            sent_ms += self.exchange_ms
-            arrived_ms = sent_ms
-            if chunk:
-                # The previous chunk's combine is queued after this chunk's dispatch.
-                sent_ms = max(sent_ms, computed_ms) + self.exchange_ms
-            computed_ms = max(computed_ms, arrived_ms) + self.experts_ms / self.chunks
-        sent_ms = max(sent_ms, computed_ms) + self.exchange_ms
-        end_ms = max(sent_ms, computed_ms + self.second_ms)
-        return end_ms - self.first_ms - self.experts_ms - self.second_ms
-
-    def backward_wait_ms(self, before_ms: float = 0.0) -> float:
-        """Return how long a backward waits; `before_ms` of recomputation hides its first sends."""
-        sent_ms = self.chunks * self.exchange_ms
-        computed_ms = before_ms + self.second_ms
-        for chunk in range(self.chunks):
-            arrived_ms = (chunk + 1) * self.exchange_ms
-            computed_ms = max(computed_ms, arrived_ms) + self.experts_ms / self.chunks
-            sent_ms = max(sent_ms, computed_ms) + self.exchange_ms
-        end_ms = max(sent_ms, computed_ms + self.first_ms)
-        return end_ms - before_ms - self.first_ms - self.experts_ms - self.second_ms
+    arrived_ms: list[float] = []
+    sent_ms, computed_ms = 0.0, before_ms
+    for chunk in range(chunks):
+        while len(arrived_ms) < min(chunk + queued, chunks):
+            sent_ms += exchange_ms
+            arrived_ms.append(sent_ms)
+        computed_ms = max(computed_ms, arrived_ms[chunk]) + experts_ms / chunks
+        sent_ms = max(sent_ms, computed_ms) + exchange_ms
+    end_ms = max(sent_ms, computed_ms + after_ms)
+    return end_ms - before_ms - experts_ms - after_ms
 
 
 class LayerTimes:
@@ -284,30 +255,36 @@ class LayerTimes:
     def _compute(self, moe: bool, backward: bool) -> Terms:
         """Return the time of a layer's kernels and its TP communication."""
         k = self._kernels
-        terms = [
-            k.dense(attention_operators(k.shapes), backward),
+        terms = add(
+            k.multiply(attention_operators(k.shapes), backward),
             k.attend(backward),
-            k.dense(feed_forward_operators(k.shapes, moe), backward),
+            k.multiply(feed_forward_operators(k.shapes, moe), backward),
             k.pointwise(moe, backward),
             {TP: (_TP_BACKWARD if backward else _TP_FORWARD) * self._tensor_ms},
-        ]
-        return add(*terms, *([k.experts(backward), k.move_rows(backward)] if moe else []))
+        )
+        return add(terms, k.experts(backward)) if moe else terms
 
-    def _sent_ms(self, backward: bool, before_ms: float = 0.0) -> float:
-        """Return how long dispatch and combine delay a layer, by waiting and slower compute."""
+    def _sent_ms(self, backward: bool, hiding_ms: float = 0.0) -> float:
+        """Return how long dispatch and combine delay a layer, by waiting and slower compute.
+
+        `hiding_ms` of recomputation hide a backward's first dispatches.
+        """
         if not self._overlapped:
             return self._exchange_ms
         k = self._kernels
-        experts_ms = sum(add(k.experts(backward), k.move_rows(backward)).values())
+        experts_ms = sum(k.experts(backward).values())
         chunk_ms = self._links.deepep_ms(k.chunks)
         shared_ms = [
-            sum(k.dense([one], backward).values())
+            sum(k.multiply([one], backward).values())
             for one in feed_forward_operators(k.shapes, moe=True)
             if one.module.startswith("moe.shared_experts")
         ]
-        halves_ms = sum(shared_ms[:2]), sum(shared_ms[2:])
-        layer = RoutedLayer(chunk_ms, experts_ms, *halves_ms, k.chunks)
-        wait_ms = layer.backward_wait_ms(before_ms) if backward else layer.forward_wait_ms()
+        # The shared experts run in two parts around the routed experts. In the forward a chunk's
+        # combine is queued after the next chunk's dispatch, in the backward after all dispatches.
+        before_ms, after_ms, queued = sum(shared_ms[:2]), sum(shared_ms[2:]), 2
+        if backward:
+            before_ms, after_ms, queued = hiding_ms + after_ms, before_ms, k.chunks
+        wait_ms = exchange_wait_ms(chunk_ms, experts_ms, k.chunks, before_ms, after_ms, queued)
         hidden_ms = 2 * k.chunks * chunk_ms - wait_ms
         return wait_ms + hidden_ms * (1 / k.hardware.compute_beside_deepep_share - 1)
 
@@ -355,11 +332,11 @@ class LayerTimes:
         k, tensor = self._kernels, {TP: self._tensor_ms}
         forward = [self._forward[layer.moe] for layer in part.layers]
         backward = [self._backward_of(layer) for layer in part.layers]
-        ends = [tensor] * (part.head + part.embedding)
+        ends = [tensor] * (bool(part.embedding) + bool(part.head))
         if part.head:
             head = head_operators(k.shapes)
-            forward += [k.dense(head, False), k.loss()]
-            backward.append(k.dense(head, True))
+            forward += [k.multiply(head, False), k.loss()]
+            backward.append(k.multiply(head, True))
         return add(*forward, *ends), add(*backward, *ends)
 
     def recompute_ms(self, part: Part) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cookbook.config.cell import Cell
-from cookbook.config.options import Options
+from cookbook.config.options import Layout, Options
 from cookbook.predict.layer_memory import RankLayers
 from cookbook.predict.rank import Rank
 from cookbook.predict.shapes import Shapes, shapes_of
@@ -77,9 +77,14 @@ def verdict(total_gib: float, gpu_gib: float, options: Options) -> str:
 
 def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     """Predict the peak of `rank`."""
-    shapes, variables = shapes_of(cell, rank), cell.environment
+    shapes, variables = shapes_of(cell), cell.environment
     layers = RankLayers(cell, rank, shapes)
-    state, kept = _state(cell, rank), _kept(rank, layers, shapes)
+    state, kept = dict[str, float](), _kept(rank, layers, shapes)
+    stored, offloads = float(rank.stored_bytes), cell.options["training.enable_cpu_offload"]
+    if not offloads:
+        state = {"parameters": stored, "optimizer state": 2 * stored}
+        if not shapes.mixed_precision:
+            state["gradients (not sharded)"] = stored
     # Expandable segments map pages, so all free memory can serve one tensor.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     expandable = any("expandable_segments:True" in variables.get(name, "") for name in names)
@@ -92,8 +97,8 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
         # The multi-tensor Adam allocates the square roots of all second moments at once.
         moments["the optimizer step"] = {"optimizer step": state.get("parameters", 0.0)}
     rounds = rank.num_microbatches * rank.gradient_accumulation_steps
-    if rounds == rank.num_stages == 1 and not rank.mixed_precision:
-        gradients = state.pop("gradients (not sharded)")
+    if rounds == rank.num_stages == 1 and not shapes.mixed_precision:
+        gradients = state.pop("gradients (not sharded)", 0.0)
         moments["a layer's backward"] = layers.backward_alone()
         moments["the optimizer step"]["gradients (not sharded)"] = gradients
     moment = max(moments, key=lambda name: sum(moments[name].values()))
@@ -104,11 +109,10 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
         compute["cuBLAS workspaces"] = float(CUBLAS_THREADS * workspace)
     fragments = FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS
     terms = {**compute, "fragments": sum(compute.values()) * fragments}
-    if rank.mixed_precision:
+    if shapes.mixed_precision:
         # The pools of FSDP's streams hold the gradients, and two gathered modules: the one in use
         # and the prefetched one. A group of one rank copies on the compute stream.
         sizes = [unit.size for unit in rank.units]
-        offloads = cell.options["training.enable_cpu_offload"]
         terms["gradients"] = float(max(sizes) if offloads else sum(sizes))
         gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)
         terms["all-gather stream"] = float(sum(gathered[-2:]) * shapes.act)
@@ -120,24 +124,13 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
         rank=rank.rank,
         moment=moment,
         terms={name: size / GIB for name, size in terms.items() if size >= 1},
-        outside=_outside_gib(rank, shapes) if gpu else 0.0,
+        outside=_outside_gib(cell.layout, shapes) if gpu else 0.0,
     )
 
 
 def state_gib(rank: Rank) -> float:
     """Return the GiB of parameters, gradients and Adam's moments in the parameters' precision."""
     return 4 * rank.stored_bytes / GIB
-
-
-def _state(cell: Cell, rank: Rank) -> dict[str, float]:
-    """Return the bytes of parameters, Adam's moments and, without FSDP, gradients."""
-    if cell.options["training.enable_cpu_offload"]:
-        return {}
-    stored = float(rank.stored_bytes)
-    terms = {"parameters": stored, "optimizer state": 2 * stored}
-    if not rank.mixed_precision:
-        terms["gradients (not sharded)"] = stored
-    return terms
 
 
 def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
@@ -163,7 +156,7 @@ def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
         # PipelineStage allocates a receive buffer for every microbatch of a step.
         "pipeline receive buffers": rank.neighbours * rank.num_microbatches * hidden,
     }
-    if rank.mixed_precision:
+    if shapes.mixed_precision:
         # Between a pipeline's microbatches FSDP neither reshards parameters nor reduces gradients
         # (`backward_maybe_with_nosync`); gradients accumulate in the reduction's precision.
         gathered = [part.gathered for part in rank.parts]
@@ -211,7 +204,7 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
             # Hidden states are gathered over the TP ranks, which shard the vocabulary.
             hidden += s.tokens
     terms = {"logits and loss": logits, "last hidden states": hidden * s.dim * s.act}
-    if rank.mixed_precision and rank.num_stages == 1:
+    if s.mixed_precision and rank.num_stages == 1:
         terms["output layer"] = weight * s.act
     if not expandable:
         terms["layers' freed blocks"] = layers.freed_in_forward(elements * s.act)
@@ -223,10 +216,16 @@ def _loss_gradients(shapes: Shapes) -> float:
     return 4.0 * (shapes.tokens + shapes.vocab) * shapes.dim
 
 
-def _outside_gib(rank: Rank, shapes: Shapes) -> float:
-    # The `batch` group has no traffic of its own; the world group is one more.
-    groups = len(rank.groups.keys() - {"batch"}) + 1
-    outside = CONTEXT_GIB + NCCL_GROUP_GIB * groups
+def groups_of(layout: Layout) -> int:
+    """Return the number of a rank's communicators that have traffic, with the world's."""
+    fsdp = layout.dp_shard * layout.cp
+    dense = layout.pp, layout.dp_replicate, fsdp, layout.cp, layout.tp, layout.dp_replicate * fsdp
+    experts = layout.ep, layout.etp, fsdp * layout.tp // (layout.etp * layout.ep)
+    return 1 + sum(size > 1 for size in (*dense, *experts))
+
+
+def _outside_gib(layout: Layout, shapes: Shapes) -> float:
+    outside = CONTEXT_GIB + NCCL_GROUP_GIB * groups_of(layout)
     if not shapes.deepep:
         return outside
     # `Config.get_nvl_buffer_size_hint` and its RDMA twin at DeepEP's default configuration: ten

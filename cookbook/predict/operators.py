@@ -33,6 +33,11 @@ class Operator:
         return self.module == "moe.experts"
 
     @property
+    def is_product(self) -> bool:
+        """Whether the weight is multiplied by a matrix; the weights of norms and biases are not."""
+        return len(self.shape) > 1
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -113,12 +118,12 @@ class Unit:
 
 
 def fsdp_units(
-    operators: Iterable[Operator], layout: Layout, layer: int | None = None, *, width: int = 4
-) -> list[Unit]:
+    operators: Iterable[Operator], layout: Layout, *, in_layer: bool = False, width: int = 4
+) -> tuple[Unit, ...]:
     """Return the FSDP modules of a layer, or of embedding or head; `width`: bytes per element."""
     units: dict[str, Unit] = {}
     for one in operators:
-        name = one.module if layer is None else f"layers.{layer}"
+        name = "layer" if in_layer else one.module
         shape, gathered = list(one.shape), one.numel
         shards, axis, tp = layout.dp_shard * layout.cp, 0, layout.tp
         # Without EP the experts belong to the FSDP module of their layer.
@@ -136,30 +141,18 @@ def fsdp_units(
         if unit := units.get(name):
             local, gathered = unit.local + local, unit.gathered + gathered
         units[name] = Unit(name, shards, local, gathered, width)
-    return list(units.values())
+    return tuple(units.values())
 
 
-@dataclass(frozen=True)
-class Product:
-    """A matrix product of shape (rows, inner) by (inner, columns), computed by `module`."""
-
-    module: str
-    rows: float
-    columns: int
-    inner: int
-
-
-def products(operators: Iterable[Operator], rows: float) -> list[Product]:
-    """Return the matrix products over `rows` input rows; norms and biases have none."""
-    return [Product(o.module, rows, *o.shape[-2:]) for o in operators if len(o.shape) > 1]
-
-
-def linear_format(cell: Cell, module: str) -> str | None:
-    """Return the format of a linear layer's GEMMs: `float8`, `mx`, or None for BF16."""
+def gemm_format(cell: Cell, operator: Operator) -> str | None:
+    """Return the format that an operator's GEMMs are quantized to, as `float8`; None for BF16."""
+    if operator.is_expert:
+        active = cell.precision.expects("grouped_gemms")
+        return None if active == "bf16" or cell.emulated else active
     for kind in ("float8", "mx"):
         converter = f"quantize.linear.{kind}"
         is_native = cell.precision not in cell.emulated_parts
         if converter in cell.options["model.converters"] and is_native:
             filtered = cell.options[f"{converter}.filter_fqns"]
-            return None if any(name in module for name in filtered) else kind
+            return None if any(name in operator.module for name in filtered) else kind
     return None

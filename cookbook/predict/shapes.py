@@ -9,13 +9,12 @@ from cookbook.base.family import Model, Sizes
 from cookbook.config.cell import NUM_CHUNKS, ROW_KERNELS, SAVE_LIST, SCORE_ACTIVATIONS, Cell
 from cookbook.predict.operators import (
     BYTES,
-    Product,
+    Operator,
     attention_operators,
     feed_forward_operators,
-    linear_format,
-    products,
+    gemm_format,
 )
-from cookbook.predict.rank import Rank
+from cookbook.predict.rank import model_of
 
 # The tokens of the fullest rank under real routing, as a multiple of the mean; typical of early
 # training, before the bias of auxiliary-loss-free balancing has settled.
@@ -44,6 +43,7 @@ class Shapes(Sizes):
     scored_activations: bool
     row_kernels: bool
     quantized: bool  # whether the routed experts' GEMMs are quantized
+    mixed_precision: bool  # whether FSDP casts the parameters
     autocast: bool  # whether autocast casts the weights, which needs a rank without FSDP
     compiled: bool
     saves: frozenset[str]  # operators whose outputs selective recomputation saves
@@ -63,8 +63,8 @@ class Shapes(Sizes):
         return float(self.act * self.sequence_tokens * self.dim)
 
 
-def shapes_of(cell: Cell, rank: Rank) -> Shapes:
-    model, layout, options = rank.model, cell.layout, cell.options
+def shapes_of(cell: Cell) -> Shapes:
+    model, layout, options = model_of(cell), cell.layout, cell.options
     microbatch = "parallelism.pipeline_parallel_microbatch_size"
     batch = options[microbatch if layout.pp > 1 else "training.local_batch_size"]
     tokens = batch * options["training.seq_len"] // layout.cp
@@ -76,7 +76,8 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
     routing = routing_of(cell)
     uneven = UNEVEN_ROUTING if routing == "trained" and layout.ep > 1 else 1.0
     is_alone = layout.tp == layout.pp == 1
-    is_mixed = rank.mixed_precision or is_alone
+    mixed_precision = layout.dp_shard * layout.cp > 1 or layout.ep > 1
+    casts = mixed_precision or is_alone
     nodes = max(layout.ep * layout.etp // cell.cluster.ranks_per_node, 1)
     sizes = asdict(model) | {
         "heads": -(-model.heads // layout.tp),
@@ -96,14 +97,15 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
         rows=int(sent * model.top_k * uneven),
         ranks_per_token=destinations(model, layout.ep, routing),
         nodes_per_token=destinations(model, nodes, routing),
-        act=BYTES[options["training.mixed_precision_param"] if is_mixed else "float32"],
+        act=BYTES[options["training.mixed_precision_param"] if casts else "float32"],
         grad=BYTES[options["training.mixed_precision_reduce"]],
         ep=layout.ep,
         deepep=cell.exchange.has_own_layer,
         scored_activations=cell.exchange.has_own_layer and options[SCORE_ACTIVATIONS],
         row_kernels=not cell.exchange.has_own_layer and options[ROW_KERNELS],
         quantized=cell.precision.expects("grouped_gemms") != "bf16",
-        autocast=is_alone and not rank.mixed_precision,
+        mixed_precision=mixed_precision,
+        autocast=is_alone and not mixed_precision,
         compiled="model" in components,
         saves=cell.saves,
         loss_tokens=-(-tokens // num_chunks) if num_chunks else None,
@@ -166,10 +168,11 @@ def _chosen_experts(model: Model) -> Any:
     return np.argpartition(scores.reshape(_TOKENS, -1), -model.top_k, axis=1)[:, -model.top_k :]
 
 
-def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Product]:
+def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Operator]:
     """Return a layer's BF16 products that `mm` in the save list keeps from being recomputed."""
     # Only the cookbook's save list reaches compiled code; TorchTitan's `mm` does not.
     if not (moe and s.compiled and cell.saves and "mm" in cell.options[SAVE_LIST]):
         return []
-    found = products([*attention_operators(s), *feed_forward_operators(s, moe)], s.tokens)
-    return [one for one in found if one.inner >= s.dim and not linear_format(cell, one.module)]
+    found = [*attention_operators(s), *feed_forward_operators(s, moe)]
+    large = (one for one in found if one.is_product and one.shape[-1] >= s.dim)
+    return [one for one in large if not gemm_format(cell, one)]

@@ -85,7 +85,7 @@ def predict_step(
     documents = documents_of(cell, documents)
     ranks = ranks or describe_ranks(cell)
     layout, options = cell.layout, cell.options
-    shapes, seq_len = shapes_of(cell, ranks[0]), options["training.seq_len"]
+    shapes, seq_len = shapes_of(cell), options["training.seq_len"]
     if cell.hooks != options.stack.hooks and shapes.deepep:
         # TorchTitan as released dispatches every token once per TP rank.
         sent_rows, rows = shapes.sent_rows * layout.tp, shapes.rows * layout.tp
@@ -147,10 +147,10 @@ def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Ra
             halves = {"I": backward * 2 / 3, "W": backward / 3}
             for kind, time_ms in {"F": forward, "B": backward, **halves}.items():
                 durations[stage, kind] = time_ms
-    last = ranks[0].num_stages - 1
     sent_ms = links.nccl_ms(links.stage())
-    played = play([rank.actions for rank in ranks], durations, last, sent_ms)
-    return ranks[played.busiest], played.bubble_ms
+    end_ms, busy_ms = play([rank.actions for rank in ranks], durations, sent_ms)
+    busiest_ms = max(busy_ms)
+    return ranks[busy_ms.index(busiest_ms)], end_ms - busiest_ms
 
 
 def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes, gathers: int) -> tuple[float, float]:
@@ -158,18 +158,18 @@ def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes, gathers: int) -> tuple
 
     Nothing hides the gather before the first layer and the reduction after the last backward.
     """
-    if not rank.mixed_precision:
+    if not links.shapes.mixed_precision:
         return 0.0, 0.0
     exposed = hidden = 0.0
     for part in rank.parts:
         for layer in part.layers:
-            costs = [links.unit_ms(unit, beside_compute=True) for unit in part.units_of(layer)]
+            costs = [links.unit_ms(unit, beside_compute=True) for unit in layer.units]
             gather, reduce = (sum(some) for some in zip(*costs, strict=True))
             sent = (gather, gather * (gathers - 1) + reduce)
             for sent_ms, compute_ms in zip(sent, times.compute_ms(layer), strict=True):
                 exposed += max(0.0, sent_ms - compute_ms)
                 hidden += min(sent_ms, compute_ms)
-        ends = [unit for unit in part.units if not unit.name.startswith("layers.")]
+        ends = (*part.embedding, *part.head)
         exposed += sum(sum(links.unit_ms(unit)) for unit in ends[:1])
     return exposed, hidden
 

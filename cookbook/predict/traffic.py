@@ -5,13 +5,13 @@ all-to-all every rank sends to every other. Context parallelism's traffic is not
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
 from cookbook.config.cell import Cell
 from cookbook.predict.facts import Hardware
 from cookbook.predict.operators import Unit
-from cookbook.predict.rank import Rank
+from cookbook.predict.rank import Rank, count_parameters, model_of
 from cookbook.predict.shapes import Shapes, shapes_of
 
 # MXFP8: one byte per element, and one byte of scale per 32 elements.
@@ -31,6 +31,9 @@ class Traffic:
 
     def times(self, count: float) -> "Traffic":
         return Traffic(self.nvlink * count, self.infiniband * count)
+
+    def rounded(self) -> "Traffic":
+        return Traffic(round(self.nvlink), round(self.infiniband))
 
 
 @dataclass(frozen=True)
@@ -108,52 +111,49 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step; the keys of `traffic` are fsdp, tp, pp and ep/<backend>."""
+    """The work of a step; traffic is by kind: fsdp, tp, pp and ep/<backend>."""
 
     parameters: int
     active_parameters: int
     flops_per_token: int
     tokens_per_step: int
     flops_per_gpu_step: float
-    traffic: Mapping[str, Traffic]
-
-    def as_mapping(self) -> dict[str, Any]:
-        """Return the work as a mapping for JSON; traffic is in bytes per GPU and step."""
-        content = asdict(self)
-        content["bytes_per_gpu_step"] = {
-            kind: {network: round(sent) for network, sent in by_network.items()}
-            for kind, by_network in content.pop("traffic").items()
-        }
-        return content
+    bytes_per_gpu_step: Mapping[str, Traffic]
 
 
 def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
     """Count the work of one optimizer step, with the traffic of the rank that sends most."""
-    first, layout, options = ranks[0], cell.layout, cell.options
-    batch = options["training.local_batch_size"] * first.gradient_accumulation_steps
-    tokens = batch * layout.dp_replicate * layout.dp_shard * options["training.seq_len"]
+    model, layout, options = model_of(cell), cell.layout, cell.options
+    seq_len = options["training.seq_len"]
+    batch = options["training.local_batch_size"] * ranks[0].gradient_accumulation_steps
+    tokens = batch * layout.dp_replicate * layout.dp_shard * seq_len
+    parameters, active = count_parameters(model)
+    # As TorchTitan counts: without the embedding, and with attention over the whole sequence.
+    scores = model.n_layers * model.heads * (model.nope + model.rope + model.v_head) * seq_len
+    flops = 6 * (active - model.vocab * model.dim + scores)
+    fullest = max(
+        (step_traffic(cell, rank) for rank in ranks),
+        key=lambda kinds: sum(one.nvlink + one.infiniband for one in kinds.values()),
+    )
     return Work(
-        parameters=first.parameters,
-        active_parameters=first.active_parameters,
-        flops_per_token=first.flops_per_token,
+        parameters=parameters,
+        active_parameters=active,
+        flops_per_token=flops,
         tokens_per_step=tokens,
-        flops_per_gpu_step=first.flops_per_token * tokens / cell.world,
-        traffic=max(
-            (step_traffic(cell, rank) for rank in ranks),
-            key=lambda kinds: sum(one.nvlink + one.infiniband for one in kinds.values()),
-        ),
+        flops_per_gpu_step=flops * tokens / cell.world,
+        bytes_per_gpu_step={kind: one.rounded() for kind, one in fullest.items()},
     )
 
 
 def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
     """Return the traffic of `rank` in a step, by kind."""
-    one = Exchanges(cell, shapes_of(cell, rank))
+    one = Exchanges(cell, shapes_of(cell))
     microbatches = rank.num_microbatches * rank.gradient_accumulation_steps
     # Recomputation does not repeat communication whose results are saved.
     is_saved = "communication" in cell.saves
     repeated = [layer for layer in rank.layers if layer.recomputed and not is_saved]
     # Four TP operations per layer and direction; one per direction for embedding and for head.
-    ends = sum(2 * part.embedding + 2 * part.head for part in rank.parts)
+    ends = sum(2 * bool(part.embedding) + 2 * bool(part.head) for part in rank.parts)
     tensor = 8 * len(rank.layers) + 4 * len(repeated) + ends
     # A pipeline gathers and reduces once per step, however many microbatches it has.
     pipelined = cell.layout.pp > 1

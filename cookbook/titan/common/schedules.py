@@ -2,9 +2,10 @@
 
     python -m cookbook.titan.common.schedules
 
-Answers each JSON line on standard input with one JSON line. It has, per rank, `stages`, `in_flight`
-and `actions`: lists [stage, kind, microbatch]; or `error`, if torch rejects the schedule. The kinds
-are F (forward), B (backward), and I and W (the backward's halves for inputs and weights).
+Answers each JSON line on standard input with one JSON line: a list with each rank's `stages`,
+`in_flight` and `actions`, or the text of torch's error. An action is a list [stage, kind,
+microbatch]; its kind is F (forward), B (backward), or I or W (a backward's half for inputs or
+weights).
 """
 
 import json
@@ -20,7 +21,7 @@ from cookbook.base.family import stages_of
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
-def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dict[str, Any]:
+def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> list[dict[str, Any]]:
     """Return the actions of a schedule of `ranks` pipeline ranks with `per_rank` stages each."""
     schedule_class: Any = get_schedule_class(name)
     num_stages = ranks * per_rank
@@ -46,11 +47,10 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dic
         schedule_class._prepare_schedule_with_comms = lambda self, actions, format="": None
         order = schedule_class(stages, n_microbatches=microbatches).pipeline_order
     actions = [rank_actions(order[rank], is_single) for rank in range(ranks)]
-    return {
-        "stages": of_ranks,
-        "in_flight": [in_flight(*one) for one in zip(actions, of_ranks, strict=True)],
-        "actions": actions,
-    }
+    return [
+        {"stages": own, "in_flight": in_flight(done, own), "actions": done}
+        for own, done in zip(of_ranks, actions, strict=True)
+    ]
 
 
 def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
@@ -95,10 +95,11 @@ def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
 def main() -> None:
     """Answer requests until standard input ends."""
     for line in sys.stdin:
+        answer: Any
         try:
             answer = list_actions(**json.loads(line))
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            answer = f"{type(error).__name__}: {error}"
         print(json.dumps(answer), flush=True)
 
 
