@@ -50,7 +50,7 @@ class Built:
 
 @contextlib.contextmanager
 def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell], Built]]:
-    """Start the subprocess; yield a function that builds cells, equal ones only once."""
+    """Start the subprocess; yield a function that builds a cell, and equal cells only once."""
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         # Errors go to a file: a pipe that nobody reads could block the subprocess.
         said = Path(folder) / "errors"

@@ -187,7 +187,7 @@ def parse_documents(place: str, text: str) -> Documents:
 def slowest_attended_tokens(
     documents: Documents, seq_len: int, sequences: int, ranks: int
 ) -> float:
-    """Return the mean attended length on the slowest of `ranks`, each with `sequences`."""
+    """Return the mean attended length on the slowest of `ranks` ranks; `sequences`: per rank."""
     sums = [*itertools.accumulate(_attended(documents, seq_len), initial=0.0)]
     drawn, taken = random.Random(_SEED), min(sequences, _SEQUENCES)
 

@@ -69,7 +69,7 @@ class Kernels:
         return sum(one.numel for one in expert_operators(self.shapes)) // self.shapes.ep
 
     def experts(self, backward: bool) -> Terms:
-        """Return the time of the routed experts' GEMMs and rows, over all chunks of the tokens."""
+        """Return the time of the routed experts' GEMMs, with the time to move their rows."""
         terms = self.multiply(expert_operators(self.shapes), backward)
         if backward and self.chunks > 1:
             # Add up the chunks' gradients of the weights.
@@ -338,10 +338,6 @@ class LayerTimes:
             forward += [k.multiply(head, False), k.loss()]
             backward.append(k.multiply(head, True))
         return add(*forward, *ends), add(*backward, *ends)
-
-    def recompute_ms(self, part: Part) -> float:
-        """Return the recomputation time of a microbatch in a part."""
-        return sum(sum(self.again(layer.moe, layer.recomputed).values()) for layer in part.layers)
 
     def compute_ms(self, layer: Layer) -> tuple[float, float]:
         """Return a layer's forward and backward compute time, without communication."""

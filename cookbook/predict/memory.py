@@ -217,7 +217,7 @@ def _loss_gradients(shapes: Shapes) -> float:
 
 
 def groups_of(layout: Layout) -> int:
-    """Return the number of a rank's communicators that have traffic, with the world's."""
+    """Return the number of a rank's NCCL communicators that have traffic, world included."""
     fsdp = layout.dp_shard * layout.cp
     dense = layout.pp, layout.dp_replicate, fsdp, layout.cp, layout.tp, layout.dp_replicate * fsdp
     experts = layout.ep, layout.etp, fsdp * layout.tp // (layout.etp * layout.ep)

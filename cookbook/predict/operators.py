@@ -34,7 +34,7 @@ class Operator:
 
     @property
     def is_product(self) -> bool:
-        """Whether the weight is multiplied by a matrix; the weights of norms and biases are not."""
+        """Whether the module multiplies matrices; norms and biases do not."""
         return len(self.shape) > 1
 
     @property

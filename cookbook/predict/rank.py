@@ -240,8 +240,6 @@ def stage_layers(
     num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1
 ) -> list[list[int]]:
     """Return the layers of every stage, as from TorchTitan's `generate_llm_fqn_per_model_part`."""
-    if num_stages == 1:
-        return [list(range(num_layers))]
     each, extra = divmod(num_layers + input_weight + output_weight, num_stages)
     sizes = [each + (stage < extra) for stage in range(num_stages)]
     sizes[0] -= input_weight
@@ -285,7 +283,7 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
 
 
 def count_parameters(model: Model) -> tuple[int, int]:
-    """Return the numbers of all parameters and of those used per token, as TorchTitan's counts."""
+    """Return TorchTitan's counts: all parameters, and the parameters that a token uses."""
     operators = [*embedding_operators(model), *head_operators(model)]
     for layer in range(model.n_layers):
         operators += layer_operators(model, model.is_moe(layer))

@@ -126,10 +126,11 @@ def predict_step(
             TEXT: 0.0 if has_worker else tokens * hardware.text_us_per_token / 1000,
         },
     )
+    recomputed = (times.again(layer.moe, layer.recomputed) for layer in busiest.layers)
     return StepTime(
         rank=busiest.rank,
         terms_ms={name: time for name, time in terms.items() if time > 0},
-        recompute_ms=microbatches * sum(map(times.recompute_ms, busiest.parts)),
+        recompute_ms=microbatches * sum(sum(one.values()) for one in recomputed),
         tokens_per_gpu=tokens * layout.dp_replicate * layout.dp_shard / layout.world,
         documents=documents,
     )

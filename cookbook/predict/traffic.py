@@ -95,7 +95,7 @@ class Exchanges:
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
     def experts(self, backend: str) -> tuple[Traffic, Traffic]:
-        """Return an MoE layer's all-to-all traffic: without recomputation, and what that adds."""
+        """Return an MoE layer's exchanges without recomputation, and the ones that it adds."""
         s = self.shapes
         if s.ep == 1:
             return Traffic(), Traffic()
