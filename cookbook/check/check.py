@@ -128,7 +128,7 @@ _ROUTINE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class CellCheck:
     """All results of a cell's check."""
 
@@ -197,23 +197,22 @@ def check_cells(
         is_divided = not any(finding.is_input for finding in judged.rules)
         advice = tuple(found for rule in ADVICE for found in rule(cell)) if is_divided else ()
         checks.append(CellCheck(cell, judged, advice))
-    wanted = [index for index, one in enumerate(checks) if build and not one.judged.rules]
-    answers = build_cells([cells[index] for index in wanted]) if wanted else ()
-    for index, built in zip(wanted, answers, strict=True):
-        cell, check = cells[index], replace(checks[index], built=built)
+    wanted = [one for one in checks if build and not one.judged.rules]
+    answers = build_cells([one.cell for one in wanted]) if wanted else ()
+    for check, built in zip(wanted, answers, strict=True):
+        check.built = built
         if built.ranks:
             try:
-                ranks = describe_ranks(cell)
-                stages = tuple(predict_memory(cell, rank) for rank in ranks)
-                check = replace(check, ranks=ranks, stages=stages, work=count_work(cell, ranks))
-                check = replace(check, step=predict_step(cell, ranks))
+                ranks = describe_ranks(check.cell)
+                check.stages = tuple(predict_memory(check.cell, rank) for rank in ranks)
+                check.ranks, check.work = ranks, count_work(check.cell, ranks)
+                check.step = predict_step(check.cell, ranks)
             except InputError as error:
-                check = replace(check, no_step=str(error))
+                check.no_step = str(error)
         found = [*_build_findings(check, built)]
         errors = tuple(finding for finding in found if finding.level == ERROR)
-        others = (finding for finding in found if finding.level != ERROR)
-        judged = replace(check.judged, built=None if built.unavailable else errors)
-        checks[index] = replace(check, judged=judged, advice=(*check.advice, *others))
+        check.judged = replace(check.judged, built=None if built.unavailable else errors)
+        check.advice += tuple(finding for finding in found if finding.level != ERROR)
     return checks
 
 

@@ -32,9 +32,6 @@ class Traffic:
     def times(self, count: float) -> "Traffic":
         return Traffic(self.nvlink * count, self.infiniband * count)
 
-    def rounded(self) -> "Traffic":
-        return Traffic(round(self.nvlink), round(self.infiniband))
-
 
 @dataclass(frozen=True)
 class Exchanges:
@@ -135,13 +132,14 @@ def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
         (step_traffic(cell, rank) for rank in ranks),
         key=lambda kinds: sum(one.nvlink + one.infiniband for one in kinds.values()),
     )
+    sent = {n: Traffic(round(one.nvlink), round(one.infiniband)) for n, one in fullest.items()}
     return Work(
         parameters=parameters,
         active_parameters=active,
         flops_per_token=flops,
         tokens_per_step=tokens,
         flops_per_gpu_step=flops * tokens / cell.world,
-        bytes_per_gpu_step={kind: one.rounded() for kind, one in fullest.items()},
+        bytes_per_gpu_step=sent,
     )
 
 
