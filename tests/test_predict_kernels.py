@@ -327,11 +327,9 @@ def test_the_host_is_waited_for_where_tokens_are_sent() -> None:
         (10, 2, 5, 5, 2, 0),
         # Links that are slower than the experts: all four exchanges, one behind another.
         (4, 2, 0, 0, 2, 20 - 4),
-        # Three: the first is back before the third arrives, unless all leave before.
-        (30, 3, 0, 0, 2, 5 + 5),
-        (3, 3, 0, 7, 2, 30 - 3 - 7),
-        (3, 3, 16, 0, 2, 35 - 16 - 3),
-        (3, 3, 16, 0, 3, 32 - 16 - 3),
+        # Three: the third leaves after the first is back, at 22, unless all left before.
+        (3, 3, 16, 0, 2, 22 + 3 * 5 - 16 - 3),
+        (3, 3, 16, 0, 3, 22 + 2 * 5 - 16 - 3),
         # A backward: recomputation hides the first gradients.
         (10, 1, 3 + 1, 2, 1, 1 + 3),
         (10, 1, 30 + 1, 2, 1, 3),

@@ -189,6 +189,6 @@ def test_a_pipeline_adds_gradients_of_each_microbatch(monkeypatch: pytest.Monkey
     assert {step.rank for step in steps} == {2}
     (whole,) = describe_ranks(on_gpus(4, {EP: 2}))
     # The second microbatch adds its own: 10 bytes for each element of the last 13 layers.
-    last = dataclasses.replace(whole.parts[0], layers=whole.layers[14:], embedding=())
+    last = dataclasses.replace(whole.parts[0], layers=tuple(whole.layers[14:]), embedding=())
     sizes = [unit.gathered for unit in last.units]
     assert copies[0] - copies[1] == pytest.approx(10 * sum(sizes) / 1e6)

@@ -247,4 +247,5 @@ def test_a_layer_of_a_rank_alone_saves_what_is_predicted() -> None:
     (measured,) = run_ranks(bytes_saved, 1, 2048)
     # Unlike a GPU, the CPU copies attention's output and saves the outputs of both norms in FP32.
     measured -= 2048 * (2 * 16 * 128 + 2 * 4 * 256)
-    assert counted.input + counted.saved == pytest.approx(measured, rel=0.01)
+    # Autocast copies the input.
+    assert 2 * shapes.hidden_bytes + counted.saved == pytest.approx(measured, rel=0.01)

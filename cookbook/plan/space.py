@@ -160,7 +160,7 @@ class Space:
         if _SCHEDULE in self.varied or _PER_STAGE in self.varied:
             return [*_combined(self._axis(n, [options[n]]) for n in (_SCHEDULE, _PER_STAGE))]
         layers = model_of(self.base).n_layers + sum(less_layers(options))
-        sizes = [
+        sizes: list[int | None] = [
             size
             for stages in range(2 * pp, _MOST_STAGES_PER_RANK * pp + 1, 2 * pp)
             if math.ceil(layers / (size := math.ceil(layers / stages))) == stages
