@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 
 from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
@@ -54,7 +53,7 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
                 for stage, rank in zip(check.stages, check.ranks, strict=True)
             ],
         },
-        "work": check.work and asdict(check.work),
+        "work": check.work and check.work.as_mapping(),
         "step": check.step and check.step.as_mapping(),
         "no_step": check.no_step or None,
     }
@@ -135,7 +134,7 @@ def _work(check: CellCheck) -> Iterator[str]:
     titles |= {f"ep/{name}": f"EP {name}" for name in EP_BACKENDS}
     rows = [["", "NVLink", "InfiniBand", ""]]
     for kind, title in titles.items():
-        sizes = asdict(work.bytes_per_gpu_step[kind]).values()
+        sizes = (work.bytes_per_gpu_step[kind].nvlink, work.bytes_per_gpu_step[kind].infiniband)
         mark = "this cell" if kind == f"ep/{check.cell.ep_backend.name}" else ""
         rows.append([title, *(f"{size / 2**30:.1f}" for size in sizes), mark])
     yield text_table(rows, align="lrr", indent=4)

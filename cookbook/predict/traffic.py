@@ -5,8 +5,8 @@ all-to-all every rank sends to every other. Context parallelism's traffic is not
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from cookbook.config.cell import Cell
 from cookbook.predict.facts import Hardware
@@ -117,6 +117,13 @@ class Work:
     flops_per_gpu_step: float
     bytes_per_gpu_step: Mapping[str, Traffic]
 
+    def as_mapping(self) -> dict[str, Any]:
+        """Return the work as a mapping for JSON, in whole bytes."""
+        content = asdict(self)
+        for by_network in content["bytes_per_gpu_step"].values():
+            by_network.update({network: round(sent) for network, sent in by_network.items()})
+        return content
+
 
 def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
     """Count the work of one optimizer step, with the traffic of the rank that sends most."""
@@ -128,18 +135,16 @@ def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
     # As TorchTitan counts: without the embedding, and with attention over the whole sequence.
     scores = model.n_layers * model.heads * (model.nope + model.rope + model.v_head) * seq_len
     flops = 6 * (active - model.vocab * model.dim + scores)
-    fullest = max(
-        (step_traffic(cell, rank) for rank in ranks),
-        key=lambda kinds: sum(one.nvlink + one.infiniband for one in kinds.values()),
-    )
-    sent = {n: Traffic(round(one.nvlink), round(one.infiniband)) for n, one in fullest.items()}
     return Work(
         parameters=parameters,
         active_parameters=active,
         flops_per_token=flops,
         tokens_per_step=tokens,
         flops_per_gpu_step=flops * tokens / cell.world,
-        bytes_per_gpu_step=sent,
+        bytes_per_gpu_step=max(
+            (step_traffic(cell, rank) for rank in ranks),
+            key=lambda kinds: sum(one.nvlink + one.infiniband for one in kinds.values()),
+        ),
     )
 
 
