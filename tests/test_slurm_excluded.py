@@ -57,7 +57,8 @@ def test_what_is_on_the_list_is_left_out_of_new_jobs(four: SlurmCluster, tmp_pat
     job = _job(run)
     assert set(nodes_in(four.job_field(job, "ExcNodeList") or "")) == {"worker-0", "worker-3"}
     assert four.wait(job, {"RUNNING"}) == "RUNNING"
-    assert "#SBATCH --exclude=worker-3,worker-0" in run.cells[0].submission.read_text()
+    batch_file = run.cells[0].job_files / "submission.sh"
+    assert "#SBATCH --exclude=worker-3,worker-0" in batch_file.read_text()
     # The script that people read and sbatch says what the profile says.
     status = four.run(sys.executable, ROOT / "submit.py", "status", run.name).stdout
     assert "left out of new jobs: worker-0: GPU 3: 2 uncorrectable ECC error(s); left" in status

@@ -12,7 +12,7 @@ from cookbook.base.yamlfile import Words
 from cookbook.cli.main import main
 from cookbook.config.cell import Cell
 from cookbook.launch.submit import create_run, submit_run
-from cookbook.run.run import release_submit_lock
+from cookbook.run.run import release_submit_locks
 from cookbook.run.status import FAILED, Status, write_status
 from tests.saved import save
 from tests.slurm_cluster import SlurmCluster
@@ -74,7 +74,7 @@ def test_of_several_resumes_at_the_same_moment_one_submits(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     run = create_run("mine", [held_cell(tmp_path)])
-    release_submit_lock(run.folder)
+    release_submit_locks()
     write_status(run.cells[0], Status(FAILED, 0, "a node was lost", 1))
     save(run.cells[0].path / "checkpoint", 4, readers=1)
     words = [sys.executable, str(ROOT / "submit.py"), "run", "--resume", run.name, "--detach"]

@@ -24,7 +24,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, earlier_record
 from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import SETTLED, CellState, cancel_deleted, cancel_run, cell_states
-from cookbook.run.status import FAILED, OPEN, RUNNING, read_json, read_resumptions
+from cookbook.run.status import FAILED, OPEN, RUNNING, read_resumptions
 
 _LEAST_STEPS = 4  # steps needed to estimate the time left
 POLL_S = {"local": 1.0, "slurm": 5.0}
@@ -86,29 +86,28 @@ def _pending_scripts() -> list[str]:
 def show_logs(arguments: argparse.Namespace) -> int:
     """Print the log of a cell's last attempt; with -f, follow it until the cell has ended."""
     run, cell = named_cell(arguments.cell)
-    while (log := cell.newest_log()) is None:
-        state = _state(run, cell)
-        if arguments.follow and not state.has_ended:
-            time.sleep(POLL_S[run.scheduler])
-            continue
-        unsaid = "nothing is written yet" if state.state == RUNNING else "not started"
-        found = f"has no log: {state.state}, {state.reason or unsaid}"
-        raise InputError(f"{run.name}/{cell.name}", found)
-    offset, asked, ended = 0, 0.0, not arguments.follow
+    log, offset, asked, ended = cell.newest_log(), 0, 0.0, not arguments.follow
     while True:
         # Read the log every second, but ask the scheduler less often.
         if not ended and time.monotonic() - asked >= POLL_S[run.scheduler]:
             asked = time.monotonic()
             ended = _state(run, cell).has_ended
-        offset = _print_from(log, offset)
-        if ended:
-            return 0
-        time.sleep(1.0)
-        # A requeued cell continues in a new attempt, with a new log.
+        # A requeued cell continues in a new attempt, with a new log; the old log is complete then.
         newest = cell.newest_log()
-        if newest is not None and newest != log:
-            _print_from(log, offset)
+        if log is not None:
+            offset = _print_from(log, offset)
+        if newest != log:
             log, offset = newest, 0
+        elif ended:
+            break
+        else:
+            time.sleep(1.0)
+    if log is None:
+        state = _state(run, cell)
+        unsaid = "nothing is written yet" if state.state == RUNNING else "not started"
+        found = f"has no log: {state.state}, {state.reason or unsaid}"
+        raise InputError(f"{run.name}/{cell.name}", found)
+    return 0
 
 
 def named_cell(name: str | None) -> tuple[Run, CellFolder]:
@@ -125,13 +124,12 @@ def named_cell(name: str | None) -> tuple[Run, CellFolder]:
         return run, named
     if not run.cells:
         raise InputError(run.name, "has no cell", "start a new run")
+    states = cell_states(run)
+    running = [one.cell for one in states if one.state == RUNNING]
     started = [cell.name for cell in run.cells if cell.newest_log()]
-    if not started:
-        # Use the status files: Slurm may be slow, and `logs` asks it later anyway.
-        is_open = [cell for cell in run.cells if read_json(cell.status).get("state") in OPEN]
-        return run, (is_open or run.cells)[0]
-    running = [state.cell for state in cell_states(run) if state.state == RUNNING]
-    return run, run.cell(running[0] if running else started[-1])
+    waiting = [one.cell for one in states if one.state in OPEN]
+    names = [*running, *started[-1:], *waiting, run.cells[0].name]
+    return run, run.cell(names[0])
 
 
 def _state(run: Run, cell: CellFolder) -> CellState:
@@ -157,14 +155,14 @@ def cancel(arguments: argparse.Namespace) -> int:
         print(f"{arguments.run}: its folder was deleted; cancelled what was left of it ({found})")
         return 0
 
-    def report(num_jobs: int) -> None:
+    states = [state for state in cell_states(run) if state.is_known and not state.has_ended]
+    num_jobs = len({state.job_id for state in states if state.job_id})
+    if arguments.run is None and num_jobs:
         # Without a name, show which run is meant before a command that may be slow.
-        if arguments.run is None and num_jobs:
-            jobs = "1 job" if num_jobs == 1 else f"{num_jobs} jobs"
-            print(f"{run.name}, the newest run: cancels {jobs}", flush=True)
-
-    cells = cancel_run(run, report)
-    ending = [one.cell for one in cell_states(run) if one.is_ending and one.cell not in cells]
+        jobs = "1 job" if num_jobs == 1 else f"{num_jobs} jobs"
+        print(f"{run.name}, the newest run: cancels {jobs}", flush=True)
+    cells = cancel_run(run)
+    ending = [one.cell for one in states if one.is_ending and one.cell not in cells]
     if cells:
         print(f"cancelled: {', '.join(cells)}")
     if ending:
@@ -180,8 +178,7 @@ class Watcher:
     def __init__(self, run: Run) -> None:
         self.run = run
         # `report` explains a damaged record; here only the total number of steps is missing.
-        records = {cell.name: earlier_record(cell) for cell in run.cells}
-        self._records = {name: record or CellRecord() for name, record in records.items()}
+        self._records = {cell.name: earlier_record(cell) or CellRecord() for cell in run.cells}
         self._tails: dict[Path, Tail] = {}
 
     def look(self, patience: float = slurm.PATIENCE_S) -> list[tuple[CellState, CellProgress]]:
@@ -311,10 +308,8 @@ def show_comparison(arguments: argparse.Namespace) -> int:
     else:
         comparison = compare.compare_runs(first, others[0], arguments.tolerance)
     if not comparison.slower and all(row.speed is None for row in comparison.rows):
-        reasons = [row.incomparable for row in comparison.rows if row.incomparable]
-        reasons += [
-            "no cell is just what was published" if arguments.other else "no cell is in both"
-        ]
+        missing = "no cell is just what was published" if arguments.other else "no cell is in both"
+        reasons = [row.incomparable for row in comparison.rows if row.incomparable] or [missing]
         place = f"compare {' and '.join(run.name for run in runs)}"
         raise InputError(place, f"there is nothing to compare: {reasons[0]}")
     render = compare.comparison_json if arguments.json else compare.comparison_markdown

@@ -11,43 +11,23 @@ from pathlib import Path
 from cookbook.base.errors import InputError, named_at, unknown_name
 from cookbook.base.files import write_whole
 from cookbook.base.paths import RECIPES
-from cookbook.base.yamlfile import Unchecked, shown_path
+from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
 from cookbook.config.options import Settings, command_line_settings
 from cookbook.config.recipe import KINDS, check_name, find_file, load_overlay, load_recipe, names_in
-from cookbook.config.resolve import merge_config
-from cookbook.config.sweep import (
-    CellRequest,
-    Sweep,
-    expand_sweep,
-    load_sweep,
-    requested_pair,
-    sweep_of_recipe,
-)
+from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
 
 
 def requested_cell(arguments: argparse.Namespace, settings: Settings | None = None) -> Cell:
     """Return the one cell of a recipe; options from the command line override `settings`."""
-    request = _request(arguments)
+    request = cell_request(arguments)
     request = replace(request, overrides={**(settings or {}), **request.overrides})
     (cell,) = expand_sweep(sweep_of_recipe(arguments.recipe), request)
     return cell
 
 
-def merged_cell(arguments: argparse.Namespace) -> Cell:
-    """Return the one cell of a recipe without validating it: it may not fit the cluster."""
-    request, recipe = _request(arguments), load_recipe(arguments.recipe)
-    parts = (recipe, *requested_pair(recipe, request), request.cluster, request.nodes)
-    return merge_config(*parts, overrides=request.overrides)
-
-
-def requested_sweep(name: str, arguments: argparse.Namespace) -> tuple[Sweep, list[Cell]]:
-    sweep = load_sweep(name)
-    return sweep, expand_sweep(sweep, _request(arguments))
-
-
-def _request(arguments: argparse.Namespace) -> CellRequest:
+def cell_request(arguments: argparse.Namespace) -> CellRequest:
     for key in ("precision", "ep_backend"):
         names = getattr(arguments, key) or ""
         if "," in names and not names.endswith((".yaml", ".yml")):
@@ -132,7 +112,7 @@ def show_cell(arguments: argparse.Namespace) -> int:
     if arguments.origins:
         settings = cell.options.settings.items()
         places = {name: {"value": one.value, "from": one.origin} for name, one in settings}
-        record = replace(record, options=Unchecked(places))
+        record = replace(record, options=places)
     print(record.as_yaml(), end="")
     return 0
 
@@ -187,13 +167,12 @@ def _kind(arguments: argparse.Namespace) -> str:
     if arguments.kind is not None:
         return "" if arguments.kind == "recipe" else str(arguments.kind).replace("-", "_")
     source = Path(arguments.source)
-    known = {kind: names_in(kind) for kind in KINDS}
     if is_file := source.suffix in (".yaml", ".yml"):
         found = [kind for kind in KINDS if source.resolve().parent == RECIPES / kind]
     else:
-        found = [kind for kind, names in known.items() if arguments.source in names]
+        found = [kind for kind in KINDS if arguments.source in names_in(kind)]
     if not (found or is_file):
-        raise unknown_name("--from", "name", arguments.source, {*chain(*known.values())})
+        raise unknown_name("--from", "name", arguments.source, {*chain(*map(names_in, KINDS))})
     if len(found) != 1:
         kinds = ", ".join(KINDS[kind][0] for kind in found)
         names = f"is the name of several files ({kinds})" if found else "does not tell its kind"

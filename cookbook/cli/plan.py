@@ -10,9 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.inspect import check_figure, merged_cell, write_output
+from cookbook.cli.inspect import cell_request, check_figure, write_output
 from cookbook.config.cell import Cell
-from cookbook.config.options import command_line_settings
+from cookbook.config.recipe import load_recipe
+from cookbook.config.resolve import merge_config
+from cookbook.config.sweep import requested_pair
 from cookbook.config.validate import validation_errors
 from cookbook.plan import report
 from cookbook.plan.search import Candidate, Found, Stop, evaluate, search, walk
@@ -30,7 +32,10 @@ def plan(arguments: argparse.Namespace) -> int:
         raise InputError("--explain", wrong, "as 0,1, from the recipe to the first")
     if arguments.figure:
         check_figure(arguments.figure)
-    base = merged_cell(arguments)
+    request, recipe = cell_request(arguments), load_recipe(arguments.recipe)
+    # Do not validate the recipe's own layout, which may not fit this cluster.
+    parts = (recipe, *requested_pair(recipe, request), request.cluster, request.nodes)
+    base = merge_config(*parts, overrides=request.overrides)
     # Before the search, raise an error for an unsupported model or a GPU without known specs.
     model_of(base)
     hardware_of(base)
@@ -42,13 +47,13 @@ def plan(arguments: argparse.Namespace) -> int:
         reason = f"{base.options.model_title} attends to whole sequences, across documents"
         raise InputError("--documents", reason, "leave it out")
     overlays = {"precision": arguments.precision, "ep_backend": arguments.ep_backend}
-    space = space_of(base, arguments.vary, command_line_settings(arguments.set), overlays)
+    space = space_of(base, arguments.vary, request.overrides, overlays)
     cells = list(space.cells())
     refused = rejected_values(space, cells)
     if not cells:
         first = refused[0] if refused else "vary more"
         raise InputError("--vary", "leaves no layout that the rules allow", first)
-    recipe = None if validation_errors(base) else evaluate(base, documents)
+    own = None if validation_errors(base) else evaluate(base, documents)
     stderr = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "Ctrl-C keeps these")
     is_hidden = not stderr.is_terminal
@@ -65,13 +70,11 @@ def plan(arguments: argparse.Namespace) -> int:
         path = Path(arguments.output)
         write_whole(path, report.render_recipe(path.stem, ranked[0], base))
     if arguments.figure:
-        write_output("--figure", arguments.figure, report.render_svg(found, base, recipe))
+        write_output("--figure", arguments.figure, report.render_svg(found, base, own))
     if arguments.json:
-        print(report.render_json(found, base, recipe, arguments.best, way, refused), end="")
+        print(report.render_json(found, base, own, arguments.best, way, refused), end="")
     else:
-        text = report.render_text(
-            found, base, recipe, arguments.best, documents, len(cells), refused
-        )
+        text = report.render_text(found, base, own, arguments.best, documents, len(cells), refused)
         print(text, end="")
         if arguments.output and ranked:
             print(f"wrote {shown_path(Path(arguments.output))}")

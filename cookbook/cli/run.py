@@ -23,16 +23,16 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.check.check import check_cells
 from cookbook.check.report import render_json, render_text
 from cookbook.cli.follow import wait_for
-from cookbook.cli.inspect import requested_cell, requested_sweep
+from cookbook.cli.inspect import cell_request, requested_cell
 from cookbook.config.cell import WARNING, Cell
 from cookbook.config.options import command_line_settings
 from cookbook.config.recipe import names_in
 from cookbook.config.resolve import cell_from_record
-from cookbook.config.sweep import in_rounds, is_sweep
+from cookbook.config.sweep import expand_sweep, in_rounds, is_sweep, load_sweep
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
-from cookbook.run.run import Run, find_cell, release_submit_lock, take_submit_lock
+from cookbook.run.run import Run, find_cell, release_submit_locks, take_submit_lock
 from cookbook.run.slurm import node_groups, refusal_of, submit_environment
 from cookbook.run.states import cell_states
 from cookbook.run.status import ENDED, OPEN, QUEUED, REFUSED
@@ -44,8 +44,8 @@ def check(arguments: argparse.Namespace) -> int:
     """Print the findings; return 0 if every cell may run, else 1."""
     recipe: str = arguments.recipe
     if is_sweep(recipe):
-        sweep, cells = requested_sweep(recipe, arguments)
-        name = sweep.name
+        sweep = load_sweep(recipe)
+        name, cells = sweep.name, expand_sweep(sweep, cell_request(arguments))
     elif "." not in recipe and recipe not in names_in(""):
         raise unknown_name("check", "recipe or sweep", recipe, [*names_in(""), *names_in("sweep")])
     else:
@@ -57,8 +57,8 @@ def check(arguments: argparse.Namespace) -> int:
     return 0 if all(one.may_run for one in checks) else 1
 
 
-def judged_cells(cells: Sequence[Cell], arguments: argparse.Namespace) -> tuple[list[Cell], str]:
-    """Validate the cells; return them, with `refused` set, and a line on which checks were made.
+def judged_cells(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> list[Cell]:
+    """Validate the cells and print the plan; return them, with `refused` set.
 
     Warnings go to stderr. TorchTitan builds only cells that would wait in a Slurm queue: a dry run
     must answer at once, and a local job reports TorchTitan's errors at once anyway.
@@ -75,7 +75,8 @@ def judged_cells(cells: Sequence[Cell], arguments: argparse.Namespace) -> tuple[
         print(f"warning: {text}", file=sys.stderr)
     judged = [replace(one.cell, refused=one.judged.refused) for one in checks]
     seen = [one.judged for one in checks if not one.judged.rules] or [checks[0].judged]
-    return judged, seen[0].parts
+    print(f"{describe_plan(name, judged)}\n  {seen[0].parts}")
+    return judged
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,7 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
-    sweep, cells = requested_sweep(arguments.sweep, arguments)
+    sweep = load_sweep(arguments.sweep)
+    cells = expand_sweep(sweep, cell_request(arguments))
     if arguments.repeat < 1:
         raise InputError("--repeat", f"found {arguments.repeat}, allowed: 1 and up")
     if arguments.one_allocation:
@@ -103,9 +105,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> Run | int:
     """Print the plan and submit the cells; return the run to watch, else the exit status."""
-    cells, parts = judged_cells(cells, arguments)
-    print(f"{describe_plan(name, cells)}\n  {parts}")
-    cells, cluster = in_rounds(cells, arguments.repeat), cells[0].cluster
+    judged, cluster = judged_cells(name, cells, arguments), cells[0].cluster
+    cells = in_rounds(judged, arguments.repeat)
     accepted = [cell.name for cell in cells if not cell.refused]
     if arguments.one_allocation and cluster.scheduler == "slurm":
         limit = f", which has {cluster.time} for all of them" if cluster.time else ""
@@ -181,7 +182,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
         job_ids = resume_cells(run, cells)
     finally:
-        release_submit_lock(run.folder)
+        release_submit_locks()
     report_jobs(run, job_ids, arguments.detach)
     return 0 if arguments.detach else wait_for(run)
 
@@ -189,7 +190,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 def _resumable(
     run: Run, folders: Sequence[CellFolder], arguments: argparse.Namespace
 ) -> list[Cell]:
-    """Return the cells that can be resumed, and print from which step."""
+    """Return the cells that can be resumed, and print the step that each one continues from."""
     _refuse_running(run, folders)
     found, cells = dict[str, Found](), list[Cell]()
     for folder in folders:
@@ -206,8 +207,7 @@ def _resumable(
                 raise
             print(f"{folder.name} is left out: {error}", file=sys.stderr)
     if cells:
-        cells, parts = judged_cells(cells, arguments)
-        print(f"{describe_plan(run.name, cells)}\n  {parts}")
+        cells = judged_cells(run.name, cells, arguments)
     for cell in cells:
         for one in found[cell.name].damaged:
             print(f"  {cell.name} passes over {one.path.name}: {one.damage}")
@@ -265,7 +265,7 @@ _SEEN = "looked at: the rules, this environment"
 
 
 def check_line(arguments: argparse.Namespace) -> int:
-    """Return 0 if the job of an sbatch command line may run."""
+    """Validate an sbatch command line without submitting it; return 0 if its job may run."""
     variables, runner, typed, script, words = _parse(arguments.line)
     text = script.read_text(encoding="utf-8", errors="replace")
     lines = text.splitlines()
@@ -301,11 +301,11 @@ def check_line(arguments: argparse.Namespace) -> int:
     status = subprocess.call(
         ["bash", *command], env=environment | variables, stdout=subprocess.DEVNULL
     )
+    if status == 2:
+        return 2  # the script has printed the reason
     if status != CHECKED:
-        # With status 2, the script has already printed the reason.
-        if status != 2:
-            print(f"submit.py: {script} would end with status {status}", file=sys.stderr)
-        return 2 if status == 2 else 1
+        print(f"submit.py: {script} would end with status {status}", file=sys.stderr)
+        return 1
     if runner == "bash" or not has_slurm() or not node_groups():
         print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
         return 0
@@ -345,8 +345,8 @@ def _header(script: Path, lines: Sequence[str]) -> list[str]:
             found = f"sbatch does not read `{text}`: it is below the command in line {command + 1}"
             remedy = "move that command below all #SBATCH lines"
             raise InputError(f"{script}:{number}", found, remedy)
-    read = [text.split()[1:] for text in lines[:command] if text.startswith("#SBATCH ")]
-    return [word for words in read for word in words]
+    head = [text for text in lines[:command] if text.startswith("#SBATCH ")]
+    return [word for text in head for word in text.split()[1:]]
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:

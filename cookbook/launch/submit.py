@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,7 @@ from cookbook.launch.script import option_word, render_script, sbatch_options
 from cookbook.run.excluded import Choice, choose, excluded_file, read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import keep_request
-from cookbook.run.run import (
-    Run,
-    RunRecord,
-    note_new_job,
-    read_run,
-    release_submit_lock,
-    take_submit_lock,
-    write_run,
-)
+from cookbook.run.run import Run, RunRecord, note_new_job, publish_run, release_submit_locks
 from cookbook.run.slurm import partition_nodes, sbatch
 from cookbook.run.states import RUN_VARIABLE, process_job
 from cookbook.run.status import FAILED, QUEUED, REFUSED, Status, write_job, write_status
@@ -46,8 +37,8 @@ from cookbook.supervise.supervisor import Supervisor
 
 def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
     """Write the run of `cells` under a hidden name, and rename it once it is complete."""
-    root, stamp, first = runs_folder(), time.strftime("%Y%m%d-%H%M%S"), cells[0]
-    building = root / f".{sweep}-{stamp}-{os.getpid()}"
+    stamp, first = time.strftime("%Y%m%d-%H%M%S"), cells[0]
+    building = runs_folder() / f".{sweep}-{stamp}-{os.getpid()}"
     asked = RunRecord(
         first.cluster.scheduler,
         tuple(cell.name for cell in cells),
@@ -64,48 +55,55 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
             write_whole(folder.script, render_script(cell), mode=0o755)
             state = Status(REFUSED, reason=cell.refused) if cell.refused else Status(QUEUED)
             write_status(folder, state)
-        # Lock before the run is visible: while it is locked, cells without a job count as queued.
-        take_submit_lock(building)
-        # The rename reserves the name, so two sweeps in the same second get different names.
-        for number in itertools.count(1):
-            name = f"{sweep}-{stamp}" if number == 1 else f"{sweep}-{stamp}-{number}"
-            write_run(building, replace(asked, run=name))
-            try:
-                building.rename(root / name)
-            except OSError:
-                if not (root / name).exists():
-                    raise
-            else:
-                break
+        return publish_run(building, f"{sweep}-{stamp}", asked)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
-    return read_run(root / name)
 
 
 _VERSIONS = "1.5."
 
 
 class CellSlurmExecutor(SlurmExecutor):
-    """Submit the supervisor in a batch file, `script`, that begins with `lines`."""
+    """Submit the supervisor of `cells` in one batch file, with the first cell's sbatch options."""
 
-    def __init__(self, script: Path, lines: Sequence[str]) -> None:
-        super().__init__(folder=script.parent)
-        self.script, self.lines = script, lines
-        # submitit waits 0.2 s between submissions, which sbatch does not need.
-        self._throttling = 0.0
+    def __init__(self, run: Run, cells: Sequence[Cell]) -> None:
+        self.run, self.cells, self.choice = run, cells, leave_out(cells[0])
+        # A job of one cell keeps its files in the cell's folder.
+        alone = run.cell(cells[0].name).job_files
+        super().__init__(folder=alone if len(cells) == 1 else run.folder / "job")
 
-    # Always report as available: a missing sbatch raises an error with its remedy when called.
+    # Always report Slurm as available: the call of a missing sbatch raises an error with a remedy.
     @classmethod
     def affinity(cls) -> int:
         return 2
 
-    # submitit's own batch file adds a wckey, a signal and an srun, and its sbatch inherits
-    # variables. `cancel` finds the job of a deleted run by the script's path.
+    # submitit's own batch file adds a wckey, a signal and an srun; its sbatch inherits variables.
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
-        # exec, so that Slurm's signals reach the supervisor instead of a shell.
-        self.script.write_text("\n".join([*self.lines, f"exec {command}", ""]), encoding="utf-8")
-        job_id = sbatch(self.script.resolve(), ROOT)
+        cell, begin = self.cells[0], self.choice.begin
+        title, name = f"{cell.name}/train.sh", cell.name
+        if len(self.cells) > 1:
+            title = f"the train.sh of {len(self.cells)} cells in turn"
+            name = self.run.record.sweep or name
+        options = sbatch_options(cell, name, leave_out=self.choice.nodes)
+        options["output"] = str(self.folder / "%j.log")
+        if begin is not None:
+            options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
+        lines = [
+            "#!/bin/bash",
+            f"# Runs {title} under the cookbook's supervisor.",
+            *(f"#SBATCH {option_word(option, value)}" for option, value in options.items()),
+            "export SUBMITIT_EXECUTOR=slurm",
+            f"export PYTHONPATH={shlex.quote(python_path())}",
+            # The job uses the virtual environment that submitted it.
+            f"export VENV={shlex.quote(sys.prefix)}",
+            # exec, so that Slurm's signals reach the supervisor instead of a shell.
+            f"exec {command}\n",
+        ]
+        # `cancel` finds the job of a deleted run by this path.
+        script = (self.folder / "submission.sh").resolve()
+        script.write_text("\n".join(lines), encoding="utf-8")
+        job_id = sbatch(script, ROOT)
         return submitit.SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
 
 
@@ -124,22 +122,14 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_LOCAL_COMMAND": command,
             "SUBMITIT_LOCAL_TIMEOUT_S": "2592000",  # 30 days
             "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
-            "SUBMITIT_LOCAL_NODEID": "0",
-            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
             "SUBMITIT_STDERR_TO_STDOUT": "1",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
         # Start a new session: Ctrl-C in the terminal must not reach the training. Discard output:
         # a reader of ours (`| tee`, ssh) would wait for the job, and the job logs to a file.
+        silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         words = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
-        process = subprocess.Popen(
-            words,
-            env=environment,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        process = subprocess.Popen(words, env=environment, start_new_session=True, **silent)
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 
@@ -158,7 +148,9 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
         for number, together in enumerate(jobs):
             folders = [run.cell(cell.name) for cell in together]
             try:
-                job_id: str = _executor(run, together).submit(Supervisor(folders)).job_id
+                local = RunLocalExecutor(run.folder / "job") if is_local else None
+                executor = local or CellSlurmExecutor(run, together)
+                job_id: str = executor.submit(Supervisor(folders)).job_id
             except JobError as error:
                 for cell in itertools.chain(*jobs[number:]):
                     write_status(run.cell(cell.name), Status(FAILED, reason=f"not queued: {error}"))
@@ -168,35 +160,8 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
                 write_job(folder, process_job(int(job_id)) if is_local else job_id)
             job_ids.append(job_id)
     finally:
-        release_submit_lock(run.folder)
+        release_submit_locks()
     return job_ids
-
-
-def _executor(run: Run, cells: Sequence[Cell]) -> RunLocalExecutor | CellSlurmExecutor:
-    """Return the executor of one job for `cells`, with the first cell's sbatch options."""
-    if run.scheduler == "local":
-        return RunLocalExecutor(run.folder / "job")
-    cell, choice = cells[0], leave_out(cells[0])
-    # A job of one cell keeps its batch file in the cell's folder.
-    script, title, name = run.cell(cell.name).submission, f"{cell.name}/train.sh", cell.name
-    if len(cells) > 1:
-        script, name = run.folder / "job/submission.sh", run.record.sweep or name
-        title = f"the train.sh of {len(cells)} cells in turn"
-    options = sbatch_options(cell, name, leave_out=choice.nodes)
-    # sbatch's working folder is the checkout, and a run may be named by a relative path.
-    options["output"] = str(script.parent.absolute() / "%j.log")
-    if choice.begin is not None:
-        options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(choice.begin))
-    lines = [
-        "#!/bin/bash",
-        f"# Runs {title} under the cookbook's supervisor.",
-        *(f"#SBATCH {option_word(option, value)}" for option, value in options.items()),
-        "export SUBMITIT_EXECUTOR=slurm",
-        f"export PYTHONPATH={shlex.quote(python_path())}",
-        # The job uses the virtual environment that submitted it.
-        f"export VENV={shlex.quote(sys.prefix)}",
-    ]
-    return CellSlurmExecutor(script, lines)
 
 
 def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:

@@ -61,9 +61,8 @@ class CellFolder:
     status = _Below("status.json")  # the state; once submitted, only the job writes it
     job = _Below("job.json")  # the job's id, written by the submitter, or by the job if that failed
     end = _Below("end.json")  # how the job ended, kept because Slurm forgets jobs
-    job_files = _Below("job")  # submitit's files and the batch step's output
+    job_files = _Below("job")  # the batch file, submitit's files and the batch step's output
     wandb_id = _Below("wandb-id")  # the id of the W&B run that all attempts share
-    submission = _Below("job/submission.sh")  # the batch file
 
     @property
     def name(self) -> str:
@@ -139,13 +138,9 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
             has = "is missing" if found is None else f"has {found:,} of {size:,} bytes"
             damage = f"{name} {has}"
             break
-    return Checkpoint(
-        path,
-        step,
-        damage,
-        frozenset(name.partition(".")[0] for name in names) & frozenset(PARTS),
-        sum(name.startswith("dataloader.dp_rank_") for name in names),
-    )
+    states = frozenset(name.partition(".")[0] for name in names) & set(PARTS)
+    readers = sum(name.startswith("dataloader.dp_rank_") for name in names)
+    return Checkpoint(path, step, damage, states, readers)
 
 
 class _Inert:

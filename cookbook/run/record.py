@@ -12,20 +12,9 @@ import yaml
 from cookbook.base.errors import InputError
 from cookbook.base.family import loss_rank
 from cookbook.base.files import write_whole
-from cookbook.base.yamlfile import (
-    Count,
-    Flag,
-    Natural,
-    Number,
-    Text,
-    Unchecked,
-    Words,
-    fill,
-    read_yaml,
-)
+from cookbook.base.yamlfile import Count, Flag, Natural, Number, Text, Words, fill, read_yaml
 from cookbook.run.folder import CellFolder
 
-_SHARING = ("tensor", "context", "pipeline")
 _OF_SCRIPTS = {"job.custom_config_module", "experimental.custom_import", "job.description"}
 
 
@@ -54,12 +43,12 @@ class CellRecord:
     repeat: Count = 1
     max_restarts: Natural = 3  # restarts of the cell within one job
     environment: Words = field(default_factory=Words)
-    options: Unchecked = field(default_factory=Unchecked)  # TorchTitan's options, by dotted name
+    options: dict[str, Any] = field(default_factory=dict)  # TorchTitan's options, by dotted name
     # The user's own YAML files, by `recipe`, `cluster`, ...; other names refer to `recipes/`.
     files: Words = field(default_factory=Words)
     too_few_nodes: Text | None = None  # action on too few nodes: `wait` in the queue, or `stop`
     # The content of the cluster's YAML file; a job never reads the file again.
-    profile: Unchecked = field(default_factory=Unchecked)
+    profile: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -89,7 +78,7 @@ class CellRecord:
         total = self._count("training.global_batch_size")
         if length and total:
             return total * length / self.world
-        sharing = (f"parallelism.{name}_parallel_degree" for name in _SHARING)
+        sharing = [f"parallelism.{n}_parallel_degree" for n in ("tensor", "context", "pipeline")]
         shared_by = math.prod(self._count(option) or 1 for option in sharing)
         return local * length / shared_by if length and local else None
 

@@ -44,8 +44,6 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder and its record."""
-
     folder: Path
     record: RunRecord
     # First the cells in `run.json`, then cells that plain sbatch has added since.
@@ -88,6 +86,24 @@ def write_run(folder: Path, asked: RunRecord) -> None:
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     write_json(folder / _FILE, replace(asked, created=created, user=user, commit=commit()))
     note_new_job(folder)
+
+
+def publish_run(building: Path, name: str, asked: RunRecord) -> Run:
+    """Record and lock the run in `building`, and rename it to `name`, or `name-2` if it exists."""
+    # Lock before the run is visible: while it is locked, cells without a job count as queued.
+    take_submit_lock(building)
+    folder, number = building.with_name(name), 1
+    while True:
+        write_run(building, replace(asked, run=folder.name))
+        try:
+            # The rename reserves the name, so two sweeps in the same second get different names.
+            building.rename(folder)
+            return read_run(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+        number += 1
+        folder = building.with_name(f"{name}-{number}")
 
 
 def is_run(folder: Path) -> bool:
@@ -162,7 +178,7 @@ def commit() -> str | None:
 # A submitter holds this lock from reading the cells until it has recorded their jobs. The kernel
 # releases it when the process dies, so no cell waits for a dead submitter.
 _LOCK = "submit.lock"
-_held: dict[int, int] = {}  # open handles by inode, since a locked run may be renamed
+_held: list[int] = []  # file descriptors of the locks that this process holds
 
 
 def take_submit_lock(folder: Path) -> None:
@@ -181,24 +197,19 @@ def take_submit_lock(folder: Path) -> None:
             raise
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    _held[os.fstat(handle).st_ino] = handle
+    _held.append(handle)
 
 
-def release_submit_lock(folder: Path) -> None:
-    """Release the run's lock; a second call does nothing."""
-    path = folder / _LOCK
-    handle = _held.pop(path.stat().st_ino, None) if path.exists() else None
-    if handle is not None:
-        os.ftruncate(handle, 0)
-        os.close(handle)
+def release_submit_locks() -> None:
+    """Release every submit lock that this process holds."""
+    while _held:
+        os.close(_held.pop())
 
 
 def is_submit_locked(folder: Path) -> bool:
     """Whether some process, maybe this one, is submitting cells of the run."""
     try:
         with (folder / _LOCK).open("rb") as file:
-            if os.fstat(file.fileno()).st_ino in _held:
-                return True
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         # Other errors: the run was never locked, or its file system has no locks.

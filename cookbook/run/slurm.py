@@ -212,13 +212,12 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
     if answer.returncode and _PASSING.search(answer.stderr):
         raise NoAnswerError(f"scontrol show node: {answer.stderr.strip()}")
     found = {}
-    for line in answer.stdout.splitlines():
-        name = re.match(r"NodeName=(\S+)", line)
-        state = re.search(r" State=(\S+)", line)
+    shown = re.findall(r"^NodeName=(\S+).*? State=(\S+)(.*)", answer.stdout, re.MULTILINE)
+    for name, state, rest in shown:
         # A node that stops responding (`*`) counts only once Slurm marks it DOWN.
-        if name and state and re.search("DRAIN|FAIL|DOWN", state[1]):
-            reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", line)
-            found[name[1]] = f"Slurm: {state[1]}" + (f": {reason[1].strip()}" if reason else "")
+        if re.search("DRAIN|FAIL|DOWN", state):
+            reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", rest)
+            found[name] = f"Slurm: {state}" + (f": {reason[1].strip()}" if reason else "")
     return found
 
 

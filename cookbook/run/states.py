@@ -8,7 +8,6 @@ import contextlib
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, is_submit_locked
 from cookbook.run.status import Job, Status, read_job, read_json_as, write_json
 
-# The job's environment sets this to the run's folder, and all its processes inherit it. A process
-# with the folder on its command line may be the user's editor.
+# The job's environment sets this to the run's folder, and all its processes inherit it. Command
+# lines cannot identify them: the user's editor may have the folder on its command line too.
 RUN_VARIABLE = "COOKBOOK_RUN"
 
 
@@ -77,12 +76,12 @@ _NEVER_SUBMITTED = "never submitted: submit.py ended before it reached this cell
 
 @dataclass(frozen=True)
 class CellState(Status):
-    """The state of a cell, from its job's file and from what the scheduler knows since."""
+    """The state of a cell, from its job's file and the scheduler's answer."""
 
     cell: str = ""
     job_id: str | None = None
-    # False if Slurm did not answer, or the job runs on another machine; then the state is the last
-    # one that the job wrote, and may be out of date.
+    # False if Slurm did not answer, or the job runs on another machine. The state is then the last
+    # one that the job wrote, which may be out of date.
     is_known: bool = True
 
     @property
@@ -173,7 +172,7 @@ def _settle_end(
 
 
 def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """Merge the job's written state with Slurm's, unless Slurm has requeued the job since."""
+    """Return state and reason from the job's file and Slurm; a requeue makes the file obsolete."""
     said = _since_start(written, info)
     if info.state in slurm.WAITING:
         return status.QUEUED, info.reason
@@ -247,7 +246,7 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
     return state
 
 
-def cancel_run(run: Run, report: Callable[[int], None] = lambda num_jobs: None) -> list[str]:
+def cancel_run(run: Run) -> list[str]:
     """Ask the scheduler to stop all waiting and running cells; return the names of those cells.
 
     A job that is ending is cancelled too, since Slurm may requeue it. Raises JobError if Slurm does
@@ -257,13 +256,11 @@ def cancel_run(run: Run, report: Callable[[int], None] = lambda num_jobs: None) 
     for state in active:
         if not state.is_known:
             raise JobError(f"{run.name}: nothing was cancelled: {state.cell} {state.reason}")
-    ids = sorted({state.job_id for state in active if state.job_id})
-    report(len(ids))
     if run.scheduler == "local":
         for job in {read_job(run.cell(state.cell)) for state in active}:
             stop_processes(run.folder, job)
-    elif ids:
-        slurm.scancel(ids)
+    elif active:
+        slurm.scancel(sorted({str(state.job_id) for state in active}))
     return [state.cell for state in active if not state.is_ending]
 
 
