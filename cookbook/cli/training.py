@@ -4,7 +4,6 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,16 +46,11 @@ def export_weights(arguments: argparse.Namespace) -> int:
         "dtype": arguments.dtype,
         "tokenizer": str(ROOT / (option("model.hf_assets_path") or "")),
     }
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(request, file)
-        file.flush()
-        command = [sys.executable, "-m", f"{stack.hooks}.export", file.name]
-        return subprocess.run(command, cwd=ROOT).returncode
+    command = [sys.executable, "-m", f"{stack.hooks}.export", json.dumps(request)]
+    return subprocess.run(command, cwd=ROOT).returncode
 
 
 def count_texts(arguments: argparse.Namespace) -> int:
-    if find_spec("tokenizers") is None:
-        raise InputError("data", "needs tokenizers, which is not installed", "run: bash setup.sh")
     import numpy
     from tokenizers import Tokenizer
 

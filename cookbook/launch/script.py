@@ -31,7 +31,7 @@ from cookbook.config.stack import load_stack
 
 
 def shquote(value: object) -> str:
-    """Quote `value` as one bash word; also quote `a,b` and `=a`, which need it only for readers."""
+    """Quote `value` as one bash word; for readability, also quote `a,b` and `=a`."""
     text = str(value)
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and ("," in text or text[0] == "=") else quoted
@@ -72,35 +72,40 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
         f"Rendered by `submit.py render` from {cell.recipe.path.name} for {cell.cluster.name}.",
     ]
     return _render(
-        cell.recipe,
-        cell.cluster,
+        cell,
         header,
+        [cell.ep_backend, cell.precision],
         file_name=file_name,
         sbatch=sbatch_lines(cell),
         cell_name=cell.name,
         precision=shquote(reference("precision", cell.precision.path)),
         ep_backend=shquote(reference("ep_backend", cell.ep_backend.path)),
         root=str(root),
-        hooks=cell.options.stack.hooks,
-        environment=list(cell.environment.items()),
-        environment_from=[
-            ("", name, other)
-            for overlay in (cell.ep_backend, cell.precision)
-            for name, other in overlay.environment_from.items()
-        ],
-        spare_nodes=cell.spare_nodes,
+        choices=(),
         train_args=train_argv(cell),
+        cluster_args=(),
     )
 
 
-def _render(recipe: Recipe, cluster: Cluster, header: list[str], **context: Any) -> str:
+def _render(cell: Cell, header: list[str], overlays: Sequence[Overlay], **context: Any) -> str:
     """Render the template for a cell, or for a launcher, which has choices instead of a name."""
+    cluster = cell.cluster
     mounts = cluster.container.mounts if cluster.container else ()
     needed = [(file, True) for file in cluster.source]
     optional = [(file, False) for file in cluster.source_if_exists]
-    alone = {"cell_name": None, "root": None, "choices": (), "cluster_args": ()}
+    # A launcher copies a variable only if its overlay is chosen.
+    condition = '"${{{kind}}}" == {name} && ' if context["choices"] else ""
+    copied = [
+        (condition.format(kind=overlay.kind.upper(), name=overlay.name), name, other)
+        for overlay in overlays
+        for name, other in overlay.environment_from.items()
+    ]
     return _ENVIRONMENT.get_template("train.sbatch.j2").render(
-        alone | context,
+        context,
+        hooks=cell.options.stack.hooks,
+        environment=list(cell.environment.items()),
+        environment_from=copied,
+        spare_nodes=cell.spare_nodes,
         # A description may span several lines, but a shell comment cannot.
         header=[" ".join(line.splitlines()) for line in header],
         scheduler=cluster.scheduler,
@@ -108,8 +113,8 @@ def _render(recipe: Recipe, cluster: Cluster, header: list[str], **context: Any)
         cluster_name=reference("cluster", cluster.path),
         source=[*needed, *optional],
         container_mounts=shquote("".join(f",{mount}" for mount in mounts)) if mounts else "",
-        short_name=recipe.short_name,
-        recipe=reference("", recipe.path),
+        short_name=cell.recipe.short_name,
+        recipe=reference("", cell.recipe.path),
     )
 
 
@@ -146,8 +151,7 @@ def sbatch_options(
         **cluster.sbatch,
     }
     # In YAML, true adds an option without a value, and false removes an option.
-    given = ((name, value) for name, value in options.items() if value is not None)
-    return {name: value for name, value in given if value is not False}
+    return {n: value for n, value in options.items() if value is not None and value is not False}
 
 
 def sbatch_lines(cell: Cell, job_name: str | None = None) -> list[str]:
@@ -168,7 +172,6 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
 
     Unlike a cell's script, it has no absolute paths, so it can be checked in to the repository.
     """
-    stack, title = load_stack(), recipe.description.partition(":")[0]
     precisions = [load_precision(name) for name in names_in("precision")]
     if cluster.gpu:
         fp8 = load_precision("fp8", cluster.gpu)
@@ -193,23 +196,18 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT",
         f"Rendered by `make golden` from {recipe.path.name} for {cluster.name}; edit a copy.",
     ]
+    stack, title = first.options.stack, recipe.description.partition(":")[0]
     return _render(
-        recipe,
-        cluster,
+        first,
         header,
+        [*precisions, *backends],
         file_name=file_name,
         sbatch=sbatch_lines(first, job_name=recipe.short_name),
+        cell_name=None,
         precision='"${PRECISION}"',
         ep_backend='"${EP_BACKEND}"',
-        hooks=stack.hooks,
+        root=None,
         choices=choices,
-        environment=list(exported(cluster.environment).items()),
-        environment_from=[
-            (f'"${{{overlay.kind.upper()}}}" == {overlay.name} && ', name, other)
-            for overlay in (*precisions, *backends)
-            for name, other in overlay.environment_from.items()
-        ],
-        spare_nodes=recipe.spare_nodes,
         train_args=[*launch_argv(stack, title), *argv_of(stack, recipe.settings)],
         cluster_args=argv_of(stack, cluster.settings),
     )

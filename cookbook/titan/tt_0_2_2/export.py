@@ -1,6 +1,6 @@
 """Export a native checkpoint as safetensors files that transformers opens.
 
-    python -m cookbook.titan.tt_0_2_2.export REQUEST.json
+    python -m cookbook.titan.tt_0_2_2.export '{"checkpoint": ..., "to": ..., ...}'
 
 It runs on a CPU node without a process group. It writes files of about 5 GB one at a time, and
 reads each back before it starts the next. Memory therefore does not grow with the model, and an
@@ -222,9 +222,8 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     part.rename(path)
 
 
-def main(file: str) -> int:
-    """Run the request in the JSON file."""
-    request = Request(**json.loads(Path(file).read_text()))
+def main(text: str) -> int:
+    request = Request(**json.loads(text))
     print(f"exported {export(request) / 1e9:.2f} GB to {request.to}")
     return 0
 
