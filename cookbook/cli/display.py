@@ -88,11 +88,9 @@ def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
     """Return a summary and one line per cell that fits the terminal, and count the other cells."""
     # Reserve rows for the summary, headings, count, and a free row: a full screen may scroll.
     room, columns = console.height - 4, console.width - 1
-    shown = list(cells)
-    if len(shown) > room:
-        shown.sort(key=lambda cell: _STATES.index(cell.state) if cell.state in _STATES else 0)
-        kept = {cell.name for cell in shown[: max(room, 0)]}
-        shown = [cell for cell in cells if cell.name in kept]
+    order = {state: place for place, state in enumerate(_STATES)}
+    first = sorted(cells, key=lambda cell: order.get(cell.state, 0))[: max(room, 0)]
+    shown = [cell for cell in cells if cell in first]
     fields = [_fields(cell, console.options.ascii_only) for cell in shown]
     heads = {name: _HEADINGS.get(name, name) for name in _COLUMNS}
     widths = {
@@ -160,8 +158,7 @@ def summarize(cells: Sequence[CellProgress]) -> str:
     paces = [
         cell.left / (cell.total_steps - cell.step)
         for cell in running
-        if cell.left is not None and cell.total_steps and cell.step
-        if cell.total_steps > cell.step
+        if cell.left and cell.total_steps and cell.step
     ]
     if paces and len(cells) > 1:
         waiting = sum(cell.total_steps or 0 for cell in cells if cell.state == "queued")

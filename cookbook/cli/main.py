@@ -9,6 +9,7 @@ import io
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from cookbook.base.errors import InputError, nearest, run_command
@@ -41,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser for all verbs; each sets `handler`, `module:function` in cookbook.cli."""
+    """Return the parser for all verbs; each sets `handler`, `module:function` from cookbook.cli."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=as_written
@@ -147,27 +148,16 @@ def build_parser() -> argparse.ArgumentParser:
         group.add_argument("--cluster", metavar="C", help="a profile's name or file")
         group.add_argument("--nodes", metavar="N", type=int)
         group.add_argument("--set", help=often, **setting)
-    doctor = verb(
-        "doctor", "check whether this machine is ready, and say how to fix it", "main:_doctor"
-    )
+    ready = "check whether this machine is ready, and say how to fix it"
+    doctor = verb("doctor", ready, ".doctor.__main__:check_machine")
+    doctor.set_defaults(local=False, partition=None)
     doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     for printed in (check, plan, compare, profile, doctor):
         flag(printed, "--json", text="one JSON object instead of tables")
     kernels = "compare the GPUs' kernels with a reference, here or, with --cluster, in a job"
     flag(doctor, "--numerics", text=kernels)
-    doctor.add_argument("--output", metavar="FILE", help="where --numerics writes JSON")
+    doctor.add_argument("--output", metavar="FILE", type=Path, help="where --numerics writes JSON")
     return parser
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    """Check this machine; import no other verb, since this must work without any package."""
-    from cookbook.doctor.__main__ import main as diagnose
-
-    words = [f"--{name}" for name in ("json", "numerics") if getattr(arguments, name)]
-    for name in ("cluster", "output"):
-        if value := getattr(arguments, name):
-            words += [f"--{name}", value]
-    return diagnose(words)
 
 
 def main(words: Sequence[str]) -> int:
@@ -193,8 +183,8 @@ def _run(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(encoding="utf-8")
     module, _, function = arguments.handler.partition(":")
     try:
-        # Import lazily: `--help` must not import submitit.
-        handler = getattr(importlib.import_module(f"cookbook.cli.{module}"), function)
+        # Import lazily: `--help` must not import submitit, and `doctor` runs without any package.
+        handler = getattr(importlib.import_module(f".{module}", "cookbook.cli"), function)
         status: int = handler(arguments)
     except ModuleNotFoundError as error:
         from cookbook.install import explain_missing

@@ -20,7 +20,6 @@ from cookbook.install import explain_missing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the diagnosis; return 0 if there is no problem, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m cookbook.doctor",
         description="Check whether this machine is ready for this stack, with remedies. Exit "
@@ -33,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kernels = "compare this machine's kernels with a reference instead; with --cluster, as a job of"
     parser.add_argument("--numerics", action="store_true", help=f"{kernels} one node")
     parser.add_argument("--output", type=Path, help="where --numerics writes its proofs as JSON")
-    parsed = parser.parse_args(arguments)
+    return check_machine(parser.parse_args(arguments))
+
+
+def check_machine(parsed: argparse.Namespace) -> int:
+    """Print the diagnosis; return 0 if there is no problem, else 1."""
     cluster = None
     try:
         if parsed.cluster:
