@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cookbook.cli import display, follow
+from cookbook.cli import display
 from cookbook.cli.display import CellProgress, Progress, summarize
 from cookbook.cli.follow import Watcher, cancel, show_logs, show_status
 from cookbook.run import slurm
@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path))
     monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(follow, "has_slurm", lambda: False)
+    monkeypatch.setattr(slurm, "own_jobs", list)
     return Run(tmp_path)
 
 

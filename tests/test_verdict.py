@@ -120,7 +120,6 @@ def test_what_is_missing_refuses_where_the_job_would_run_here(
     cell = with_options(cell_of(BIG, ep_backend="deepep"), {TOKENIZER: "/nowhere"})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(slurm, "node_groups", lambda: groups)
-    monkeypatch.setattr("cookbook.config.cluster.has_slurm", lambda: groups is not None)
     is_here = groups is not None and "b200" in groups[0][1]
     assert runs_here(cell.cluster) is is_here
     verdict = judge(cell)
@@ -157,7 +156,6 @@ def test_the_default_cluster_is_the_one_that_slurm_has(
     groups: list[tuple[int, str]] | None, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COOKBOOK_CLUSTER", raising=False)
-    monkeypatch.setattr("cookbook.config.cluster.has_slurm", lambda: True)
     monkeypatch.setattr(slurm, "node_groups", lambda: groups)
     if " " not in found:
         assert default_cluster() == found

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import re
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -154,10 +153,6 @@ def driver_version() -> str | None:
         found = re.search(r"Kernel Module(?: for \S+)?\s+([0-9][0-9.]*)", text)
         return found[1] if found else None
     return None
-
-
-def has_slurm() -> bool:
-    return shutil.which("sbatch") is not None
 
 
 # Dense peaks in TFLOP/s by bits per input element; the 16-bit values are TorchTitan 0.2.2's. The

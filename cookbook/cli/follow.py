@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from cookbook.base.errors import InputError, JobError
-from cookbook.base.gpus import has_slurm
 from cookbook.base.paths import runs_folder
 from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
@@ -73,7 +72,7 @@ def _pending_scripts() -> list[str]:
     """Return a line for each pending plain-sbatch job, which has no run until it starts."""
     jobs, lines = list[slurm.JobInfo](), []
     with contextlib.suppress(JobError):
-        jobs = slurm.own_jobs() if has_slurm() else []
+        jobs = slurm.own_jobs()
     for job in jobs:
         script = Path(job.script)
         is_ours = job.state in slurm.WAITING and script.name != "submission.sh"

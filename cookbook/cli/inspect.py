@@ -60,7 +60,7 @@ def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644
     """Write the file given by `option` atomically; write a device or a pipe in place."""
     path = Path(name)
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():
+        if path.exists() and not path.is_file():
             path.write_bytes(content.encode() if isinstance(content, str) else content)
         else:
             write_whole(path.resolve(), content, mode)  # keep a symbolic link

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError, nearest, unknown_name
-from cookbook.base.gpus import has_slurm
 from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.check.check import check_cells
@@ -306,7 +305,7 @@ def check_line(arguments: argparse.Namespace) -> int:
     if status != CHECKED:
         print(f"submit.py: {script} would end with status {status}", file=sys.stderr)
         return 1
-    if runner == "bash" or not has_slurm() or not node_groups():
+    if runner == "bash" or not node_groups():
         print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
         return 0
     if (refusal := refusal_of([*typed, *command], variables)) is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cookbook.base.errors import InputError, described
-from cookbook.base.gpus import Gpu, has_slurm, visible_gpus
+from cookbook.base.gpus import Gpu, visible_gpus
 from cookbook.base.yamlfile import (
     Count,
     Flag,
@@ -125,7 +125,7 @@ def default_cluster() -> str:
     """Return COOKBOOK_CLUSTER, `local` without Slurm, or the only profile that fits its nodes."""
     if name := os.environ.get("COOKBOOK_CLUSTER"):
         return name
-    groups = slurm.node_groups() if has_slurm() else None
+    groups = slurm.node_groups()
     if groups is None:
         return "local"
     profiles = [one for one in map(load_cluster, names_in("cluster")) if one.scheduler == "slurm"]
@@ -144,7 +144,7 @@ def runs_here(cluster: Cluster) -> bool:
     """Return whether a job on `cluster` would run in this environment."""
     is_job = os.environ.get("SLURM_JOB_ID") and not os.environ.get("COOKBOOK_CHECK")
     is_here = cluster.scheduler == "local" or bool(is_job)
-    return is_here or (has_slurm() and _slurm_has(cluster, nodes=1))
+    return is_here or _slurm_has(cluster, nodes=1)
 
 
 def _slurm_has(cluster: Cluster, nodes: int) -> bool:

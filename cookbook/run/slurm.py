@@ -132,16 +132,14 @@ def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str,
     if not wanted:
         return {}
     # Query by id, not by user, so that a colleague's run shows too.
-    found = _squeue(f"--jobs={','.join(sorted(wanted))}", patience)
-    infos = {job.job_id: job for job in found if job.job_id in wanted}
+    infos = {job.job_id: job for job in _squeue(f"--jobs={','.join(sorted(wanted))}", patience)}
     if (missing := wanted - infos.keys()) and shutil.which("sacct"):
         command = ["sacct", "--noheader", "--parsable2", "--allocations"]
         command += ["--format=JobIDRaw,State,ExitCode", f"--jobs={','.join(sorted(missing))}"]
         for job_id, state, code in _rows(_run(command, patience), 3, "|"):
-            if job_id in missing:
-                # The state may be "CANCELLED by 1000".
-                reason = f"exit code {code}" if code else ""
-                infos[job_id] = JobInfo(state.partition(" ")[0], reason, job_id=job_id)
+            # The state may be "CANCELLED by 1000".
+            reason = f"exit code {code}" if code else ""
+            infos[job_id] = JobInfo(state.partition(" ")[0], reason, job_id=job_id)
     return infos
 
 

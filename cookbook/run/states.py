@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 
 from cookbook.base.errors import InputError, JobError
-from cookbook.base.gpus import has_slurm
 from cookbook.run import slurm, status
 from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, is_submit_locked
@@ -267,9 +266,7 @@ def cancel_run(run: Run) -> list[str]:
 def cancel_deleted(folder: Path) -> int:
     """Stop the jobs of a run whose folder was deleted; return the number of jobs or processes."""
     found, root = stop_processes(folder), folder.resolve()
-    if not has_slurm():
-        return found
-    # Slurm's commands may be installed without a configuration.
+    # Slurm may not be installed, or not be configured.
     with contextlib.suppress(JobError):
         ids = [
             job.job_id
