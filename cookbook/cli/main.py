@@ -98,9 +98,8 @@ def build_parser() -> argparse.ArgumentParser:
     sweep.add_argument("--repeat", metavar="N", type=int, default=1, help=often)
 
     status = verb("status", "show the progress of a run's cells", "follow:show_status")
-    flag(
-        status, "-w", "--watch", text="watch until all cells have ended, then report, as `run` does"
-    )
+    to_end = "watch until all cells have ended, then report, as `run` does"
+    flag(status, "-w", "--watch", text=to_end)
     logs = verb("logs", "print the log of a cell", "follow:show_logs")
     default = "also CELL of the newest run, or RUN; without: the newest run's running cell"
     logs.add_argument("cell", metavar="RUN/CELL", nargs="?", help=default)

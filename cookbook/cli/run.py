@@ -140,9 +140,8 @@ def report_jobs(run: Run, job_ids: Sequence[str], is_detached: bool) -> None:
 def describe_plan(name: str, cells: Sequence[Cell]) -> str:
     """Return one line for each cell, accepted or refused, wrapped to the terminal's width."""
     first = cells[0]
-    lines = [
-        f"{name} on cluster {first.cluster.name}: {first.nodes} node(s) x {first.cluster.ranks}"
-    ]
+    nodes = f"{first.nodes} node(s) x {first.cluster.ranks}"
+    lines = [f"{name} on cluster {first.cluster.name}: {nodes}"]
     stand_ins = {cell.stand_in_for: cell.recipe.name for cell in cells if cell.stand_in_for}
     for original, stand_in in stand_ins.items():
         lines.append(f"  {original} is too large here: its stand-in {stand_in} runs instead")
@@ -296,10 +295,9 @@ def check_line(arguments: argparse.Namespace) -> int:
     folder = script.resolve().parent
     if "COOKBOOK_ROOT" not in os.environ and (folder / "submit.py").is_file():
         environment["COOKBOOK_ROOT"] = str(folder)
+    environment |= variables
     command = [str(script), *words]
-    status = subprocess.call(
-        ["bash", *command], env=environment | variables, stdout=subprocess.DEVNULL
-    )
+    status = subprocess.call(["bash", *command], env=environment, stdout=subprocess.DEVNULL)
     if status == 2:
         return 2  # the script has printed the reason
     if status != CHECKED:

@@ -59,11 +59,6 @@ class CellRecord:
         return self._count("training.steps")
 
     @property
-    def log_freq(self) -> int | None:
-        """Steps from one logged step to the next; None for TorchTitan's default."""
-        return self._count("metrics.log_freq")
-
-    @property
     def loss_rank(self) -> int:
         """The global rank that prints the real loss: the first rank of the last pipeline stage."""
         degree = self._count("parallelism.pipeline_parallel_degree") or 1

@@ -162,12 +162,12 @@ class RunningAttempt:
         earlier: Sequence[Attempt] = (),
     ) -> None:
         self.cell, self.attempt = cell, attempt
-        self._record = record
+        self._record, log_freq = record, "metrics.log_freq"
         self.clock = StepClock(
             timeouts.adjusted(record),
             usual_step_time(earlier),
             lambda: longest_save([*earlier, attempt]),
-            record.log_freq or load_stack().options["metrics.log_freq"].default,
+            record.options.get(log_freq, load_stack().options[log_freq].default),
         )
         self._tail = Tail(attempt, record.loss_rank)
         self._console = GrowingFile(attempt.log)
