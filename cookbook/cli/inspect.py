@@ -68,8 +68,6 @@ def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644
         raise InputError(f"{option} {name}", f"cannot be written: {error.strerror}") from None
 
 
-# Top-level keys that a copy drops, together with the comment above each key.
-_LEFT_OUT = {"": "published", "precision": "synonyms", "ep_backend": "synonyms"}
 _TRY = {
     "": "run {name} --dry-run",
     "precision": "run debug --precision {name} --dry-run",
@@ -153,10 +151,9 @@ def new(arguments: argparse.Namespace) -> int:
     if kind == "":
         # Cells are named after this key. Quote it, since `1e5` and `true` are not strings in YAML.
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
-    if key := _LEFT_OUT.get(kind):
-        block = rf"(?m)^(?:#[^\n]*\n)*{key}:[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"
-        text = re.sub(block, "", text, count=1)
-    write_whole(target, text)
+    # A copy has no published numbers and no synonyms: drop the key and the comment above it.
+    block = r"(?m)^(?:#[^\n]*\n)*(?:published|synonyms):[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"
+    write_whole(target, re.sub(block, "", text, count=1))
     print(f"wrote {shown_path(target)}; edit it, then:")
     print(f"  python submit.py {_TRY[kind].format(name=name)}")
     return 0
