@@ -101,18 +101,17 @@ def test_of_many_logged_steps_the_counts_of_few_are_kept_and_none_is_lost(
     model.layers = nn.ModuleDict({"1": block})
     count_tokens(model)
     monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
-    load = RouterLoad(
-        [model],
-        SimpleNamespace(n_layers=2, moe_args=SimpleNamespace(num_experts=EXPERTS)),
-        SimpleNamespace(get_optional_mesh=lambda name: None),
-        SimpleNamespace(
+    processor = SimpleNamespace(
+        model_parts=[model],
+        model_args=SimpleNamespace(n_layers=2, moe_args=SimpleNamespace(num_experts=EXPERTS)),
+        parallel_dims=SimpleNamespace(get_optional_mesh=lambda name: None),
+        job_config=SimpleNamespace(
             debug=SimpleNamespace(moe_force_load_balance=False, moe_routing="trained"),
             training=SimpleNamespace(steps=1000),
             metrics=SimpleNamespace(log_freq=10),
         ),
-        first_step=1,
-        writes=True,
     )
+    load = RouterLoad(processor, first_step=1, writes=True)
     for logged_step in range(10, 1001, 10):
         for _ in range(10):
             block.moe(torch.ones(1)).backward()

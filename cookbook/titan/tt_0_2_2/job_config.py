@@ -186,11 +186,7 @@ class Quantize:
 
 @dataclass
 class JobConfig:
-    """The sections of added options.
-
-    TorchTitan 0.2.2 has no sections `cookbook`, `data`, `deepep` and `loss`; later versions have
-    `loss`.
-    """
+    """The added options; TorchTitan 0.2.2 has no `cookbook`, `data`, `deepep` and `loss`."""
 
     cookbook: Cookbook = field(default_factory=Cookbook)
     model: Model = field(default_factory=Model)

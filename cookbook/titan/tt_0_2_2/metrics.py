@@ -94,8 +94,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         elif self.alarm:
             self.alarm.step()
         if self._load is None:
-            model = (self.model_parts, self.model_args, self.parallel_dims)
-            self._load = RouterLoad(*model, self.job_config, step, self._is_metrics_rank())
+            self._load = RouterLoad(self, step, self._is_metrics_rank())
             self._report()
         is_logged: bool = super().should_log(step)
         # The supervisor reads the log and would take a long silence for a hang.

@@ -13,7 +13,7 @@ router gets once, so recomputation selects the same experts and the router compi
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -72,20 +72,14 @@ def moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
 class RouterLoad:
     """The load of every expert of the whole model since the metrics were last logged."""
 
-    def __init__(
-        self,
-        model_parts: Sequence[nn.Module],
-        model_args: Any,
-        parallel_dims: Any,
-        job_config: Any,
-        first_step: int,
-        writes: bool,  # whether this rank writes the file; true on one rank
-    ) -> None:
-        self._own = moe_layers(model_parts)
-        self._device = next(model_parts[0].parameters()).device
+    def __init__(self, processor: Any, first_step: int, writes: bool) -> None:
+        """Prepare for the job of a `CookbookMetrics`; one rank `writes` the file."""
+        job_config, model_args = processor.job_config, processor.model_args
+        self._own = moe_layers(processor.model_parts)
+        self._device = next(processor.model_parts[0].parameters()).device
         self._shape = model_args.n_layers, model_args.moe_args.num_experts
         # Do not sum over TP: the ranks of a TP group count the same tokens.
-        meshes = [parallel_dims.get_optional_mesh(name) for name in ("loss", "pp")]
+        meshes = [processor.parallel_dims.get_optional_mesh(name) for name in ("loss", "pp")]
         self._groups = [mesh.get_group() for mesh in meshes if mesh is not None]
         self._forced = chosen_routing(job_config) != TRAINED
         self._writes = writes
