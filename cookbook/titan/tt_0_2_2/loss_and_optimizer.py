@@ -20,8 +20,9 @@ import torch
 import torch.nn as nn
 import torchtitan.distributed.utils as dist_utils
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torchtitan.components.loss import build_cross_entropy_loss
@@ -102,24 +103,19 @@ class HandingOnColwiseParallel(ColwiseParallel):
     A `HandingOn` layer gets the hidden states of all TP ranks, gathered, as a plain tensor.
     """
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Any, desired_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
-    ) -> Any:
-        if not isinstance(mod, HandingOn):
-            layouts = (input_layouts, desired_layouts)
-            return ColwiseParallel._prepare_input_fn(*layouts, mod, inputs, device_mesh)
-        (hidden,) = inputs
-        if not isinstance(hidden, DTensor):
-            hidden = DTensor.from_local(hidden, device_mesh, input_layouts, run_check=False)
-        # Each rank's gradient covers only its shard of the vocabulary: a term of the sum over TP.
-        return hidden.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, HandingOn):
+            return super()._apply(module, device_mesh)
 
-    @staticmethod
-    def _prepare_output_fn(layouts: Any, to_local: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
-        if isinstance(mod, HandingOn):
-            return outputs
-        return ColwiseParallel._prepare_output_fn(layouts, to_local, mod, outputs, mesh)
+        def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            (hidden,) = inputs
+            if not isinstance(hidden, DTensor):
+                hidden = DTensor.from_local(hidden, mesh, self.input_layouts, run_check=False)
+            whole = hidden.redistribute(placements=(Replicate(),))
+            # Each rank's gradient covers only its shard of the vocabulary: a term of a sum over TP.
+            return whole.to_local(grad_placements=(Partial(),))
+
+        return distribute_module(module, device_mesh, self._partition_linear_fn, gather)
 
 
 def build_chunked_loss(job_config: Any) -> LossFunction:
