@@ -73,7 +73,7 @@ class RouterLoad:
     """The load of every expert of the whole model since the metrics were last logged."""
 
     def __init__(self, processor: Any, first_step: int, writes: bool) -> None:
-        """Prepare for the job of a `CookbookMetrics`; one rank `writes` the file."""
+        """Count for the job of `processor`, a CookbookMetrics; one rank `writes` the file."""
         job_config, model_args = processor.job_config, processor.model_args
         self._own = moe_layers(processor.model_parts)
         self._device = next(processor.model_parts[0].parameters()).device
