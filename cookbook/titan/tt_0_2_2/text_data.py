@@ -178,7 +178,7 @@ class RepeatableValidator(Validator):
         training, validation = job_config.training, job_config.validation
         validation.seq_len = training.seq_len
         validation.local_batch_size = training.local_batch_size
-        vars(self).update(parts)
+        self.__dict__.update(parts)
         self._place = {"dp_world_size": dp_world_size, "dp_rank": dp_rank}
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
