@@ -17,17 +17,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 
+from cookbook.titan import dry_build
 from cookbook.titan.common.schedules import in_flight, rank_actions
-from cookbook.titan.dry_build import Build, describe, main
 from cookbook.titan.tt_0_2_2.families import FAMILIES
 
+describe = dry_build.describe
 COUNTS: dict[str, int] = {}
 _FSDP_DIMS = ("fsdp", "efsdp")
 # Inserted by wrappers around a module; the model's own names have none.
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
-def view_rank(build: Build, stack: str) -> dict[str, Any]:
+def view_rank(build: dry_build.Build, stack: str) -> dict[str, Any]:
     """Return the parts of the model on this rank, and the pipeline's order."""
     trainer = build.trainer
     modules = [module for part in trainer.model_parts for module in part.modules()]
@@ -153,4 +154,5 @@ def _pipeline(trainer: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     count_models()
-    main(sys.argv[1], view_rank)
+    dry_build.describe = view_rank
+    dry_build.main(sys.argv[1])

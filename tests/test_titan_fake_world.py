@@ -111,7 +111,7 @@ def test_the_first_rank_of_every_stage_is_built_or_its_end_is_said(
 ) -> None:
     monkeypatch.setattr(dry_build, "_build_rank", build)
     monkeypatch.setattr(dry_build, "_LIMIT_S", 1.0)
-    found = dry_build.build_cell({"world": 12, "pp": 3}, dict)["ranks"]
+    found = dry_build.build_cell({"world": 12, "pp": 3})["ranks"]
     assert (found[0]["rank"], found[0].get("error")) == (0, said)
     assert said or [view["rank"] for view in found] == [0, 4, 8]
 

@@ -23,8 +23,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -45,74 +43,61 @@ _FORK = multiprocessing.get_context("fork")
 Answer = dict[str, Any]
 
 
-def build_cell(request: Answer, describe: Callable[..., Answer]) -> Answer:
+def build_cell(request: Answer) -> Answer:
     """Build the first rank of every pipeline stage, each rank in a child process.
 
     `request` has `argv`, `world`, `pp`, `ranks_per_node`, `compute_capability` (null for CPU ranks)
-    and `stack`. Return `seconds` and `ranks`: for each rank the result of `describe`, which gets a
-    `Build` and the stack, or an `error`.
+    and `stack`. Return `seconds` and `ranks`: for each rank the result of `describe` or an `error`.
     """
     start = time.monotonic()
     stage_ranks = max(request["world"] // max(request["pp"], 1), 1)
-    waiting = [stage * stage_ranks for stage in range(request["pp"])]
+    ranks = [stage * stage_ranks for stage in range(request["pp"])]
+    at_once = os.cpu_count() or 1
     answers: list[Answer] = []
-    running: dict[Connection, tuple[int, Any, float]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < (os.cpu_count() or 1):
-                ours, theirs = _FORK.Pipe(duplex=False)
-                rank = waiting.pop(0)
-                child = _FORK.Process(target=_answer, args=(request, rank, describe, theirs))
-                child.start()
-                theirs.close()
-                running[ours] = (rank, child, time.monotonic() + _LIMIT_S)
-            ready = wait(running, timeout=0.2)
-            for pipe, (rank, child, deadline) in list(running.items()):
-                if pipe in ready or time.monotonic() >= deadline:
-                    answers.append(_read(pipe, rank, child, pipe in ready))
-                    del running[pipe]
-                    if "error" in answers[-1]:
-                        # The other stages would mostly fail for the same reason.
-                        waiting.clear()
-    finally:
-        for _, child, _ in running.values():
-            child.kill()
-    answers.sort(key=lambda answer: answer["rank"])
+    with tempfile.TemporaryDirectory(prefix="cookbook-check-") as scratch:
+        # Stop after an error: the other stages would mostly fail for the same reason.
+        while len(answers) < len(ranks) and not any("error" in answer for answer in answers):
+            children = {}
+            for rank in ranks[len(answers) :][:at_once]:
+                folder = Path(scratch, f"{rank}")
+                children[rank] = _FORK.Process(target=_answer, args=(request, rank, folder))
+                children[rank].start()
+            for rank, child in children.items():
+                child.join()
+                answers.append(_read(rank, Path(scratch, f"{rank}"), child.exitcode or 0))
     return {"ranks": answers, "seconds": round(time.monotonic() - start, 2)}
 
 
-def _read(pipe: Connection, rank: int, child: Any, is_ready: bool) -> Answer:
+def _read(rank: int, folder: Path, status: int) -> Answer:
     """Return a child's answer, or an error if the child timed out or exited without one."""
-    if not is_ready:
-        child.kill()
+    if (file := folder / "answer").exists():
+        answer: Answer = json.loads(file.read_text())
+        return answer
+    if status == -signal.SIGALRM:
         return _failed(rank, f"not built within {_LIMIT_S:.0f} s", "TimeoutError")
-    try:
-        answer: Answer | None = pipe.recv()
-    except EOFError:
-        answer = None
-    child.join()
-    code = child.exitcode
-    how = f"signal {-code}" if code < 0 else f"status {code}"
-    return answer or _failed(rank, f"the process ended with {how}", "ProcessError")
+    how = f"signal {-status}" if status < 0 else f"status {status}"
+    return _failed(rank, f"the process ended with {how}", "ProcessError")
 
 
-def _answer(request: Answer, rank: int, describe: Callable[..., Answer], pipe: Connection) -> None:
-    """Build one rank in the child process and send the answer."""
-    # Restore the default handler, so that Ctrl-C kills the child.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _answer(request: Answer, rank: int, folder: Path) -> None:
+    """Build one rank in the child process, and write the answer to `folder`."""
+    # The default action of an alarm ends the process, even in a call that Python cannot interrupt.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)
+    folder.mkdir()
     # If tyro or the cookbook exits, its last output is the reason to report.
-    with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
-        descriptor = os.open(f"{folder}/output", os.O_WRONLY | os.O_CREAT)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        pipe.send(_build_rank(request, rank, folder, describe))
+    descriptor = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    answer = _build_rank(request, rank, folder)
+    (folder / "answer").write_text(json.dumps(answer))
 
 
-def _build_rank(request: Answer, rank: int, folder: str, describe: Callable[..., Answer]) -> Answer:
+def _build_rank(request: Answer, rank: int, folder: Path) -> Answer:
     try:
         return {"rank": rank} | describe(build_trainer(request, rank, folder), request["stack"])
     except SystemExit:
-        output = Path(folder, "output").read_text(errors="replace")
+        output = (folder / "output").read_text(errors="replace")
         return _failed(rank, _last_words(output), "SystemExit")
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
@@ -141,7 +126,7 @@ def _place(filename: str, line: int | None) -> str:
     return f"{found[1] if found else Path(filename).name}:{line}"
 
 
-def main(stack: str, describe: Callable[..., Answer]) -> None:
+def main(stack: str) -> None:
     """Answer requests until standard input ends."""
     # Reserve standard output for the answers: redirect libraries' output to standard error.
     answers = os.fdopen(os.dup(1), "w")
@@ -154,7 +139,7 @@ def main(stack: str, describe: Callable[..., Answer]) -> None:
     gc.freeze()
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
-        answer = build_cell(json.loads(line) | {"stack": stack}, describe)
+        answer = build_cell(json.loads(line) | {"stack": stack})
         print(json.dumps(answer), file=answers, flush=True)
 
 
@@ -204,7 +189,7 @@ def warm_up(stack: str) -> None:
     dist.destroy_process_group()
 
 
-def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
+def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     """Run `Trainer.__init__` as rank `rank` of the cell would; propagate its exceptions."""
     world = request["world"]
     place = {"RANK": rank, "LOCAL_RANK": rank % request["ranks_per_node"], "WORLD_SIZE": world}
@@ -291,4 +276,4 @@ def _stand_in_for_deep_ep() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], describe)
+    main(sys.argv[1])
