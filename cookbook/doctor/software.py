@@ -17,7 +17,7 @@ from cookbook.doctor.check import Surroundings, Verdict, check
 from cookbook.doctor.machine import OLDEST_DRIVER, driver_branch
 from cookbook.install import attention, find_distribution, package_folder
 from cookbook.install.corpus import is_made
-from cookbook.install.deepep import find_deepep, find_nvshmem, holds, torch_cuda
+from cookbook.install.deepep import find_deepep, find_nvshmem, torch_cuda
 
 
 @check("python", local=True)
@@ -65,7 +65,7 @@ def torchao_kernels(here: Surroundings) -> Verdict:
         return "not here", "torch or torchao has no CUDA here"
     libraries = sorted(folder.glob("_C_mxfp8*.so"))
     major = cuda.split(".")[0]
-    if not libraries or not holds(libraries[0], f"libcudart.so.{major}".encode()):
+    if not libraries or f"libcudart.so.{major}".encode() not in libraries[0].read_bytes():
         remedy = "install torch and torchao from the same index: ./setup.sh --torch-index URL"
         return "warning", f"its MXFP8 kernels are not for torch's CUDA {cuda}", remedy
     return "ok", f"MXFP8 kernels for CUDA {major}"

@@ -1,10 +1,10 @@
 """Find this Python's packages as files, without importing them, so that no GPU driver is needed."""
 
-import importlib.metadata
 import os
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from cookbook.base.errors import InputError
@@ -32,18 +32,12 @@ def explain_missing(error: ModuleNotFoundError) -> Exception:
     return InputError(sys.executable, found, f"{set_up}, with VENV unset" if venv else set_up)
 
 
-def package_folder(name: str, path: Sequence[str] | None = None) -> Path | None:
-    """Return the folder of the dotted package `name` on `path` (default: sys.path)."""
-    for entry in sys.path if path is None else path:
-        folder = Path(entry, *name.split("."))
-        if folder.is_dir():
-            return folder
-    return None
+def package_folder(name: str, path: Sequence[str] = sys.path) -> Path | None:
+    """Return the folder of the dotted package `name`; None if it is not on `path`."""
+    folders = (Path(entry, *name.split(".")) for entry in path)
+    return next(filter(Path.is_dir, folders), None)
 
 
-def find_distribution(
-    name: str, path: Sequence[str] | None = None
-) -> importlib.metadata.Distribution | None:
+def find_distribution(name: str, path: Sequence[str] = sys.path) -> Distribution | None:
     """Return pip's metadata of the package `name`; None if it is not installed."""
-    folders = list(sys.path if path is None else path)
-    return next(iter(importlib.metadata.distributions(name=name, path=folders)), None)
+    return next(iter(distributions(name=name, path=list(path))), None)

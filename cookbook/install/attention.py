@@ -43,8 +43,8 @@ def flash_attention_pins(requirements: Path = REQUIREMENTS) -> list[Pin]:
     return [pin for pin in read_pins(requirements) if pin.extra == "flash_attention"]
 
 
-def differences(pins: Iterable[Pin], path: Sequence[str] | None = None) -> list[str]:
-    """Describe each of `pins` that is missing on `path` (default: sys.path) or another version."""
+def differences(pins: Iterable[Pin], path: Sequence[str] = sys.path) -> list[str]:
+    """Describe each of `pins` that is missing on `path` or another version."""
     found = []
     for pin in pins:
         installed = find_distribution(pin.name, path)
@@ -56,7 +56,7 @@ def differences(pins: Iterable[Pin], path: Sequence[str] | None = None) -> list[
     return found
 
 
-def compiler_versions(path: Sequence[str] | None = None) -> list[int]:
+def compiler_versions(path: Sequence[str] = sys.path) -> list[int]:
     """Return the CUDA major versions whose compiler is installed, in ascending order."""
     folder = package_folder(_COMPILER, path)
     files = folder.glob("_cutlass_ir.cu*.so") if folder else ()

@@ -10,7 +10,6 @@ neither torch nor DeepEP, because they load the GPU driver, which login nodes la
 import argparse
 import contextlib
 import json
-import mmap
 import os
 import re
 import shutil
@@ -35,7 +34,7 @@ BLACKWELL_CUDA = (12, 8)
 MOST_JOBS = 16
 
 
-def torch_cuda(path: Sequence[str] | None = None) -> str:
+def torch_cuda(path: Sequence[str] = sys.path) -> str:
     """Return the CUDA version that torch is built for, e.g. "12.8"; empty without torch or CUDA."""
     folder = package_folder("torch", path)
     if folder is None or not (folder / "version.py").is_file():
@@ -45,7 +44,7 @@ def torch_cuda(path: Sequence[str] | None = None) -> str:
     return match[1] if match else ""
 
 
-def find_nvshmem(path: Sequence[str] | None = None) -> tuple[Path, str] | None:
+def find_nvshmem(path: Sequence[str] = sys.path) -> tuple[Path, str] | None:
     """Return the folder and version of the NVSHMEM wheel that torch depends on, if installed."""
     folder = package_folder("nvidia.nvshmem", path)
     # DeepEP links the device library statically, so the wheel must contain it.
@@ -64,7 +63,7 @@ class DeepEp(NamedTuple):
     internode: bool  # whether it can send between nodes
 
 
-def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
+def find_deepep(path: Sequence[str] = sys.path) -> DeepEp | None:
     """Return the installed DeepEP.
 
     A build with NVSHMEM links `libnvshmem_host.so`. In a build without it, the inter-node functions
@@ -77,23 +76,12 @@ def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
     # A damaged file, and a wheel that was not built from a commit, count as another source.
     with contextlib.suppress(ValueError, KeyError):
         commit = json.loads(found.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"]
-    folders = map(Path, sys.path if path is None else path)
-    libraries = (file for folder in folders for file in sorted(folder.glob("deep_ep_cpp*.so")))
+    libraries = (one for folder in path for one in sorted(Path(folder).glob("deep_ep_cpp*.so")))
     library = next(libraries, None)
-    internode = library is not None and (
-        holds(library, b"libnvshmem_host.so")
-        and not holds(library, b"NVSHMEM is disabled during compilation")
-    )
+    content = library.read_bytes() if library else b""
+    is_disabled = b"NVSHMEM is disabled during compilation" in content
+    internode = b"libnvshmem_host.so" in content and not is_disabled
     return DeepEp(found.version, commit, library, internode)
-
-
-def holds(library: Path, text: bytes) -> bool:
-    """Return whether the file `library` contains the bytes `text`."""
-    with library.open("rb") as file:
-        if library.stat().st_size == 0:
-            return False
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return content.find(text) >= 0
 
 
 class CannotBuildError(Exception):

@@ -9,6 +9,7 @@ PyTorch 2.10's own operator (`torch.nn.attention.varlen`) does not fit: it suppo
 nor values whose head dimension differs from that of the keys.
 """
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -40,11 +41,10 @@ def why_not() -> str | None:
     if major not in (9, 10):
         needed = "FlashAttention-4 needs a GPU of SM90 (H100, H200) or SM100 (B200)"
         return f"{needed}, this one is SM{major}{minor}"
-    try:
-        installed = find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:  # the parent package is missing too
-        installed = False
-    return None if installed else "FlashAttention-4 (flash-attn-4) is not installed here"
+    with contextlib.suppress(ModuleNotFoundError):  # of the parent package
+        if find_spec("flash_attn.cute"):
+            return None
+    return "FlashAttention-4 (flash-attn-4) is not installed here"
 
 
 def varlen_attention(
