@@ -203,18 +203,18 @@ class Layer(nn.Module):
 
 def exchanged_alone(experts: int, dp_ranks: int) -> tuple[list[float], list[str]]:
     """The largest error of a right layer at each of many ranks, and the faults of a wrong one."""
-    shape = rows.ExchangeShape(3, 100, 64, experts, min(experts, 3), ep=1, tp=1)
     group = dist.group.WORLD
     assert group
     shares = []
     for dp_rank in range(dp_ranks):
-        given = rows.inputs_of(shape, dp_rank, "cpu")
+        given = rows.exchange_inputs((3, 100, 64), experts, min(experts, 3), dp_rank, "cpu")
         layer = Layer(given, experts)
-        errors = rows.exchange_errors(shape, given, layer, None, group, (False, False))
+        errors = rows.exchange_errors(given, layer, slice(None), group, (False, False))
         shares.append(max(error.share for error in errors))
     layer = Layer(given, experts)
     layer.experts.factor.register_hook(scaled(1.1, at=-1))
-    return shares, wrong(rows.exchange_errors(shape, given, layer, None, group, (False, False)))
+    found = rows.exchange_errors(given, layer, slice(None), group, (False, False))
+    return shares, wrong(found)
 
 
 @pytest.mark.parametrize(

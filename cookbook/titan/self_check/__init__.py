@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -115,24 +116,25 @@ def run_case(case: KernelCase, device: str) -> CaseResult:
 
 def error_of(
     tensor: str,
-    found: torch.Tensor,
-    expected: torch.Tensor,
+    found: Tensor,
+    expected: Tensor,
     bound: Bound,
     parts: Sequence[tuple[int, ...]] = ((0,),),
     floor: float = 1e-8,
-    sizes: torch.Tensor | None = None,
+    sizes: Tensor | None = None,
 ) -> Error:
     """Return the errors of a whole tensor and of its worst part.
 
-    Each tuple in `parts` names the dimensions that index the parts of one partition. A part's norm
-    is at least `floor` times the parts' mean over the last dimension; a part whose reference is
-    zero must be zero. Norms are those of `sizes`, if given: sums in `expected` may cancel to zero.
+    Each tuple in `parts` names the dimensions that index the parts: (0,) for rows, (0, 1) for each
+    matrix's rows. Errors are relative to the norm of `expected` or, where its sums may cancel to
+    zero, of `sizes`. A part's squared norm counts as at least `floor` times the mean over the last
+    of its dimensions. A part whose reference is zero must be zero.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
     wrong = (found.to(expected.dtype) - expected).square_()
     right = (expected if sizes is None else sizes).square()
-    whole, part = _root_of_ratio(float(wrong.sum()), float(right.sum())), 0.0
+    whole, part = worst_ratio(wrong.sum() / right.sum().clamp_min(1e-30)), 0.0
     for cut in parts if right.numel() else ():
         others = [dim for dim in range(right.dim()) if dim not in cut]
         squares = [wrong, right]
@@ -142,17 +144,37 @@ def error_of(
             squares = [wrong / rows, right / rows]
         one, other = (x.sum(others) if others else x for x in squares)
         least = (floor * other.mean(-1, keepdim=True)).clamp_min(1e-30)
-        part = max(part, _root_of_ratio(float((one / other.maximum(least)).amax()), 1.0))
+        part = max(part, worst_ratio(one / other.maximum(least)))
     return Error(tensor, whole, part, bound)
 
 
-def _root_of_ratio(wrong: float, right: float) -> float:
-    """Return the root of a ratio of squares; infinite for NaN, and for nonzero over zero."""
-    if math.isnan(wrong) or math.isnan(right):
-        return math.inf
-    if right == 0:
-        return math.inf if wrong else 0.0
-    return math.sqrt(wrong / right)
+def worst_ratio(squares: Tensor) -> float:
+    """Return the root of the largest ratio of squares; infinite if any is NaN."""
+    worst = float(squares.amax().sqrt())
+    return math.inf if math.isnan(worst) else worst
+
+
+def with_gradients(
+    function: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor
+) -> list[Tensor]:
+    """Return `function(*leaves)` and the gradients of the leaves; `grad` is the result's."""
+    out = function(*(leaf.requires_grad_() for leaf in leaves))
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def run_both(
+    kernel: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    leaves: Sequence[Tensor],
+    grad: Tensor,
+) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of a found and an expected tensor: the result, then each leaf's gradient.
+
+    The reference gets the same leaves and the same gradient of the result, in float32.
+    """
+    found = with_gradients(kernel, leaves, grad)
+    exact = with_gradients(reference, [leaf.detach().float() for leaf in leaves], grad.float())
+    return list(zip(found, exact, strict=True))
 
 
 # --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each input has a
@@ -163,15 +185,15 @@ def generator(device: str, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def random_rows(rows: int, columns: int, device: str, seed: int) -> torch.Tensor:
+def random_rows(rows: int, columns: int, device: str, seed: int) -> Tensor:
     """Return normal random values, (rows, columns) BF16, with the same scale everywhere."""
     return torch.randn(rows, columns, device=device, generator=generator(device, seed)).bfloat16()
 
 
-def uneven_values(rows: int, columns: int, device: str, seed: int) -> torch.Tensor:
+def uneven_values(rows: int, columns: int, device: str, seed: int) -> Tensor:
     """Return random values (rows, columns) BF16, scaled by powers of two per row and block.
 
-    A block is 32 columns. A kernel that uses the scale of another row or block has a large error.
+    A block is 32 columns. Using the scale of another row or block causes a large error.
     """
     random = generator(device, seed)
     values = torch.randn(rows, columns, device=device, generator=random)
@@ -199,7 +221,7 @@ def uneven_counts(experts: int, rows: int) -> list[int]:
 
 def random_routing(
     tokens: int, experts: int, top_k: int, device: str, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return each token's experts and scores, both (tokens, top k).
 
     Expert 0 is overloaded; experts 1 and `experts - 2` get no tokens, if enough others remain.

@@ -7,7 +7,6 @@ with wrong gradients, only with several sequences or only on activations of trai
 column, the experts' weight gradients per group too.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, cycle, pairwise
@@ -15,6 +14,7 @@ from itertools import accumulate, cycle, pairwise
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 
 from cookbook.titan.common import varlen_attention as varlen
 from cookbook.titan.common.chunked_loss import IGNORE_INDEX, VocabularyShard, chunked_cross_entropy
@@ -26,8 +26,11 @@ from cookbook.titan.self_check import (
     Error,
     error_of,
     generator,
+    run_both,
     uneven_counts,
     uneven_values,
+    with_gradients,
+    worst_ratio,
 )
 
 RANDOM = Bound(0.01, 0.05)
@@ -42,8 +45,8 @@ _EDGES = (
     *(255, 256, 257, 383, 384, 385, 3, 511),
 )
 # Attention of q, k and v, each (tokens, heads, head_dim), within fixed documents.
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Tensors = list[torch.Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ class AttentionShape:
         )
 
 
-def document_ends(packing: str, batch: int, length: int, most: int | None = None) -> torch.Tensor:
+def document_ends(packing: str, batch: int, length: int, most: int | None = None) -> Tensor:
     """Mark the last token of each document, (batch, length) bool, the same in every process.
 
-    With packing `whole`, each sequence is one document. With `edges`, lengths are around the
-    kernels' tiles, and sequence ends split documents. A sequence has at most `most` documents.
+    With packing `whole`, each sequence is one document. With `edges`, document lengths are close to
+    the kernels' tile sizes. A sequence has at most `most` documents.
     """
     ends = torch.zeros(batch * length, dtype=torch.bool)
     last, lengths = -1, cycle(_EDGES)
@@ -116,35 +119,32 @@ def attention_errors(
     shape: AttentionShape,
     packing: str,
     like_trained: bool,
-    attend_by: Callable[[AttentionShape, torch.Tensor], Attend],
+    attend_by: Callable[[AttentionShape, Tensor], Attend],
     device: str,
 ) -> Iterator[Error]:
     """Compare one packing; `attend_by` gets the shape and document ends, (batch, length) bool."""
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
     *leaves, grad = attention_inputs(shape, like_trained, device)
-    leaves = [x.requires_grad_() for x in leaves]
-    out = attend_by(shape, ends)(*leaves)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    found = with_gradients(attend_by(shape, ends), leaves, grad)
     cu_seqlens = nn.functional.pad(ends.flatten().nonzero()[:, 0] + 1, (1, 0)).int()
     lengths = cu_seqlens.diff()
     document = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    shared = shape.heads // shape.groups
     heads = max(1, min(4, SCORES // int(lengths.max()) ** 2) // shape.groups)
     # Per tensor: sums of squared differences and of the squared reference, by document and head.
     sums: dict[str, Tensors] = {name: [] for name in ("out", "dq", "dk", "dv")}
-    for begin in range(0, shape.heads // shape.groups, heads):
-        shared = slice(begin, begin + heads)
-        every = slice(begin * shape.groups, (begin + heads) * shape.groups)
-        # Heads of (q, k, v, output gradient), and heads of (output, dq, dk, dv).
-        some_of, found_of = (every, shared, shared, every), (every, every, shared, shared)
-        q, k, v, dout = (
-            x.detach()[:, some].float() for x, some in zip((*leaves, grad), some_of, strict=True)
+    for begin in range(0, shared, heads):
+        # Key and value heads from `begin` on, and the query heads that share them.
+        q, k, v, dout, *some_found = (
+            x.detach().unflatten(1, (shared, -1))[:, begin : begin + heads].flatten(1, 2).float()
+            for x in (*leaves, grad, *found)
         )
         exact, lse = varlen.reference_forward(q, k, v, cu_seqlens, shape.scale)
         grads = varlen.reference_backward(dout, q, k, v, exact, lse, cu_seqlens, shape.scale)
         exacts = (exact, *grads)
-        for parts, one, other, some in zip(sums.values(), found, exacts, found_of, strict=True):
-            wrong = (one[:, some].float() - other).square().sum(-1)
+        for parts, one, other in zip(sums.values(), some_found, exacts, strict=True):
+            wrong = (one - other).square().sum(-1)
             both = torch.stack([wrong, other.square().sum(-1)], -1)
             by_document = both.new_zeros(len(lengths), *both.shape[1:])
             parts.append(by_document.index_add_(0, document, both))
@@ -153,13 +153,12 @@ def attention_errors(
         # In a document of one token the gradients of q and k are zero, so divide the error by the
         # root mean square of the whole tensor instead.
         mean = right.sum() / (lengths.sum() * right.shape[1])
-        part = wrong / torch.maximum(right, lengths[:, None] * mean)
-        errors = (float(x.sqrt()) for x in (wrong.sum() / right.sum(), part.max()))
-        whole, worst = (math.inf if math.isnan(x) else x for x in errors)
-        yield Error(name, whole, worst, TRAINED if like_trained else RANDOM)
+        part = worst_ratio(wrong / torch.maximum(right, lengths[:, None] * mean))
+        whole = worst_ratio(wrong.sum() / right.sum())
+        yield Error(name, whole, part, TRAINED if like_trained else RANDOM)
 
 
-def flash_attention_4(shape: AttentionShape, ends: torch.Tensor) -> Attend:
+def flash_attention_4(shape: AttentionShape, ends: Tensor) -> Attend:
     """Return the attention that training calls; on a CPU this is the operator's reference."""
     capacity = varlen.bounds_capacity(int(ends.sum(dim=1).max()), shape.length)
     room = shape.max_documents or shape.batch * capacity
@@ -170,7 +169,7 @@ def flash_attention_4(shape: AttentionShape, ends: torch.Tensor) -> Attend:
     return lambda q, k, v: varlen.varlen_attention(q, k, v, cu_seqlens, longest, shape.scale)
 
 
-Products = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Products = tuple[Tensor, Tensor, Tensor]
 
 # Bounds of the output, the input gradient and the weight gradient, by format.
 BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
@@ -190,65 +189,54 @@ LOSS = Bound(5e-4, 5e-4)
 GRADIENT = Bound(0.012, 0.04)
 
 
-@dataclass(frozen=True)
-class GroupedShape:
-    """The shape of an expert GEMM: about `rows` rows in all, N output and K input features."""
-
-    experts: int
-    rows: int
-    n: int
-    k: int
-    alignment: int
-
-    def __str__(self) -> str:
-        return f"{self.experts} experts of {self.n} x {self.k}, about {self.rows:,} rows"
-
-
 def grouped_errors(
-    shape: GroupedShape, kind: str, multiply: Callable[..., Products], device: str
+    experts: int,
+    rows: int,
+    n: int,
+    k: int,
+    alignment: int,
+    kind: str,
+    multiply: Callable[..., Products],
+    device: str,
 ) -> Iterator[Error]:
     """Compare output, input gradient and weight gradient of experts with uneven groups.
 
     `multiply` returns these three, given x (rows, K), weights (experts, N, K), the groups' ends
-    (experts,) int32, and the output's gradient (rows, N). All but the ends are BF16.
+    (experts,) int32, and the output's gradient (rows, N). All but the ends are BF16. There are
+    about `rows` rows, without those that pad groups to a multiple of `alignment`.
     """
-    counts = uneven_counts(shape.experts, shape.rows)
-    starts = [0, *accumulate(padded_sizes(counts, shape.alignment))]
+    counts = uneven_counts(experts, rows)
+    starts = [0, *accumulate(padded_sizes(counts, alignment))]
     groups, bounds = [*pairwise(starts)], BOUNDS[kind]
-    x = uneven_values(starts[-1], shape.k, device, 1)
-    grad = uneven_values(starts[-1], shape.n, device, 2)
+    x = uneven_values(starts[-1], k, device, 1)
+    grad = uneven_values(starts[-1], n, device, 2)
     for (start, stop), count in zip(groups, counts, strict=True):
         # As in training, padding rows are zero in the input and in the output's gradient.
         x[start + count : stop] = 0
         grad[start + count : stop] = 0
-    by_expert = [uneven_values(shape.n, shape.k, device, 100 + e) for e in range(shape.experts)]
-    weight = torch.stack(by_expert)
+    weight = torch.stack([uneven_values(n, k, device, 100 + e) for e in range(experts)])
     offsets = torch.tensor(starts[1:], dtype=torch.int32, device=device)
-    *rows, dw = multiply(x, weight, offsets, grad)
-    by_row = zip(NAMES, rows, (x, grad), (weight.mT, weight), bounds, strict=False)
+    *found_rows, dw = multiply(x, weight, offsets, grad)
+    by_row = zip(NAMES, found_rows, (x, grad), (weight.mT, weight), bounds, strict=False)
     for name, found, left, right, bound in by_row:
-        expected = torch.empty(found.shape, device=device)
-        for (start, stop), one in zip(groups, right, strict=True):
-            torch.mm(left[start:stop].float(), one.float(), out=expected[start:stop])
+        by_group = zip(groups, right, strict=True)
+        expected = torch.cat([left[a:b].float() @ one.float() for (a, b), one in by_group])
         yield error_of(name, found, expected, bound, [(0,), (1,)])
     expected = torch.stack([grad[a:b].float().t() @ x[a:b].float() for a, b in groups])
     yield error_of(NAMES[2], dw, expected, bounds[2], [(0, 1), (0, 2)], floor=0.01)
 
 
 def linear_errors(layer: nn.Module, rows: int, kind: str, device: str) -> Iterator[Error]:
-    """Compare output and gradients of a linear layer without bias; overwrites its weight."""
+    """Compare output and gradients of a linear layer without bias, given on the meta device."""
+    layer = layer.to_empty(device=device).bfloat16()
     weight = next(layer.parameters())
     n, k = weight.shape
     with torch.no_grad():
         weight.copy_(uneven_values(n, k, device, 3).to(weight.dtype))
-    x = uneven_values(rows, k, device, 4).requires_grad_()
-    grad = uneven_values(rows, n, device, 5)
-    out = layer(x)
-    dx, dw = torch.autograd.grad(out, [x, weight], grad)
-    high = weight.detach().float()
-    exact = (x.detach().float() @ high.t(), grad.float() @ high, grad.float().t() @ x.float())
-    for name, found, expected, bound in zip(NAMES, (out, dx, dw), exact, BOUNDS[kind], strict=True):
-        yield error_of(name, found.detach(), expected.detach(), bound, [(0,), (1,)])
+    x, grad = uneven_values(rows, k, device, 4), uneven_values(rows, n, device, 5)
+    pairs = run_both(lambda x, _: layer(x), nn.functional.linear, [x, weight], grad)
+    for name, (found, expected), bound in zip(NAMES, pairs, BOUNDS[kind], strict=True):
+        yield error_of(name, found, expected, bound, [(0,), (1,)])
 
 
 def loss_errors(
@@ -277,16 +265,20 @@ def loss_errors(
     size = -(-vocabulary // ranks)
     words = slice(rank * size, min((rank + 1) * size, vocabulary))
     shard = None if group is None else VocabularyShard(words.start, group)
-    x, w = hidden.clone().requires_grad_(), weight[words].clone().requires_grad_()
-    loss = chunked_cross_entropy(x[None], w, labels[None], num_chunks, shard, backend)
-    # TorchTitan divides the summed loss by the number of tokens.
-    dx, dw = torch.autograd.grad(loss / tokens, [x, w])
 
-    exact = [hidden.float().requires_grad_(), weight.float().requires_grad_()]
-    wanted = nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="sum")
-    wanted_dx, wanted_dw = torch.autograd.grad(wanted / tokens, exact)
-    yield error_of("loss", loss.detach()[None], wanted.detach()[None], LOSS)
-    yield error_of("gradient of the weight", dw, wanted_dw[words], GRADIENT, [(0,)], floor=0.1)
+    def chunked(x: Tensor, w: Tensor) -> Tensor:
+        own = w[words]
+        return chunked_cross_entropy(x[None], own, labels[None], num_chunks, shard, backend)[None]
+
+    def whole(x: Tensor, w: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(x @ w.t(), labels, reduction="sum")[None]
+
+    # TorchTitan divides the summed loss by the number of tokens.
+    grad = torch.full([1], 1 / tokens, device=device)
+    loss, (dx, wanted_dx), dw = run_both(chunked, whole, [hidden, weight], grad)
+    yield error_of("loss", *loss, LOSS)
+    own_dw, wanted_dw = (one[words] for one in dw)
+    yield error_of("gradient of the weight", own_dw, wanted_dw, GRADIENT, [(0,)], floor=0.1)
     if group is not None:
         # Each rank has one term of the gradient of the hidden states: sum the terms.
         dx = dx.float()

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,10 +96,8 @@ def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResu
             if not any(result.fault for result in found):
                 chosen = [case for case in cases.values() if case.collective == collective]
                 own = [run_case(case, cell.device) for case in chosen]
-                everywhere: list[Any] = [own]
-                if dist.is_initialized():
-                    everywhere = [None] * dist.get_world_size()
-                    dist.all_gather_object(everywhere, own)
+                everywhere: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(everywhere, own)
                 found += [
                     max(ranks, key=lambda result: (result.fault is not None, result.share))
                     for ranks in zip(*everywhere, strict=True)
@@ -123,22 +121,17 @@ def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
 @contextmanager
 def _without_traces(device: str) -> Iterator[None]:
     """Suppress logging, and restore recorded activity, settings and GPU memory afterwards."""
-    noted = [varlen_attention.ran, activity.dispatches, activity.rows, activity.losses]
-    noted += [activity.saved, activity.patches_applied]
-    before = [set(notes) for notes in noted]
-    precision = torch.get_float32_matmul_precision()
-    # The float32 references must not use TF32, whose precision is close to BF16's.
-    torch.set_float32_matmul_precision("highest")
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        logging.disable(disabled)
-        torch.set_float32_matmul_precision(precision)
-        for notes, kept in zip(noted, before, strict=True):
-            notes.clear()
-            notes.update(kept)
+    notes = (varlen_attention.ran, activity.dispatches, activity.rows, activity.losses)
+    with ExitStack() as afterwards, torch.enable_grad():
+        for noted in (*notes, activity.saved, activity.patches_applied):
+            afterwards.callback(noted.update, set(noted))
+            afterwards.callback(noted.clear)
+        # The float32 references must not use TF32, whose precision is close to BF16's.
+        precision = torch.get_float32_matmul_precision()
+        afterwards.callback(torch.set_float32_matmul_precision, precision)
+        torch.set_float32_matmul_precision("highest")
+        afterwards.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
         if device == "cuda":
-            torch.cuda.empty_cache()
+            afterwards.callback(torch.cuda.empty_cache)
+        yield

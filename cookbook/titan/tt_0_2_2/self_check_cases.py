@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 import torchtitan.models.moe.utils as moe_utils
+from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.attention import (
@@ -25,8 +26,9 @@ from torchtitan.models.attention import (
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_converter import build_model_converters
 
+from cookbook.titan.common.token_shard import shard_of
 from cookbook.titan.common.varlen_attention import bounds_capacity
-from cookbook.titan.self_check import Error, KernelCase, products, rows
+from cookbook.titan.self_check import Error, KernelCase, products, rows, with_gradients
 from cookbook.titan.tt_0_2_2.activity import observe_model
 from cookbook.titan.tt_0_2_2.families import FAMILIES
 from cookbook.titan.tt_0_2_2.families.parts import FLASH_ATTENTION_4
@@ -138,7 +140,7 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
         yield KernelCase(kernel, name, run, _AVOID[kernel])
 
 
-def flex(shape: products.AttentionShape, ends: torch.Tensor) -> products.Attend:
+def flex(shape: products.AttentionShape, ends: Tensor) -> products.Attend:
     """Return FlexAttention with TorchTitan's mask and options; on a CPU it is not compiled."""
     mask = and_masks(get_causal_mask_mod(), get_document_mask_mod(ends.int(), 1))
     device = ends.device.type
@@ -147,18 +149,16 @@ def flex(shape: products.AttentionShape, ends: torch.Tensor) -> products.Attend:
     return _unfolded(shape, partial(attention, block_mask=blocks, scale=shape.scale))
 
 
-def sdpa(shape: products.AttentionShape, ends: torch.Tensor) -> products.Attend:
+def sdpa(shape: products.AttentionShape, ends: Tensor) -> products.Attend:
     """Return TorchTitan's SDPA, which has no document mask: `ends` are the ends of sequences."""
     return _unfolded(shape, partial(ScaledDotProductAttentionWrapper(), scale=shape.scale))
 
 
-def _unfolded(
-    shape: products.AttentionShape, attention: Callable[..., torch.Tensor]
-) -> products.Attend:
+def _unfolded(shape: products.AttentionShape, attention: Callable[..., Tensor]) -> products.Attend:
     """Adapt an attention over (batch, heads, length, head_dim) to folded tensors."""
     options = {"enable_gqa": True} if shape.groups > 1 else {}
 
-    def attend(*folded: torch.Tensor) -> torch.Tensor:
+    def attend(*folded: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (shape.batch, -1)).transpose(1, 2) for x in folded)
         return attention(q, k, v, **options).transpose(1, 2).flatten(0, 1)
 
@@ -176,30 +176,28 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
     if cell.device == "cpu":
         experts = min(experts, 8)
     num_rows, n, k = min(cell.limits.rows, 512 * experts), cell.expert_hidden, cell.model_args.dim
-    own = products.GroupedShape(experts, num_rows, n, k, alignment)
-    shapes = [own, replace(own, n=k, k=n)]
+    shapes = [(experts, num_rows, n, k), (experts, num_rows, k, n)]
     if cell.device == "cuda":
         # Add a case with short sums, in which one wrong block scale causes a large relative error.
-        shapes.append(products.GroupedShape(9, 700, 384, 256, alignment))
+        shapes.append((9, 700, 384, 256))
     kernel = f"grouped GEMM {kind}"
     avoid = _AVOID.get(kernel, "use precision bf16")
 
-    def multiply(
-        x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor
-    ) -> products.Products:
-        leaf: Any = _experts(cell, weight.clone()).w1
-        x = x.clone().requires_grad_()
-        out = torch._grouped_mm(x, leaf.transpose(-2, -1), offs=offsets)
-        out.backward(grad)
-        assert x.grad is not None and leaf.grad is not None
-        return out.detach(), x.grad, getattr(leaf.grad, "_data", leaf.grad)
+    def multiply(x: Tensor, weight: Tensor, offsets: Tensor, grad: Tensor) -> products.Products:
+        leaves: Any = [x.clone(), _experts(cell, weight.clone()).w1]
+        out, dx, dw = with_gradients(
+            lambda x, w: torch._grouped_mm(x, w.transpose(-2, -1), offs=offsets), leaves, grad
+        )
+        return out, dx, getattr(dw, "_data", dw)
 
-    for shape in shapes:
-        run = partial(products.grouped_errors, shape, kind, multiply, cell.device)
-        yield KernelCase(kernel, str(shape), run, avoid)
+    for experts, num_rows, n, k in shapes:
+        sizes = (experts, num_rows, n, k, alignment)
+        run = partial(products.grouped_errors, *sizes, kind, multiply, cell.device)
+        shape = f"{experts} experts of {n} x {k}, about {num_rows:,} rows"
+        yield KernelCase(kernel, shape, run, avoid)
 
 
-def _experts(cell: Cell, weight: torch.Tensor) -> nn.Module:
+def _experts(cell: Cell, weight: Tensor) -> nn.Module:
     """Return the cell's routed experts, quantized as in training, with only the weight `w1`."""
     experts, n, k = weight.shape
     with torch.device("meta"):
@@ -232,11 +230,7 @@ def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
         by_size = list({one[0]: one for one in reversed(by_size)}.values())
     num_rows = cell.limits.linear_rows
     for kind, n, k in by_size:
-
-        def run(kind: str = kind, layer: nn.Linear = found[kind, n, k]) -> Iterator[Error]:
-            own = layer.to_empty(device=cell.device).bfloat16()
-            return products.linear_errors(own, num_rows, kind, cell.device)
-
+        run = partial(products.linear_errors, found[kind, n, k], num_rows, kind, cell.device)
         kernel = f"linear layer {kind}"
         avoid = _AVOID.get(kernel, _NO_OPTION)
         yield KernelCase(kernel, f"{num_rows:,} rows, {n} x {k}", run, avoid)
@@ -247,23 +241,24 @@ def _rows(cell: Cell) -> Iterator[KernelCase]:
     deepep = backend == "deepep" and cell.dims.ep > 1
     if not deepep and (backend == "deepep" or not cell.job_config.cookbook.row_kernels):
         return
-    args, limits = cell.model_args, cell.limits
+    args, tokens, top_k = cell.model_args, cell.limits.tokens, cell.model_args.moe_args.top_k
     experts = cell.local_experts if deepep else args.moe_args.num_experts
-    alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
-    shape = rows.RowsShape(limits.tokens, args.dim, experts, args.moe_args.top_k, alignment)
     on_activations = not deepep or cell.job_config.deepep.score_activations
     place = "on the activations" if on_activations else "after the experts"
     avoid = "use EP backend standard" if deepep else "leave out cookbook.row_kernels"
-    run = partial(rows.row_errors, shape, on_activations, cell.device, counted=deepep)
-    yield KernelCase("rows to expert groups and back", f"{shape}, scores {place}", run, avoid)
+    sizes = (tokens, args.dim, experts, top_k, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
+    run = partial(rows.row_errors, *sizes, on_activations, deepep, cell.device)
+    shape = f"{tokens:,} tokens of {args.dim}, {experts} experts, top {top_k}, scores {place}"
+    yield KernelCase("rows to expert groups and back", shape, run, avoid)
     if not deepep:
-        num_rows, hidden, few = limits.linear_rows, cell.expert_hidden, min(cell.local_experts, 8)
+        num_rows, hidden = cell.limits.linear_rows, cell.expert_hidden
         run = partial(rows.swiglu_errors, num_rows, hidden, cell.device)
-        size = f"{num_rows:,} rows, hidden size {hidden}"
-        yield KernelCase("scored SwiGLU", size, run, avoid)
+        shape = f"{num_rows:,} rows, hidden size {hidden}"
+        yield KernelCase("scored SwiGLU", shape, run, avoid)
+        few = min(cell.local_experts, 8)
         run = partial(rows.join_errors, few, hidden, args.dim, cell.device)
-        size = f"{few} experts of {hidden} x {args.dim}"
-        yield KernelCase("experts' weights side by side", size, run, avoid)
+        shape = f"{few} experts of {hidden} x {args.dim}"
+        yield KernelCase("experts' weights side by side", shape, run, avoid)
 
 
 def _loss(cell: Cell) -> Iterator[KernelCase]:
@@ -288,30 +283,34 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
     if dims.ep == 1 or dims.etp > 1:
         return
     # Use three sequences, each with a length divisible by TP.
-    length = max(cell.limits.tokens // 3 // dims.tp, 1) * dims.tp
-    experts, top_k = args.moe_args.num_experts, args.moe_args.top_k
-    shape = rows.ExchangeShape(3, length, args.dim, experts, top_k, ep=dims.ep, tp=dims.tp)
+    batch, length = 3, max(cell.limits.tokens // 3 // dims.tp, 1) * dims.tp
     precisions = Precisions.of(cell.job_config)
     backend = "mxfp8_a2a" if precisions.any else cell.comm_backend
     avoid = f"use EP backend {'deepep' if backend == 'standard' else 'standard'}"
-    run = partial(_exchange_errors, cell, shape, precisions)
-    yield KernelCase(f"dispatch and combine {backend}", str(shape), run, avoid, collective=True)
+    shape = (
+        f"{batch} x {length:,} tokens of {args.dim} a rank, {args.moe_args.num_experts} experts "
+        f"over {dims.ep} ranks, top {args.moe_args.top_k}, TP {dims.tp}"
+    )
+    run = partial(_exchange_errors, cell, batch, length, precisions)
+    yield KernelCase(f"dispatch and combine {backend}", shape, run, avoid, collective=True)
 
 
 def _exchange_errors(
-    cell: Cell, shape: rows.ExchangeShape, precisions: Precisions
+    cell: Cell, batch: int, length: int, precisions: Precisions
 ) -> Iterator[Error]:
     """Yield the errors of the cell's MoE layer, without shared experts, parallelized as trained."""
-    dims, args = cell.dims, cell.model_args
+    dims, args, moe_args = cell.dims, cell.model_args, cell.model_args.moe_args
     tp_mesh, ep_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     assert ep_mesh is not None
-    given = rows.inputs_of(shape, torch.distributed.get_rank() // dims.tp, cell.device)
-    moe_args = replace(args.moe_args, num_shared_experts=0, load_balance_coeff=None)
+    dp_rank = torch.distributed.get_rank() // dims.tp
+    experts, sizes = moe_args.num_experts, (batch, length, args.dim)
+    given = rows.exchange_inputs(sizes, experts, moe_args.top_k, dp_rank, cell.device)
     with torch.device("meta"):
-        layer: Any = MoE(moe_args, args.dim, args.moe_inter_dim)
-    layer.router = rows.FixedRouter(given.scores, given.experts, shape.experts)
-    layer.experts = rows.FactorExperts(shape.experts, cell.device)
-    layer.tokens_per_expert = torch.zeros(shape.experts, device=cell.device)
+        own_args = replace(moe_args, num_shared_experts=0, load_balance_coeff=None)
+        layer: Any = MoE(own_args, args.dim, args.moe_inter_dim)
+    layer.router = rows.FixedRouter(given.scores, given.experts, experts)
+    layer.experts = rows.FactorExperts(experts, cell.device)
+    layer.tokens_per_expert = torch.zeros(experts, device=cell.device)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
     # The test experts have no activations.
@@ -324,5 +323,6 @@ def _exchange_errors(
         etp_mesh=None,
         ep_etp_mesh=None,
     )
+    part = slice(None) if tp_mesh is None else shard_of(length, tp_mesh)
     quantized = (precisions.dispatch_forward, precisions.combine_backward)
-    return rows.exchange_errors(shape, given, layer, tp_mesh, ep_mesh.get_group(), quantized)
+    return rows.exchange_errors(given, layer, part, ep_mesh.get_group(), quantized)
