@@ -1,8 +1,8 @@
 """Compare this machine's kernels with a reference: `submit.py doctor --numerics`.
 
-Builds a cell for every precision and EP backend that can run on this machine's GPUs, or on two CPU
-ranks without GPUs. torchrun then compares the cells' kernels with a reference. With a Slurm
-cluster's profile, the same command runs as a job of one node.
+There is a cell for every precision and EP backend that can run on this machine's GPUs or, without
+GPUs, on two CPU ranks. torchrun checks the kernels of all cells. With a Slurm cluster's profile,
+the same command runs as a job of one node.
 """
 
 import json

@@ -3,10 +3,10 @@
     CUDA_VISIBLE_DEVICES= WANDB_MODE=disabled python -m cookbook.titan.dry_build STACK
 
 STACK is the package that the cells' jobs import, such as `cookbook.titan.tt_0_2_2`. Each JSON line
-on standard input is a cell and is answered with one JSON line. The command builds TorchTitan's
-Trainer from the cell's argv for the first rank of every pipeline stage, in a fake process group of
-the cell's size, with parameters on the meta device. Each rank is built in a forked child, which
-inherits all imports; patches are applied only in the child.
+on standard input describes a cell and is answered with one JSON line. TorchTitan's Trainer is built
+from the cell's argv for the first rank of every pipeline stage, in a fake process group of the
+cell's size, with parameters on the meta device. A forked child builds each rank: it inherits all
+imports, and its patches end with it.
 """
 
 import functools
@@ -50,8 +50,7 @@ def build_cell(request: Answer) -> Answer:
     and `stack`. Return `seconds` and `ranks`: for each rank the result of `describe` or an `error`.
     """
     start = time.monotonic()
-    stage_ranks = max(request["world"] // max(request["pp"], 1), 1)
-    ranks = [stage * stage_ranks for stage in range(request["pp"])]
+    ranks = [stage * request["world"] // request["pp"] for stage in range(request["pp"])]
     at_once = os.cpu_count() or 1
     answers: list[Answer] = []
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as scratch:
@@ -144,7 +143,7 @@ def main(stack: str) -> None:
 
 
 class Build(NamedTuple):
-    """A Trainer, TorchTitan's warnings, and notes on all that was replaced or not run."""
+    """A Trainer, TorchTitan's warnings, and notes on everything replaced or not run."""
 
     trainer: Any
     warnings: list[str]
@@ -152,7 +151,7 @@ class Build(NamedTuple):
 
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
-    """Return one rank's answer; `active` is what the job would report at its first step."""
+    """Return one rank's answer; `active` holds the values of the job's own report at step 1."""
     # Import the modules that the job itself uses for that report.
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.families.parts")
@@ -245,10 +244,8 @@ def _keep_parameters_on_meta() -> None:
         if isinstance(one, type) and issubclass(one, nn.Module) and "init_weights" in vars(one):
             one.init_weights = lambda self, *args, **kwargs: None  # type: ignore[attr-defined]
     # Fused optimizers reject the meta device, although they support the job's device.
-    for name in ("adam", "adamw", "optimizer"):
-        optimizer: Any = sys.modules[f"torch.optim.{name}"]
-        if hasattr(optimizer, "_get_fused_kernels_supported_devices"):
-            optimizer._get_fused_kernels_supported_devices = lambda: ["cpu", "cuda", "meta"]
+    optimizer: Any = torch.optim.optimizer
+    optimizer._get_fused_kernels_supported_devices = lambda: ["cpu", "cuda", "meta"]
 
 
 def _own_modules() -> list[Any]:

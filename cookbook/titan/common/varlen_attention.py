@@ -180,8 +180,8 @@ def _autograd(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-# Memory-budget recomputation weighs operators by these FLOPs. Arguments are shapes, which omit the
-# lengths of documents: each sequence counts as one document, half a square of scores per head.
+# Memory-budget recomputation weighs operators by these FLOPs. The arguments are shapes and do not
+# tell document lengths: each sequence counts as one document, half a square of scores per head.
 @register_flop_formula(torch.ops.cookbook.varlen_attention)
 def _forward_flops(
     q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, *_: Any, **__: Any
@@ -256,7 +256,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 @dataclass
 class AttendedLength:
-    """Counter for the mean number of keys per token, over the batches until it is closed."""
+    """Counter for the mean number of keys per token over all batches before `close`."""
 
     keys: Tensor | int = 0  # query-key pairs, on the batches' device
     tokens: int = 0

@@ -177,8 +177,8 @@ def run_both(
     return list(zip(found, exact, strict=True))
 
 
-# --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each input has a
-# generator of its own, so that a case does not change the random numbers of the training.
+# --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each has a generator
+# of its own, so that the check does not change the training's random numbers.
 
 
 def generator(device: str, seed: int) -> torch.Generator:

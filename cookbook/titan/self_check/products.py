@@ -46,7 +46,6 @@ _EDGES = (
 )
 # Attention of q, k and v, each (tokens, heads, head_dim), within fixed documents.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,6 @@ class AttentionShape:
     max_documents: int | None = None
     max_length: int | None = None
 
-    def __str__(self) -> str:
-        shared = f", {self.groups} to a key" if self.groups > 1 else ""
-        return (
-            f"{self.batch} x {self.length:,} tokens, {self.heads} heads of "
-            f"{self.head_dim}/{self.v_head_dim}{shared}"
-        )
-
 
 def document_ends(packing: str, batch: int, length: int, most: int | None = None) -> Tensor:
     """Mark the last token of each document, (batch, length) bool, the same in every process.
@@ -92,7 +84,7 @@ def document_ends(packing: str, batch: int, length: int, most: int | None = None
     return ends
 
 
-def attention_inputs(shape: AttentionShape, like_trained: bool, device: str) -> Tensors:
+def attention_inputs(shape: AttentionShape, like_trained: bool, device: str) -> list[Tensor]:
     """Return q, k, v and the output's gradient, each (tokens, heads, head_dim), BF16.
 
     With `like_trained`, channels have an offset and scores are peaked, as in a trained model.
@@ -133,7 +125,7 @@ def attention_errors(
     shared = shape.heads // shape.groups
     heads = max(1, min(4, SCORES // int(lengths.max()) ** 2) // shape.groups)
     # Per tensor: sums of squared differences and of the squared reference, by document and head.
-    sums: dict[str, Tensors] = {name: [] for name in ("out", "dq", "dk", "dv")}
+    sums: dict[str, list[Tensor]] = {name: [] for name in ("out", "dq", "dk", "dv")}
     for begin in range(0, shared, heads):
         # Key and value heads from `begin` on, and the query heads that share them.
         q, k, v, dout, *some_found = (

@@ -1,7 +1,7 @@
 """Errors of moving tokens to their experts' groups and back, on one rank and between ranks.
 
-Each test expert multiplies its rows by its own factor. So the reference is a weighted sum over a
-token's experts, which needs no communication.
+Each test expert multiplies its rows by its own factor. So the reference needs no communication: it
+multiplies each token by the sum of its experts' factors, weighted with their scores.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def expert_factors(experts: int, device: str) -> Tensor:
 
 
 def weighted_sum(x: Tensor, scores: Tensor, factors: Tensor) -> Tensor:
-    """Return tokens after their experts: `scores` and `factors` are (..., top k) for each token."""
+    """Return tokens (..., features) after their experts, given scores and factors (..., top k)."""
     return x * (scores * factors).sum(-1, keepdim=True)
 
 
@@ -71,10 +71,10 @@ def row_errors(
 ) -> Iterator[Error]:
     """Compare a round trip of tokens: to their groups, times each group's factor, and back.
 
-    Padding rows are poisoned in between, so that a token that includes one shows. Scores multiply
-    the groups' rows (`on_activations`), or else the rows on their way back. If `counted`, the host
-    knows the counts, and a third of the copies belong to other ranks' experts, as with DeepEP.
-    Otherwise all experts are local, and the tokens are float32.
+    In between, padding rows get large values, so that a sum that includes one shows. Scores
+    multiply the groups' rows (`on_activations`), or else the rows on their way back. If `counted`,
+    the host knows the counts, and a third of the copies belong to other ranks' experts, as with
+    DeepEP. Otherwise all experts are local, and the tokens are float32.
     """
     others = num_experts // 2 + 1 if counted else 0
     experts, scores = random_routing(tokens, num_experts + others, top_k, device, 11)
@@ -214,7 +214,7 @@ def exchange_inputs(
 def exchange_errors(
     given: Exchanged,
     layer: nn.Module,  # with `FixedRouter(given.scores, ...)` and `FactorExperts`, parallelized
-    part: slice,  # the positions of every sequence that this TP rank has
+    part: slice,  # this TP rank's positions of every sequence
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
     quantized: tuple[bool, bool],  # whether the forward's and the backward's dispatch use FP8
 ) -> Iterator[Error]:

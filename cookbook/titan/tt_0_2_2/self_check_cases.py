@@ -126,6 +126,7 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
         max_length=whole if is_flash else None,
     )
     attend_by = {"flex": flex, "sdpa": sdpa, FLASH_ATTENTION_4: products.flash_attention_4}[kernel]
+    shared = f", {groups} to a key" if groups > 1 else ""
     room = f" in room for {most:,}" if most else ""
     # SDPA has no document mask.
     packings = ("whole",) if kernel == "sdpa" else limits.packings
@@ -136,7 +137,10 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
         run = partial(
             products.attention_errors, shape, packing, like_trained, attend_by, cell.device
         )
-        name = f"{shape}, documents: {packing}{room}, {values}"
+        name = (
+            f"{batch} x {length:,} tokens, {heads} heads of {head_dim}/{v_head_dim}{shared}, "
+            f"documents: {packing}{room}, {values}"
+        )
         yield KernelCase(kernel, name, run, _AVOID[kernel])
 
 
