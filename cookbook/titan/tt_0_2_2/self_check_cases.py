@@ -288,20 +288,17 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
         return
     # Use three sequences, each with a length divisible by TP.
     batch, length = 3, max(cell.limits.tokens // 3 // dims.tp, 1) * dims.tp
-    precisions = Precisions.of(cell.job_config)
-    backend = "mxfp8_a2a" if precisions.any else cell.comm_backend
+    backend = "mxfp8_a2a" if Precisions.of(cell.job_config).any else cell.comm_backend
     avoid = f"use EP backend {'deepep' if backend == 'standard' else 'standard'}"
     shape = (
         f"{batch} x {length:,} tokens of {args.dim} a rank, {args.moe_args.num_experts} experts "
         f"over {dims.ep} ranks, top {args.moe_args.top_k}, TP {dims.tp}"
     )
-    run = partial(_exchange_errors, cell, batch, length, precisions)
+    run = partial(_exchange_errors, cell, batch, length)
     yield KernelCase(f"dispatch and combine {backend}", shape, run, avoid, collective=True)
 
 
-def _exchange_errors(
-    cell: Cell, batch: int, length: int, precisions: Precisions
-) -> Iterator[Error]:
+def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
     """Yield the errors of the cell's MoE layer, without shared experts, parallelized as trained."""
     dims, args, moe_args = cell.dims, cell.model_args, cell.model_args.moe_args
     tp_mesh, ep_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
@@ -328,5 +325,6 @@ def _exchange_errors(
         ep_etp_mesh=None,
     )
     part = slice(None) if tp_mesh is None else shard_of(length, tp_mesh)
+    precisions = Precisions.of(cell.job_config)
     quantized = (precisions.dispatch_forward, precisions.combine_backward)
     return rows.exchange_errors(given, layer, part, ep_mesh.get_group(), quantized)
