@@ -244,7 +244,7 @@ def _keep_parameters_on_meta() -> None:
         if isinstance(one, type) and issubclass(one, nn.Module) and "init_weights" in vars(one):
             one.init_weights = lambda self, *args, **kwargs: None  # type: ignore[attr-defined]
     # Fused optimizers reject the meta device, although they support the job's device.
-    optimizer: Any = torch.optim.optimizer
+    optimizer: Any = sys.modules["torch.optim.optimizer"]
     optimizer._get_fused_kernels_supported_devices = lambda: ["cpu", "cuda", "meta"]
 
 
