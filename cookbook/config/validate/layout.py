@@ -45,9 +45,8 @@ def _suggestion(name: str, values: list[int], options: Options, world: int) -> s
         for value in sorted(values, key=lambda value: (abs(value - options[name]), value))
     }
     nearest_first = sorted(left, key=lambda value: bool(left[value]))
-    best = next((value for value in nearest_first if name not in left[value]), None)
-    if best is None:
-        return ""
+    # 1 is always among the values, and never has a problem of its own.
+    best = next(value for value in nearest_first if name not in left[value])
     # A value from a YAML file is easiest to override on the command line.
     is_in_file = name in options and ".y" in options.origin(name)
     return f"try {best}: --set {name}={best}" if is_in_file else f"try {best}"
