@@ -123,7 +123,8 @@ Texts = tuple[Text, ...]
 Numbers = dict[str, Annotated[float, Field(strict=True)]]
 # A mapping whose values the caller checks.
 Unchecked = dict[str, Any]
-# Strings by name, for a shell; numbers keep their spelling (`3.10`, not 3.1).
+# Strings by name, for a shell; numbers keep their spelling (`3.10`, not 3.1). Only a recorded
+# profile has no spelling, and its numbers are coerced.
 Words = dict[str, str | Flag]
 
 # Descriptions of the allowed values, by the type of pydantic's error.

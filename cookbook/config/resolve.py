@@ -19,7 +19,7 @@ from cookbook.run.record import CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
-    """Validate a merged cell and append `words` to its name."""
+    """Append `words` to a merged cell's name, complete it and validate it."""
     name = "-".join([cell.name, *words])
     # A folder's name may have 255 bytes, and a run appends to it while creating the folder.
     if len(name) > 200:
