@@ -33,9 +33,6 @@ done
 """
 
 
-NODES = 2
-
-
 class ByHand:
     """`sbatch train_16b.sh` with a stand-in for torchrun, in a folder of runs of its own."""
 
@@ -49,7 +46,7 @@ class ByHand:
     def cell(self) -> Path:
         return self.folder / "runs" / "16b" / CELL
 
-    def submit(self, does: str, *options: str, script: Path | None = None, late_s: str = "") -> str:
+    def submit(self, does: str, *options: str, script: Path | None = None) -> str:
         return self.slurm.submit(
             script or self.checkout / "train_16b.sh",
             *OPTIONS,
@@ -59,7 +56,7 @@ class ByHand:
                 "VENV": str(self.folder / "venv"),
                 "COOKBOOK_RUNS": str(self.folder / "runs"),
                 "DOES": does,
-                "COOKBOOK_LATE_S": late_s,
+                "COOKBOOK_ROOT": str(self.checkout) if script else "",
             },
         )
 
@@ -99,7 +96,12 @@ def by_hand(small: SlurmCluster, checkout: Path, tmp_path: Path) -> ByHand:
 def test_a_step_that_takes_too_long_is_requeued_where_a_checkpoint_is(
     by_hand: ByHand, saved: str, state: str, attempts: list[str]
 ) -> None:
-    job = by_hand.submit("train end", late_s="1")
+    profile, script = by_hand.folder / "late.yaml", by_hand.folder / "late.sh"
+    known = (by_hand.checkout / "recipes/cluster/soperator-b200.yaml").read_text()
+    profile.write_text(known.replace("seconds_to_stop: 300", "seconds_to_stop: 2"))
+    text = (by_hand.checkout / "train_16b.sh").read_text()
+    script.write_text(text.replace("--cluster=soperator-b200", f"--cluster={profile}"))
+    job = by_hand.submit("train end", script=script)
     by_hand.until_attempts(["train"])
     file = by_hand.cell / "checkpoint" / saved
     file.parent.mkdir(parents=True)

@@ -56,17 +56,17 @@ class Supervisor:
     """
 
     timeouts = Timeouts()
+    # Seconds for a checkpoint after Slurm's warning; 0 means no limit.
+    late_s = 0.0
 
     def __init__(self, cells: Sequence[CellFolder], arguments: Sequence[str] = ()) -> None:
         # Resolve links: `runs` may be one, and a container mounts only the cell's folder.
-        # As text, which a job that waits or is requeued still finds in its pickle after an update.
+        # Keep text: a job that waits or is requeued may read its pickle after an update of the code.
         self.folders = [str(cell.path.resolve()) for cell in cells]
         self.arguments = list(arguments)
         self.running: RunningAttempt | None = None
         self.signal_number = 0
         self.is_time_over = self._is_preparing = False
-        # Seconds for a checkpoint after Slurm's warning; 0 means no limit.
-        self._late_s = 0.0
 
     def __call__(self) -> NoReturn:
         """Run the cells; exit with 0, a failed cell's status, or 128 plus the signal's number."""
@@ -136,7 +136,7 @@ class Supervisor:
             status.write_status(cell, Status(FAILED, 0, str(error), 2, restarts=exits.restarts()))
             return 2
         if exits.slurm_job() and record.profile:
-            self._late_s = float(cluster_from_record(record).late_seconds)
+            self.late_s = float(cluster_from_record(record).late_seconds)
         end_orphan_step(cell)
         exits.note_killed_attempt(cell, record)
         # Count this job's attempts, also from before a requeue; other jobs may use other options.
@@ -307,7 +307,7 @@ class Supervisor:
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         self.is_time_over = True
         if self.running is not None:
-            self.running.ask_to_stop(float(os.environ.get("COOKBOOK_LATE_S") or self._late_s))
+            self.running.ask_to_stop(self.late_s)
 
 
 def run_with_respawn(work: Callable[[], int]) -> NoReturn:
