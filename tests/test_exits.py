@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cookbook.base.yamlfile import Unchecked
-from cookbook.observe.metrics import Newest, Phase, StepMetrics
+from cookbook.observe.metrics import Phase, StepMetrics
 from cookbook.run import status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
@@ -167,8 +168,10 @@ def test_only_an_attempt_without_a_word_of_its_end_was_cut_short(cell: CellFolde
     assert causes() == [Cause.HANG, Cause.CUT_SHORT]
 
 
-def at(step: int | None, phase: Phase = Phase.TRAINING) -> Newest:
-    return Newest(StepMetrics(0, step, 7.0) if step else None, phase)
+def at(step: int | None, phase: Phase = Phase.TRAINING) -> Any:
+    """Stand for the tail of a log."""
+    newest = StepMetrics(step, 7.0) if step else None
+    return SimpleNamespace(step=newest, phase=phase, recent=[], lines=[])
 
 
 def trained(clock: StepClock, seconds: float, steps: int = 8, stride: int = 1) -> float:
@@ -176,17 +179,20 @@ def trained(clock: StepClock, seconds: float, steps: int = 8, stride: int = 1) -
     now = 0.0
     while now < seconds * steps * stride:
         done = int(now / seconds) // stride * stride
-        clock.look(at(done or None, Phase.TRAINING if done else Phase.FIRST_STEP), 1, now)
+        tail = at(done or None, Phase.TRAINING if done else Phase.FIRST_STEP)
+        made = range(stride, done + 1, stride)
+        tail.recent = [StepMetrics(step, 7.0, time=step * seconds) for step in made]
+        clock.look(tail, now)
         now += 0.5
     return now
 
 
-def seen_after(clock: StepClock, newest: Newest, start: float, size: int = 1) -> float:
+def seen_after(clock: StepClock, newest: Any, start: float) -> float:
     now = start
     while clock.hang is None:
         assert now < start + 10_000
         now += 0.5
-        clock.look(newest, size, now)
+        clock.look(newest, now)
     return now - start
 
 
@@ -203,15 +209,16 @@ def test_a_hang_is_seen_in_time(seconds: float, log_freq: int, least: int) -> No
 
 
 # Before the first step; minutes after it, and long before the hundredth.
-@pytest.mark.parametrize(("usual", "newest"), [(1.0, Newest(None, Phase.COMPILING)), (None, at(1))])
+@pytest.mark.parametrize(("usual", "newest"), [(1.0, at(None, Phase.COMPILING)), (None, at(1))])
 def test_until_a_step_has_a_usual_time_each_line_is_a_sign_of_life(
-    usual: float | None, newest: Newest
+    usual: float | None, newest: Any
 ) -> None:
     clock = StepClock(Timeouts(), usual=usual, log_freq=100)
     for now in range(0, 7200, 2):
-        clock.look(newest, now // 1000, float(now))
+        newest.lines = [b"a line"] if now % 1000 == 0 else []
+        clock.look(newest, float(now))
         assert clock.hang is None
-    assert 1700 < seen_after(clock, newest, 7200.0, size=8) < 1900
+    assert 1500 < seen_after(clock, newest, 7200.0) < 1700
     assert ("before the first step" in (clock.hang or "")) == (newest.step is None)
 
 
@@ -238,7 +245,7 @@ def test_a_save_may_take_as_long_as_saves_do(
 def test_a_job_that_was_suspended_does_not_hang() -> None:
     clock = StepClock(Timeouts())
     now = trained(clock, 1.0)
-    clock.look(at(7), 1, now + 3600)
+    clock.look(at(7), now + 3600)
     assert clock.hang is None
 
 

@@ -35,7 +35,7 @@ DRAWS = 1000
 
 def curve(*speeds: float | None, attempt: int = 0, first: int = 1) -> list[StepMetrics]:
     return [
-        StepMetrics(0, step, 3.0, tokens_per_second=speed, attempt=attempt)
+        StepMetrics(step, 3.0, tokens_per_second=speed, attempt=attempt)
         for step, speed in enumerate(speeds, first)
     ]
 

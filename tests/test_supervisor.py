@@ -27,7 +27,7 @@ from tests.started import lives, start_marked
 HEAD = """
 CELL_DIR="$(realpath -m "${CELL_DIR}")"
 A="${COOKBOOK_ATTEMPT_DIR}"; K="${A##*-}"; exec >>"${A}/train.log" 2>&1
-step() { echo "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: $1  loss: $2  x: 1"; }
+step() { echo "[rank0]:[titan] $(date '+%F %T,%3N') - root - INFO - step: $1  loss: $2  x: 1"; }
 torchrun_says() { echo "E1120 18:40:01.1 api.py:1] failed (exitcode: $1) local_rank: 1 (pid: 9)"; }
 raises() { echo "Traceback (most recent call last):"; echo "$1"; exit 1; }
 """
@@ -191,7 +191,7 @@ def test_asked_to_stop_where_no_slurm_can_requeue_it_says_how_to_go_on(
     does: str,
 ) -> None:
     is_late = does.startswith("takes long")
-    monkeypatch.setenv("COOKBOOK_LATE_S", "1" if is_late else "60")
+    monkeypatch.setattr(Supervisor, "late_s", 1.0 if is_late else 60.0)
     name = "__0_0.distcp" if does.endswith("none") else ".metadata"
     body = f"""
 step 1 7; mkdir -p "${{CELL_DIR}}/checkpoint/step-1"; touch "${{CELL_DIR}}/checkpoint/step-1/{name}"

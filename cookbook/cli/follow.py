@@ -13,7 +13,7 @@ from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.display import CellProgress, Progress
 from cookbook.observe.history import collect_history
-from cookbook.observe.metrics import Newest, Phase, StepMetrics, Tail
+from cookbook.observe.metrics import Phase, Tail
 from cookbook.results import compare
 from cookbook.results.collect import collect_results
 from cookbook.results.result import render_json
@@ -184,18 +184,19 @@ class Watcher:
         return [(state, self._progress(state)) for state in cell_states(self.run, patience)]
 
     def _progress(self, state: CellState) -> CellProgress:
-        record, found, recent = self._records[state.cell], list[Newest](), list[StepMetrics]()
+        record, tails = self._records[state.cell], list[Tail]()
         # Until a new attempt logs a step, show the previous attempt's newest step.
         for attempt in reversed(self.run.cell(state.cell).attempts()):
             tail = self._tails.setdefault(attempt.path, Tail(attempt, record.loss_rank))
-            found.append(tail.read())
-            if found[-1].step is not None:
-                recent = list(tail.recent)
+            tail.read()
+            tails.append(tail)
+            if tail.step is not None:
                 break
-        step, phase = (found[-1].step, found[0].phase) if found else (None, None)
+        step, phase = (tails[-1].step, tails[0].phase) if tails else (None, None)
+        recent = list(tails[-1].recent) if tails else []
         is_starting = phase and phase != Phase.TRAINING and state.state == RUNNING
         left, times = None, [(one.step, one.time) for one in recent if one.time is not None]
-        if record.steps and len(found) == 1 and len(times) >= _LEAST_STEPS:
+        if record.steps and len(tails) == 1 and len(times) >= _LEAST_STEPS:
             (first, began), (last, now) = times[0], times[-1]
             left = (record.steps - last) * (now - began) / (last - first)
         return CellProgress(
@@ -205,7 +206,7 @@ class Watcher:
             total_steps=record.steps,
             tokens_per_second=step.tokens_per_second if step else None,
             loss=step.loss if step else None,
-            validation_loss=next(filter(None, (one.validation_loss for one in found)), None),
+            validation_loss=next(filter(None, (one.validation_loss for one in tails)), None),
             elapsed=(state.ended or time.time()) - state.started if state.started else None,
             phase=phase.value if phase and is_starting else None,
             is_known=state.is_known,

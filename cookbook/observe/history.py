@@ -1,13 +1,12 @@
 """Summarize a cell's attempts: their steps, why each ended, and how much work was lost."""
 
-import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 
-from cookbook.observe.metrics import read_steps, save_seconds, seconds_to_first_step
+from cookbook.observe.metrics import read_steps, seconds_to_first_step, step_seconds
 from cookbook.run.folder import Attempt, CellFolder, saved_steps
 from cookbook.run.record import CellRecord
 from cookbook.run.status import Cause, read_attempt_end, read_resumptions
@@ -88,11 +87,9 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
             folder = cell.path / str(record.options.get("checkpoint.folder", "checkpoint"))
             saved = saved_steps(folder)
             kept = next((step for step, path in saved if (path / ".metadata").is_file()), 0)
-        steps = [step for step, _ in own if step]
-        first, last = (min(steps), max(steps)) if steps else (None, None)
-        lost = 0
-        if first is not None and last is not None and kept is not None:
-            lost = max(0, last - max(kept, first - 1))
+        steps, lost = [step for step, _ in own if step], 0
+        if steps and kept is not None:
+            lost = max(0, max(steps) - max(kept, min(steps) - 1))
         effective = (
             max(0.0, at - before)
             for (_, before), (step, at) in pairwise(own)
@@ -100,8 +97,8 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
         )
         summary = AttemptSummary(
             attempt=attempt.number,
-            first_step=first,
-            last_step=last,
+            first_step=min(steps, default=None),
+            last_step=max(steps, default=None),
             seconds=end.ended - end.started if end and end.ended and end.started else None,
             cause=str(end.cause) if end else None,
             reason=end.reason if end else None,
@@ -124,23 +121,12 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
 
 
 def usual_step_time(attempts: Sequence[Attempt]) -> float | None:
-    """Return the median step time of the latest attempt with logged steps, else None."""
-    for attempt in reversed(attempts):
-        pairs = pairwise(one for one in _step_times(attempt) if one[0] > 0)
-        seconds = [
-            (then - at) / (later - step) for (step, at), (later, then) in pairs if later > step
-        ]
-        if len(seconds) >= 3:
-            return statistics.median(seconds)
-    return None
+    """Return the usual step time of the latest attempt that has one."""
+    found = (step_seconds(read_steps(attempt)) for attempt in reversed(attempts))
+    return next((seconds for seconds in found if seconds is not None), None)
 
 
-def longest_save(attempts: Iterable[Attempt]) -> float | None:
-    """Return the seconds of the longest checkpoint save; None if there was no save."""
-    return max((found for one in attempts for found in save_seconds(one.log)), default=None)
-
-
-def _step_times(attempt: Attempt, record: CellRecord | None = None) -> list[tuple[int, float]]:
+def _step_times(attempt: Attempt, record: CellRecord) -> list[tuple[int, float]]:
     """Return logged steps with their times (seconds); step 0 is the start of training."""
     times = [(one.step, one.time) for one in read_steps(attempt, record) if one.time is not None]
     before = seconds_to_first_step(attempt.log)

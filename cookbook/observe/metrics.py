@@ -1,23 +1,23 @@
-"""Read a cell's steps and router load from the files of our hooks, else from the console.
+"""Read a cell's steps and router load from the files of our hooks, else from the console."""
 
-Each line of `router_load.jsonl` is one logged step. For each MoE layer, it has the tokens of the
-busiest expert over the mean, and the number of starved experts, since the previous logged step.
-"""
-
+import contextlib
 import enum
-import json
-import math
 import re
+import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 
+T = TypeVar("T")
 RANK = re.compile(r"\[rank([0-9]{1,7})\]:")
 COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)"
@@ -40,7 +40,6 @@ class StepMetrics:
     NaN and infinite losses are kept.
     """
 
-    rank: int | None  # global rank; None for a console line without a `[rank0]:` prefix
     step: int
     loss: float | None = None
     grad_norm: float | None = None
@@ -51,6 +50,7 @@ class StepMetrics:
     time: float | None = None  # seconds since the epoch
     validation_loss: float | None = None
     skipped_steps: float | None = None  # this attempt's steps with non-finite gradients so far
+    rank: int | None = None  # global rank; None for a console line without a `[rank0]:` prefix
     attempt: int = 0
 
 
@@ -87,8 +87,8 @@ _PHASES = {
 _PHASE = re.compile(rf"\[titan\] [^\[\]]* - INFO - ({'|'.join(map(re.escape, _PHASES))})")
 
 
-def parse_step(line: bytes, rank: int | None = None) -> StepMetrics | None:
-    """Return the metrics in a line of `rank` (None: any rank); None if the line has none."""
+def parse_step(line: bytes) -> StepMetrics | None:
+    """Return the metrics in a console line; None if it has none."""
     if b"step:" not in line or b"loss:" not in line:
         return None
     text = COLOURS.sub("", line.decode("utf-8", "replace")).rstrip()
@@ -103,10 +103,8 @@ def parse_step(line: bytes, rank: int | None = None) -> StepMetrics | None:
     # If another line interrupts this one, its last value may be truncated, unless it is `mfu`.
     if "loss" not in values or (others and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", own)):
         return None
-    if rank is not None and ranks[-1:] != [str(rank)]:
-        return None
-    values["time"] = _time_of(line)
-    return StepMetrics(int(ranks[-1]) if ranks else None, int(found[1]), **values)
+    values |= {"time": _time_of(line), "rank": int(ranks[-1]) if ranks else None}
+    return StepMetrics(int(found[1]), **values)
 
 
 def read_peak_memory(logs: Iterable[Path]) -> float | None:
@@ -127,15 +125,16 @@ def seconds_to_first_step(log: Path) -> float | None:
     return None
 
 
-def save_seconds(log: Path) -> list[float]:
-    """Return the seconds that each checkpoint save took."""
-    return [float(found) for line in lines_of(log) for found in _SAVED.findall(line)]
+def longest_save(attempts: Iterable[Attempt]) -> float | None:
+    """Return the seconds of the longest checkpoint save; None if there was no save."""
+    lines = (line for attempt in attempts for line in lines_of(attempt.log))
+    return max((float(found) for line in lines for found in _SAVED.findall(line)), default=None)
 
 
 def logged_seconds(log: Path) -> float | None:
     """Return the seconds from TorchTitan's first log line to its last; None without two lines."""
-    stamps = [found[1] for line in lines_of(log) if (found := _TIME.search(line))]
-    seconds = _seconds(stamps[-1]) - _seconds(stamps[0]) if stamps else 0.0
+    times = [moment for line in lines_of(log) if (moment := _time_of(line))]
+    seconds = times[-1] - times[0] if times else 0.0
     # Lines of ranks may be out of order by milliseconds, and a clock may have been set back.
     return seconds if seconds > 0 else None
 
@@ -143,33 +142,25 @@ def logged_seconds(log: Path) -> float | None:
 def _time_of(line: bytes) -> float | None:
     """Return a TorchTitan line's time in seconds, by the clock of the node that wrote it."""
     found = _TIME.search(line)
-    return _seconds(found[1]) if found else None
-
-
-def _seconds(stamp: bytes) -> float:
-    return datetime.strptime(stamp.decode(), "%Y-%m-%d %H:%M:%S,%f").timestamp()
+    return datetime.fromisoformat(found[1].decode()).timestamp() if found else None
 
 
 def lines_of(log: Path) -> Iterator[bytes]:
     """Yield the lines of a file; none if it cannot be read."""
-    try:
-        with log.open("rb") as file:
-            yield from file
-    except OSError:
-        return
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        yield from file
 
 
 # About 60,000 console lines: 250 steps with all 256 ranks shown.
 _LOOK_BACK_BYTES = 16 << 20
 # The widest sparkline shows this many steps.
 _NUM_RECENT = 20
-_FIGURES = {field.name for field in fields(StepMetrics)} - {"rank", "step", "attempt"}
 
 
 def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepMetrics]:
     """Return the logged steps of the rank that computes the loss, in order."""
     steps: list[StepMetrics] = []
-    for metrics in filter(None, map(_parse, lines_of(attempt.metrics))):
+    for metrics in _parse(_METRICS, lines_of(attempt.metrics)):
         if metrics.loss is not None:
             steps.append(replace(metrics, attempt=attempt.number))
         elif steps and steps[-1].step == metrics.step:
@@ -188,6 +179,13 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
         replace(one, attempt=attempt.number, loss=None if one.loss and one.loss < 0 else one.loss)
         for one in own
     ]
+
+
+def step_seconds(steps: Iterable[StepMetrics]) -> float | None:
+    """Return the median seconds of a step; None for fewer than three intervals."""
+    times = pairwise((one.step, one.time) for one in steps if one.time is not None)
+    seconds = [(end - start) / (new - old) for (old, start), (new, end) in times if new > old]
+    return statistics.median(seconds) if len(seconds) >= 3 else None
 
 
 def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
@@ -210,20 +208,17 @@ class LoadStep:
 
     first_step: int
     step: int
-    is_forced: bool
+    is_forced: Annotated[bool, Field(validation_alias="forced")]
     layers: tuple[int, ...]
     busiest_over_mean: tuple[float, ...]  # 1 if balanced; equals MaxVio + 1
     starved_experts: tuple[int, ...]  # experts with less than a tenth of the mean load
-
-
-_BY_LAYER = ("layers", "busiest_over_mean", "starved_experts")
 
 
 def collect_router_load(cell: CellFolder) -> list[LoadStep]:
     """Return the router load of all attempts, in increasing order; empty if none was logged."""
     steps: list[LoadStep] = []
     for attempt in cell.attempts():
-        for found in filter(None, map(_parse_load, lines_of(attempt.router_load))):
+        for found in _parse(_LOAD, lines_of(attempt.router_load)):
             while steps and steps[-1].step >= found.first_step:
                 steps.pop()
             # The model has changed, and only the newest model's steps can be shown.
@@ -233,45 +228,45 @@ def collect_router_load(cell: CellFolder) -> list[LoadStep]:
     return steps
 
 
-@dataclass(frozen=True, slots=True)
-class Newest:
-    """The newest step and phase of an attempt; None if nothing is logged yet."""
-
-    step: StepMetrics | None = None
-    phase: Phase | None = None
-    validation_loss: float | None = None
-
-
 class Tail:
-    """Follow a running attempt: its new metrics, and console lines of `rank` (None: all ranks)."""
+    """Follow a running attempt; each `read` updates the attributes from the new lines.
 
-    def __init__(self, attempt: Attempt, rank: int | None) -> None:
+    Attributes:
+        step, phase, validation_loss: the newest ones of `rank`; None if not logged yet.
+        recent: the newest steps of `rank`.
+        lines: the console lines that the last `read` found, of all ranks.
+    """
+
+    def __init__(self, attempt: Attempt, rank: int) -> None:
         self._rank = rank
         self._metrics, self._console = GrowingFile(attempt.metrics), GrowingFile(attempt.log)
-        self._phase: Phase | None = None
-        self._validation_loss: float | None = None
+        self.step: StepMetrics | None = None
+        self.phase: Phase | None = None
+        self.validation_loss: float | None = None
         self.recent: deque[StepMetrics] = deque(maxlen=_NUM_RECENT)
+        self.lines: list[bytes] = []
 
-    def read(self) -> Newest:
-        steps = [one for line in self._metrics.lines() if (one := _parse(line))]
+    def read(self) -> None:
+        steps = _parse(_METRICS, self._metrics.lines())
         for step in steps:
-            self._validation_loss = step.validation_loss or self._validation_loss
+            self.validation_loss = step.validation_loss or self.validation_loss
         has_metrics = self._metrics.offset > 0
-        for line in self._console.lines():
+        self.lines = self._console.lines()
+        for line in self.lines:
             # The first message comes after the imports, so any line means LOADING.
-            self._phase = self._phase or Phase.LOADING
+            self.phase = self.phase or Phase.LOADING
             text = line.decode("utf-8", "replace") if b" - INFO - " in line else ""
             if found := _PHASE.search(text):
                 ranks = RANK.findall(text, 0, found.start())
-                if self._rank is None or ranks[-1:] == [str(self._rank)]:
-                    self._phase = _PHASES[found[1]]
-            if (shown := parse_step(line, self._rank)) is not None:
-                self._phase = Phase.TRAINING
+                if ranks[-1:] == [str(self._rank)]:
+                    self.phase = _PHASES[found[1]]
+            shown = parse_step(line)
+            if shown is not None and shown.rank == self._rank:
+                self.phase = Phase.TRAINING
                 if not has_metrics:
                     steps.append(shown)
         self.recent.extend(step for step in steps if step.loss is not None)
-        newest = self.recent[-1] if self.recent else None
-        return Newest(newest, self._phase, self._validation_loss)
+        self.step = self.recent[-1] if self.recent else None
 
 
 class GrowingFile:
@@ -296,25 +291,13 @@ class GrowingFile:
         return text[:whole].splitlines()
 
 
-def _parse(line: bytes) -> StepMetrics | None:
-    """Parse a line of `metrics.jsonl`; None if it is malformed or still being written."""
-    try:
-        content: dict[str, Any] = json.loads(line)
-        # NaN and infinite values are stored as text.
-        values: Any = {name: float(content[name]) for name in _FIGURES if name in content}
-        return StepMetrics(content.get("rank"), int(content["step"]), **values)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
+_METRICS, _LOAD = TypeAdapter(StepMetrics), TypeAdapter(LoadStep)
 
 
-def _parse_load(line: bytes) -> LoadStep | None:
-    """Parse a line of `router_load.jsonl`; None if it is malformed or still being written."""
-    try:
-        content: dict[str, Any] = json.loads(line)
-        by_layer = [tuple(content[name]) for name in _BY_LAYER]
-        steps = int(content["first_step"]), int(content["step"])
-        lengths, is_forced = set(map(len, by_layer)), content["forced"] is True
-        is_whole = len(lengths) == 1 and 0 not in lengths and all(map(math.isfinite, by_layer[1]))
-        return LoadStep(*steps, is_forced, *by_layer) if is_whole else None
-    except (ValueError, TypeError, KeyError):
-        return None
+def _parse(kind: TypeAdapter[T], lines: Iterable[bytes]) -> list[T]:
+    """Parse lines of JSON; skip a line that is malformed or still being written."""
+    found = list[T]()
+    for line in lines:
+        with contextlib.suppress(ValidationError):
+            found.append(kind.validate_json(line))
+    return found

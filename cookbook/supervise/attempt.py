@@ -7,10 +7,8 @@ import math
 import os
 import re
 import signal
-import statistics
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,17 +17,14 @@ import psutil
 from cookbook.base.errors import JobError
 from cookbook.config.stack import load_stack
 from cookbook.observe.failure import describe_stacks
-from cookbook.observe.history import longest_save, usual_step_time
-from cookbook.observe.metrics import GrowingFile, Newest, Phase, Tail
+from cookbook.observe.history import usual_step_time
+from cookbook.observe.metrics import Phase, StepMetrics, Tail, longest_save, step_seconds
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import kill_steps
 from cookbook.run.status import AttemptEnd, Cause
 from cookbook.supervise.exits import classify_exit, own_job, slurm_job
 
-# The usual step time is the median of the newest step times.
-_MOST_STEPS = 20
-_FEWEST_STEPS = 3
 # With these options, training sometimes pauses without logging.
 _PAUSES = ("validation.enable", "profiling.enable_profiling", "profiling.enable_memory_snapshot")
 # torchrun and srun print these when a rank, a torchrun or a node is lost.
@@ -70,7 +65,10 @@ class Timeouts:
 
 
 class StepClock:
-    """Measure how long an attempt has made no progress."""
+    """Measure how long an attempt has made no progress.
+
+    `usual` is the usual step time in seconds; None until enough steps are logged.
+    """
 
     def __init__(
         self,
@@ -80,42 +78,32 @@ class StepClock:
         log_freq: int = 1,
     ) -> None:
         self._timeouts, self._log_freq = timeouts, log_freq
-        self._earlier, self._longest_save = usual, longest_save
-        self._times: deque[float] = deque(maxlen=_MOST_STEPS)
-        self._newest = Newest()
-        self._size = 0
-        self._step_at: float | None = None
+        self.usual, self._longest_save = usual, longest_save
+        self._step: StepMetrics | None = None
+        self._phase: Phase | None = None
         self._looked_at: float | None = None
         self.silent = 0.0
 
-    @property
-    def usual(self) -> float | None:
-        """The usual step time in seconds; None until enough steps are logged."""
-        is_known = len(self._times) >= _FEWEST_STEPS
-        return statistics.median(self._times) if is_known else self._earlier
-
-    def look(self, newest: Newest, size: int, now: float) -> None:
-        """Update the clock with the newest step and phase."""
+    def look(self, tail: Tail, now: float) -> None:
+        """Update the clock after each `read` of the attempt's tail."""
         gap = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         # Cap the gap: if the job was suspended, training was suspended too.
         self.silent += min(gap, 5.0)
-        step, before = newest.step, self._newest.step
-        if step is not None and (before is None or step.step > before.step):
-            if before is not None and self._step_at is not None:
-                self._times.append((now - self._step_at) / (step.step - before.step))
-            self._step_at, self.silent = now, 0.0
+        usual = step_seconds(tail.recent)
+        self.usual = self.usual if usual is None else usual
+        step, before = tail.step, self._step
+        is_new_step = step is not None and (before is None or step.step > before.step)
         # Any log line counts as progress while no step time is known.
-        elif newest.phase != self._newest.phase or (
-            size != self._size and (before is None or self.usual is None)
-        ):
+        is_new_line = bool(tail.lines) and (before is None or self.usual is None)
+        if is_new_step or is_new_line or tail.phase != self._phase:
             self.silent = 0.0
-        self._newest, self._size = newest, size
+        self._step, self._phase = step, tail.phase
 
     @property
     def limit(self) -> float:
         """Seconds of silence that count as a hang in the present phase."""
-        usual, phase, timeouts = self.usual, self._newest.phase, self._timeouts
+        usual, phase, timeouts = self.usual, self._phase, self._timeouts
         if phase is Phase.FINISHING or (phase is Phase.SAVING_CHECKPOINT and usual is None):
             return timeouts.save_s
         if usual is None:
@@ -128,7 +116,7 @@ class StepClock:
             longest = self._longest_save()
             long = limit + timeouts.steps * longest if longest is not None else timeouts.save_s
             return max(long, timeouts.least_save_s)
-        if self._newest.step is None or phase is not Phase.TRAINING:
+        if self._step is None or phase is not Phase.TRAINING:
             return timeouts.start_s
         # With a log_freq of 10, nine of ten steps print nothing.
         return limit + (self._log_freq - 1) * usual
@@ -138,10 +126,10 @@ class StepClock:
         """A description of the hang; None while there is none."""
         if self.silent <= self.limit:
             return None
-        if self._newest.step is None:
+        if self._step is None:
             return f"no log line for {self.silent:.0f} s, before the first step"
         usual = f" (usual: {self.usual:.1f} s)" if self.usual is not None else ""
-        return f"no step for {self.silent:.0f} s{usual} after step {self._newest.step.step}"
+        return f"no step for {self.silent:.0f} s{usual} after step {self._step.step}"
 
 
 _POLL_S = 0.5
@@ -170,7 +158,6 @@ class RunningAttempt:
             record.options.get(log_freq, load_stack().options[log_freq].default),
         )
         self._tail = Tail(attempt, record.loss_rank)
-        self._console = GrowingFile(attempt.log)
         self._is_stopped = False
         self._late_at: float | None = None
         self._started = time.time()
@@ -211,16 +198,15 @@ class RunningAttempt:
                 if options.get("checkpoint.enable") and any(folder.glob("step-*/.metadata")):
                     late = "asked to stop, it has not ended in time"
                     return self._end(None, None, Cause.TOO_LATE, late)
-            newest = self._tail.read()
-            is_gone = any(map(_GONE.search, self._console.lines()))
-            self.clock.look(newest, self._console.offset, time.monotonic())
-            if seen is None and is_gone:
+            self._tail.read()
+            self.clock.look(self._tail, time.monotonic())
+            if seen is None and any(map(_GONE.search, self._tail.lines)):
                 seen = time.time()
             if seen is not None:
                 if time.time() - seen > _GRACE_S:
                     end_step(self.process, self.attempt)
                 continue
-            step = newest.step
+            step = self._tail.step
             # With this option, training itself skips non-finite steps and limits their number.
             is_limited = self._record.options.get("training.max_skipped_steps")
             if step and step.loss and not math.isfinite(step.loss) and not is_limited:
@@ -298,16 +284,15 @@ def end_orphan_processes(cell: CellFolder) -> None:
 
 def _orphans(cell: CellFolder) -> list[psutil.Process]:
     job, found = own_job(), list[psutil.Process]()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            variables = process.environ()
-            jobs = {variables.get(name) for name in ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")}
-            if (
-                variables.get("CELL_DIR") == str(cell.path)
-                and "COOKBOOK_ATTEMPT_DIR" in variables
-                and process.pid != os.getpid()
-                and (not job or job in jobs)
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
-                found.append(process)
+    # A zombie, and another user's process, have no environment here.
+    for process in psutil.process_iter(["environ"]):
+        variables = process.info["environ"] or {}
+        jobs = {variables.get(name) for name in ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")}
+        if (
+            variables.get("CELL_DIR") == str(cell.path)
+            and "COOKBOOK_ATTEMPT_DIR" in variables
+            and process.pid != os.getpid()
+            and (not job or job in jobs)
+        ):
+            found.append(process)
     return found
