@@ -11,7 +11,7 @@ from typing import Any
 from cookbook.base.gpus import Gpu, InstalledGpu, NoGpusError
 from cookbook.config.cluster import load_cluster
 from cookbook.config.stack import read_pins
-from cookbook.doctor.check import Answer, Finding, Surroundings, diagnose, node_problems
+from cookbook.doctor.check import Answer, Finding, Surroundings, diagnose, node_faults
 from cookbook.doctor.machine import KERNEL_LOG
 from cookbook.doctor.software import CONFIG, PARTITIONS
 from tests.submit import ROOT
@@ -78,11 +78,10 @@ class Node:
         assert len({finding.name for finding in found}) == len(found)
         return {finding.name: finding for finding in found}
 
-    def problems(self, deepep_between_nodes: bool = False) -> dict[str, str]:
+    def problems(self, **options: Any) -> dict[str, str]:
         """Why a job of the cluster cannot train here."""
-        options: dict[str, Any] = {"deepep_between_nodes": deepep_between_nodes}
-        here = self.surroundings("soperator-b200", job_folder=self.folder, **options)
-        return {name: reason for name, (reason, _) in node_problems(here).items()}
+        here = self.surroundings("soperator-b200", **{"job_folder": self.folder} | options)
+        return {fault.check: fault.reason for fault in node_faults(here)}
 
     def become_login_node(self) -> None:
         self.gpus = NoGpusError("NVML Shared Library Not Found", has_driver=False)

@@ -14,7 +14,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu, NoGpusError
 from cookbook.config.stack import read_pins, stack_name
 from cookbook.doctor.__main__ import main
-from cookbook.doctor.check import Answer, is_ready, node_problems, render_findings
+from cookbook.doctor.check import Answer, is_ready, render_findings
 from cookbook.doctor.machine import DCGM_HEALTH, KERNEL_LOG
 from cookbook.doctor.software import CONFIG, PARTITIONS
 from tests.doctor_node import A100, B200, COMMIT, COMPILER_FILE, H200, LIMITS, Node, whole_node
@@ -75,10 +75,6 @@ def gpus(*found: Any) -> Break:
 
 def no_gpus(reason: str, has_driver: bool) -> Break:
     return lambda node: setattr(node, "gpus", NoGpusError(reason, has_driver))
-
-
-def both(*breaks: Break) -> Break:
-    return lambda node: [one(node) for one in breaks]
 
 
 BROKEN: list[tuple[Break, str, str, str]] = [
@@ -303,7 +299,7 @@ class TestHealth:
             answer(DCGM_HEALTH, 1, "", error="Error: Health watches not enabled."),
             answer(DCGM_HEALTH, 0, "| Overall Health: Warning |\n"),
             # Cards without NVLink.
-            both(*(gpu(number, links=0) for number in range(8))),
+            lambda node: [gpu(number, links=0)(node) for number in range(8)],
             gpu(0, memory_used_mib=2000),
         ],
     )
@@ -328,9 +324,9 @@ class TestHealth:
         problems = node.problems()
         assert problems["memory"] == "18 of 1792 GiB free"
         assert problems["scratch"] == "/dev/shm: No such file or directory"
-        gone = node_problems(node.surroundings(job_folder=node.folder / "gone"))
-        assert "No such file or directory" in gone["disk"][0]
-        assert "cannot write to " in gone["job folder"][0]
+        gone = node.problems(job_folder=node.folder / "gone")
+        assert "No such file or directory" in gone["disk"]
+        assert "cannot write to " in gone["job folder"]
 
 
 def test_a_local_profile_leaves_slurm_out(capsys: pytest.CaptureFixture[str]) -> None:

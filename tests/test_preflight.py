@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, JobError
 from cookbook.base.paths import ROOT
 from cookbook.base.yamlfile import Unchecked
 from cookbook.config.cluster import Bandwidth, load_cluster
+from cookbook.doctor.check import Fault
 from cookbook.run import slurm
 from cookbook.run.excluded import Choice, Excluded, choose, exclude_nodes, read_excluded
 from cookbook.run.folder import CellFolder
@@ -25,8 +26,8 @@ from cookbook.run.slurm import StepEnd
 from cookbook.supervise import network_test
 from cookbook.supervise import preflight as module
 from cookbook.supervise.network_test import NetworkVerdict, Outcome, RankGroups
-from cookbook.supervise.node_report import Fault, Reader, Report, format_report
-from cookbook.supervise.preflight import CannotStartError, JobNodes
+from cookbook.supervise.node_report import Reader, Report, format_report
+from cookbook.supervise.preflight import JobNodes
 
 ECC = Fault("gpu memory", "GPU 3: 1 uncorrectable ECC error(s)", 24.0)
 BUSY = Fault("idle", "GPU 0: 9 GiB in use", 1.0)
@@ -143,7 +144,7 @@ def test_a_fault_of_most_nodes_is_nobodys(job: JobNodes, monkeypatch: pytest.Mon
     wrong = [Fault("disk", "/scratch is not there", 1.0)]
     reports = [Report(name, 1000.0, wrong, {}) for name in job.nodes]
     monkeypatch.setattr(module, "run_step", _answers(reports, []))
-    with pytest.raises(CannotStartError, match=r"disk: 4 of 4 nodes.* none is excluded"):
+    with pytest.raises(JobError, match=r"disk: 4 of 4 nodes.* none is excluded"):
         module.ask_nodes(job)
     assert job.faults == {} and read_excluded() == []
 
@@ -165,7 +166,7 @@ def test_requeued_within_its_restarts(job: JobNodes, monkeypatch: pytest.MonkeyP
     assert (found["nodes"], found["for_slurm"]) == ([], ["worker-1", "worker-2"])
     assert found["excluded"].keys() == {"worker-1", "worker-2"}
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    with pytest.raises(CannotStartError, match=r"started again 3 times already .*ECC error"):
+    with pytest.raises(JobError, match=r"started again 3 times already .*ECC error"):
         module.decide(job)
 
 
@@ -187,7 +188,7 @@ def test_where_too_few_are_left_it_waits_for_the_first_that_comes_back(job: JobN
     # Four of six must be there: two of the four come back first.
     assert requeued(job) == (["worker-1", "worker-2"], listed["worker-4"])
     job.record = replace(job.record, too_few_nodes="stop")
-    with pytest.raises(CannotStartError, match=r"2 missing \(too_few_nodes: stop\)"):
+    with pytest.raises(JobError, match=r"2 missing \(too_few_nodes: stop\)"):
         module.decide(job)
 
 
@@ -195,7 +196,7 @@ def test_a_network_fault_of_no_single_node(job: JobNodes, monkeypatch: pytest.Mo
     job.cluster = replace(job.cluster, bandwidth=Bandwidth(100.0, 20.0), container=None)
     found = NetworkVerdict({}, error="the ranks cannot communicate")
     monkeypatch.setattr(module, "test_bandwidth", lambda *_: found)
-    with pytest.raises(CannotStartError, match="communicate; no fault of single nodes"):
+    with pytest.raises(JobError, match="communicate; no fault of single nodes"):
         module.check_network(job)
     found = NetworkVerdict({"all_reduce": 9.0}, warning="slow as a whole")
     assert module.check_network(job) and job.faults == {}

@@ -106,6 +106,14 @@ class Finding:
     remedy: str = ""
 
 
+class Fault(NamedTuple):
+    """Why a node cannot train: the failed check, its finding, and hours to exclude the node."""
+
+    check: str
+    reason: str
+    hours: float
+
+
 @dataclass(frozen=True)
 class Check:
     """A check; `is_for_local`: whether local runs need it too.
@@ -144,14 +152,12 @@ def diagnose(here: Surroundings) -> list[Finding]:
     return [finding for finding in looked if finding]
 
 
-def node_problems(here: Surroundings) -> dict[str, tuple[str, float]]:
-    """Return why a job cannot train here: for each failed check, the finding and `node_hours`."""
+def node_faults(here: Surroundings) -> list[Fault]:
+    """Return why a job cannot train here: the problems that a check with `node_hours` finds."""
     asked = ((one.finding(here), one.node_hours) for one in CHECKS if one.node_hours is not None)
-    return {
-        finding.name: (finding.found, hours)
-        for finding, hours in asked
-        if finding and finding.state == "problem"
-    }
+    return [
+        Fault(one.name, one.found, hours) for one, hours in asked if one and one.state == "problem"
+    ]
 
 
 def is_ready(findings: Sequence[Finding]) -> bool:
@@ -160,11 +166,8 @@ def is_ready(findings: Sequence[Finding]) -> bool:
 
 def render_findings(findings: Sequence[Finding]) -> str:
     """Return a table of findings, each with its remedy below, and the counts per state."""
-    rows = []
-    for finding in findings:
-        rows.append([finding.name, finding.state, finding.found])
-        if finding.remedy:
-            rows.append(["", "", f"-> {finding.remedy}"])
+    texts = ("\n-> ".join(filter(None, [one.found, one.remedy])) for one in findings)
+    rows = [[one.name, one.state, text] for one, text in zip(findings, texts, strict=True)]
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     counts = Counter[str](finding.state for finding in findings)
     summary = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])

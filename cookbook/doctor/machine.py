@@ -236,10 +236,10 @@ def memlock(here: Surroundings) -> Verdict:
         return "not here", f"{mib:.0f} MiB here; the compute nodes' limit counts"
     found = f"{mib:.0f} MiB: too little to register GPU buffers with the network"
     remedy = "ulimit -l unlimited, in slurmd's unit or /etc/security/limits.conf"
-    return "problem" if _devices(here) else "warning", found, remedy
+    return "problem" if rdma_devices(here) else "warning", found, remedy
 
 
-def _devices(here: Surroundings) -> dict[str, str]:
+def rdma_devices(here: Surroundings) -> dict[str, str]:
     """Return the state of each InfiniBand or RoCE device's first port, e.g. mlx5_4: ACTIVE."""
     folder = here.path("/sys/class/infiniband")
     names = sorted(device.name for device in folder.iterdir()) if folder.is_dir() else []
@@ -249,7 +249,7 @@ def _devices(here: Surroundings) -> dict[str, str]:
 
 @check("network", node_hours=24)
 def network(here: Surroundings) -> Verdict:
-    devices = _devices(here)
+    devices = rdma_devices(here)
     chosen = here.environment.get("NCCL_IB_HCA", "")
     place = "NCCL_IB_HCA"
     if not chosen and (text := here.text(NETWORK_FILE)):

@@ -37,7 +37,8 @@ class Action(enum.Enum):
 class Rule:
     """The action for a cause; stop after more than `most_idle` attempts in a row without progress.
 
-    `remedy` is the user's fix before the run can continue, None if there is nothing to fix.
+    `remedy` is the user's fix before the run can continue, None if there is nothing to fix. Ends
+    with `is_counted` count towards the recipe's max_restarts.
     """
 
     action: Action

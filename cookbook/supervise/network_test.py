@@ -34,6 +34,8 @@ _PORTS = range(31000, 32700)
 
 @dataclass(frozen=True)
 class RankGroups:
+    """The layout of the ranks; `stride` is the distance between the ranks of an EP group."""
+
     ranks_per_node: int
     device: str
     floor: Bandwidth
@@ -123,14 +125,11 @@ def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
         "groups": groups.groups(world),
         "timeout_s": _COLLECTIVE_S,
     }
-    job_id = int(os.environ.get("SLURM_JOB_ID") or 0)
     question = {
         "teams": teams,
         "addresses": list(node_addresses([team[0] for team in teams]).values()),
-        "ports": [_PORTS[(17 * job_id + number) % len(_PORTS)] for number in range(len(teams))],
         "ranks_per_node": groups.ranks_per_node,
         "plan": plan,
-        "limit_s": _LIMIT_S,
     }
     measured: list[dict[str, Any]] = []
     ended: dict[str, str] = {}
@@ -174,19 +173,18 @@ def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
 def run_ranks(
     teams: Sequence[Sequence[str]],
     addresses: Sequence[str],
-    ports: Sequence[int],
     ranks_per_node: int,
     plan: dict[str, Any],
-    limit_s: float,
 ) -> None:
     """Run this node's ranks, and print the first error among them.
 
-    Each team lists its nodes in rank order; its address and port are those of its first node.
+    Each team lists its nodes in rank order; `addresses` has each team's first node.
     """
     node = os.environ["SLURMD_NODENAME"]
     number, team = next((index, team) for index, team in enumerate(teams) if node in team)
     command = [sys.executable, "-m", _COLLECTIVES, json.dumps(plan)]
-    deadline = time.monotonic() + limit_s
+    port = _PORTS[(17 * int(os.environ["SLURM_JOB_ID"]) + number) % len(_PORTS)]
+    deadline = time.monotonic() + _LIMIT_S
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, str(local)) for local in range(ranks_per_node)]
         ranks = []
@@ -197,7 +195,7 @@ def run_ranks(
                 "LOCAL_RANK": str(local),
                 "WORLD_SIZE": str(len(team) * ranks_per_node),
                 "MASTER_ADDR": addresses[number],
-                "MASTER_PORT": str(ports[number]),
+                "MASTER_PORT": str(port),
                 "COOKBOOK_TEAM": str(number),
                 "OMP_NUM_THREADS": "1",
             }

@@ -18,14 +18,15 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cookbook.base.gpus import read_gpus
 from cookbook.base.paths import ROOT
 from cookbook.base.yamlfile import Unchecked
 from cookbook.config.cluster import cluster_from_record
 from cookbook.config.stack import read_pins
-from cookbook.doctor.check import Surroundings, ask, node_problems
+from cookbook.doctor.check import Fault, Surroundings, ask, node_faults
+from cookbook.doctor.machine import rdma_devices
 from cookbook.install import find_distribution
 from cookbook.run.record import CellRecord
 
@@ -36,14 +37,6 @@ _PIECE = 800
 # NVML takes seconds to start unless the driver is kept loaded.
 _COMMAND_S = 15.0
 _SMALL_BYTES = 32 << 20
-
-
-class Fault(NamedTuple):
-    """Why a node cannot train: the failed check, its finding, and hours to exclude the node."""
-
-    check: str
-    reason: str
-    hours: float
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,6 @@ def report_node(
         job_folder=Path(folder),
         deepep_between_nodes=deepep_between_nodes,
     )
-    faults = [Fault(check, *found) for check, found in node_problems(here).items()]
     facts = {"Python": platform.python_version()}
     for pin in read_pins():
         found = find_distribution(pin.name)
@@ -87,11 +79,10 @@ def report_node(
     if here.installed_gpus:
         facts["GPU driver"] = here.installed_gpus[0].driver
         facts["GPU model"] = here.installed_gpus[0].model.name
-    devices = here.path("/sys/class/infiniband")
-    cards = sorted(card.name for card in devices.iterdir()) if devices.is_dir() else []
+    cards = list(rdma_devices(here))
     facts["network cards"] = f"{len(cards)}" + (f" ({cards[0]}, ...)" if cards else "")
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return Report(name, time.time(), faults, facts)
+    return Report(name, time.time(), node_faults(here), facts)
 
 
 def _digest(path: Path) -> str:

@@ -19,6 +19,7 @@ from cookbook.base.errors import InputError, JobError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cluster import Cluster, cluster_from_record
+from cookbook.doctor.check import Fault
 from cookbook.run import excluded, slurm
 from cookbook.run.excluded import HARDWARE_H, PASSING_H, Choice, Excluded, excluded_file
 from cookbook.run.folder import Attempt, CellFolder
@@ -27,7 +28,7 @@ from cookbook.run.slurm import StepEnd, retry_while_busy, run_step
 from cookbook.run.status import read_json
 from cookbook.supervise.exits import Action, Decision, restarts_after_failure
 from cookbook.supervise.network_test import RankGroups, test_bandwidth
-from cookbook.supervise.node_report import Fault, Reader, Report
+from cookbook.supervise.node_report import Reader, Report
 
 # Seconds for a node's whole report, in which one slow command may take half.
 REPORT_S = 30.0
@@ -35,10 +36,6 @@ REPORT_S = 30.0
 _MOST_SKEW_S = 5.0
 _MOST_DIFFERENCES = 3
 _RESOLVE_S = 60.0
-
-
-class CannotStartError(JobError):
-    """Training cannot start, and another start would not help."""
 
 
 class RequeueNeededError(Exception):
@@ -83,19 +80,14 @@ class JobNodes:
     def exclude(self, found: Faults) -> None:
         """Add faults, and put their nodes on the exclusion list for later jobs."""
         self.faults |= found
-        by_hours: dict[float, dict[str, str]] = {}
         for node, faults in found.items():
-            if hours := max(fault.hours for fault in faults):
-                by_hours.setdefault(hours, {})[node] = self.reasons[node]
-        for hours, reasons in by_hours.items():
-            place = shown_path(excluded_file())
+            hours, place = max(fault.hours for fault in faults), shown_path(excluded_file())
             try:
-                excluded.exclude_nodes(reasons, hours)
+                excluded.exclude_nodes({node: self.reasons[node]}, hours)
             except (InputError, OSError) as error:
                 self.log(f"not noted for later jobs: {error}")
                 place = "by this job"
-            for node, reason in reasons.items():
-                self.log(f"{node}: {reason}; excluded for {hours:.0f} h ({place})")
+            self.log(f"{node}: {self.reasons[node]}; excluded for {hours:.0f} h ({place})")
 
     def log(self, words: str) -> None:
         """Write a line to the job's log and the attempt's log."""
@@ -109,7 +101,7 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     """Check the nodes of this job; return the nodes to train on.
 
     Raises:
-        CannotStartError: too few nodes are healthy, or the fault is not in a single node.
+        JobError: too few nodes are healthy, or the fault is not in a single node.
         RequeueNeededError: the job must start without its bad nodes.
     """
     nodes = slurm.nodes_in(os.environ["SLURM_JOB_NODELIST"])
@@ -186,7 +178,7 @@ def ask_nodes(job: JobNodes) -> None:
         if faults:
             found[node] = faults
     if common := common_fault(found, asked):
-        raise CannotStartError(f"{common}; no fault of single nodes, none is excluded")
+        raise JobError(f"{common}; no fault of single nodes, none is excluded")
     job.exclude(found)
 
 
@@ -258,7 +250,7 @@ def check_network(job: JobNodes) -> bool:
     verdict = test_bandwidth(job.healthy[: record.nodes], groups)
     job.speeds = verdict.slowest
     if verdict.error:
-        raise CannotStartError(f"{verdict.error}; no fault of single nodes")
+        raise JobError(f"{verdict.error}; no fault of single nodes")
     if verdict.warning:
         job.log(f"{verdict.warning}; training starts all the same")
     bad = {node: [Fault("network test", why, HARDWARE_H)] for node, why in verdict.bad.items()}
@@ -271,7 +263,7 @@ def decide(job: JobNodes) -> None:
 
     Raises:
         RequeueNeededError: the job can start without its bad nodes, now or later.
-        CannotStartError: the job must not wait for healthy nodes, or was restarted too often.
+        JobError: the job must not wait for healthy nodes, or was restarted too often.
     """
     missing = job.record.nodes - len(job.healthy)
     if missing <= 0:
@@ -280,7 +272,7 @@ def decide(job: JobNodes) -> None:
     restarts = restarts_after_failure(job.cell)
     if restarts >= job.record.max_restarts:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
-        raise CannotStartError(f"{missing} node(s) too few, and {allowed}; {why}")
+        raise JobError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
     # Keep only the user's own exclusions: nodes of the exclusion list may be healthy by then.
     of_list = set(job.listed())
@@ -290,7 +282,7 @@ def decide(job: JobNodes) -> None:
     of_user = [node for node in slurm.left_out_by(job_id) if node not in of_list]
     choice = _slurm_choice(job, of_user)
     if choice.short and job.record.too_few_nodes == "stop":
-        raise CannotStartError(
+        raise JobError(
             f"not enough healthy nodes, {choice.short} missing (too_few_nodes: stop); "
             f"{why}; have them repaired and delete their entries in {shown_path(excluded_file())}"
         )
@@ -321,16 +313,13 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
         # Include nodes that could not be written to the exclusion list.
         if hours and node not in listed:
             listed[node] = Excluded(node, now + hours * 3600, job.reasons[node])
-    choice = excluded.choose(needed, known, list(listed.values()))
     if job.record.too_few_nodes == "stop":
         # Slurm would wait for drained nodes; with `stop` the job must not, so do not count them.
         gone = retry_while_busy(lambda _: slurm.drained(known))
-        usable = [node for node in known if node not in gone]
-        choice = excluded.choose(needed, usable, list(listed.values()))
-        left = len(usable) - len(choice.nodes)
-        if left < needed:
-            choice = replace(choice, short=max(choice.short, needed - left))
-    return choice
+        known = [node for node in known if node not in gone]
+    choice = excluded.choose(needed, known, list(listed.values()))
+    left = len(known) - len(choice.nodes)
+    return replace(choice, short=max(choice.short, needed - left))
 
 
 def _write_findings(
@@ -351,19 +340,16 @@ def head_address(node: str) -> str:
     """Return the head node's address, resolved once so that all nodes use the same address.
 
     Raises:
-        CannotStartError: neither Slurm nor DNS returns an address within a minute.
+        JobError: neither Slurm nor DNS returns an address within a minute.
     """
     deadline = time.monotonic() + _RESOLVE_S
     while True:
         # A node may resolve its own name to loopback, so Slurm's address comes first.
         address = slurm.node_addresses([node])[node]
-        try:
+        with contextlib.suppress(OSError):
             resolved = str(socket.getaddrinfo(address, None, socket.AF_INET)[0][4][0])
-        except OSError:
-            if time.monotonic() > deadline:
-                raise CannotStartError(
-                    f"cannot resolve the head node {node}: neither Slurm nor DNS has its address"
-                ) from None
-            time.sleep(2)
-            continue
-        return address if resolved.startswith("127.") else resolved
+            return address if resolved.startswith("127.") else resolved
+        if time.monotonic() > deadline:
+            wrong = "neither Slurm nor DNS has its address"
+            raise JobError(f"cannot resolve the head node {node}: {wrong}")
+        time.sleep(2)
