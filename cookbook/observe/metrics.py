@@ -277,18 +277,16 @@ class GrowingFile:
         self.offset = 0
 
     def lines(self) -> list[bytes]:
-        try:
-            with self._path.open("rb") as file:
-                end = file.seek(0, 2)
-                # Read a truncated or replaced file from its start.
-                start = max(self.offset if self.offset <= end else 0, end - _LOOK_BACK_BYTES)
-                file.seek(start)
-                text = file.read(end - start)
-        except OSError:
-            return []
-        whole = text.rfind(b"\n") + 1
-        self.offset = start + whole
-        return text[:whole].splitlines()
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            end = file.seek(0, 2)
+            # Read a truncated or replaced file from its start.
+            start = max(self.offset if self.offset <= end else 0, end - _LOOK_BACK_BYTES)
+            file.seek(start)
+            text = file.read(end - start)
+            whole = text.rfind(b"\n") + 1
+            self.offset = start + whole
+            return text[:whole].splitlines()
+        return []
 
 
 _METRICS, _LOAD = TypeAdapter(StepMetrics), TypeAdapter(LoadStep)

@@ -258,11 +258,10 @@ def end_orphan_step(cell: CellFolder) -> None:
 def _kill_slurm_step(attempt: Attempt) -> bool:
     """Kill the attempt's Slurm step by its name, on all nodes; return whether it existed."""
     job_id = slurm_job()
-    try:
-        return bool(job_id) and kill_steps(str(job_id), attempt.path.name) > 0
-    except JobError:
-        # Slurm does not answer, but srun also ends its step when it gets a signal.
-        return False
+    # If Slurm does not answer: srun also ends its step when it gets a signal.
+    with contextlib.suppress(JobError):
+        return job_id is not None and kill_steps(job_id, attempt.path.name) > 0
+    return False
 
 
 def end_orphan_processes(cell: CellFolder) -> None:

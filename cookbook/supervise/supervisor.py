@@ -61,7 +61,7 @@ class Supervisor:
 
     def __init__(self, cells: Sequence[CellFolder], arguments: Sequence[str] = ()) -> None:
         # Resolve links: `runs` may be one, and a container mounts only the cell's folder.
-        # Keep text: a job that waits or is requeued may read its pickle after an update of the code.
+        # As text: a waiting or requeued job may read its pickle with the code of a later update.
         self.folders = [str(cell.path.resolve()) for cell in cells]
         self.arguments = list(arguments)
         self.running: RunningAttempt | None = None
