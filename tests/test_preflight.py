@@ -25,7 +25,7 @@ from cookbook.run.record import CellRecord
 from cookbook.run.slurm import StepEnd
 from cookbook.supervise import network_test
 from cookbook.supervise import preflight as module
-from cookbook.supervise.network_test import NetworkVerdict, Outcome, RankGroups
+from cookbook.supervise.network_test import NetworkVerdict, Outcome, RankGroups, Team
 from cookbook.supervise.node_report import Reader, Report, format_report
 from cookbook.supervise.preflight import JobNodes
 
@@ -250,11 +250,11 @@ def test_the_groups_are_those_of_torchtitan() -> None:
 def network(monkeypatch: pytest.MonkeyPatch, bad: Sequence[str], is_slow: bool) -> None:
     """A network in which a test fails where a bad node takes part."""
 
-    def run(teams: list[list[str]], groups: RankGroups) -> Outcome:
+    def run(teams: Sequence[Team], groups: RankGroups) -> Outcome:
         nodes = [node for team in teams for node in team]
         assert len(set(nodes)) == len(nodes), "a node is in two teams"
-        failed = {n: f"of {team}" for n, team in enumerate(teams) if set(team) & set(bad)}
-        return Outcome({"all_reduce": 1.0}, failed, set(failed) if is_slow else set())
+        failed = {team: f"of {team}" for team in teams if set(team) & set(bad)}
+        return Outcome({"all_reduce": 1.0}, failed, bool(failed) and not is_slow)
 
     monkeypatch.setattr(network_test, "_test", run)
 
@@ -282,8 +282,8 @@ def test_a_fault_that_is_no_single_nodes(monkeypatch: pytest.MonkeyPatch, is_slo
     verdict = network_test.test_bandwidth(names(4), GROUPS)
     assert not verdict.bad and "all pairs of nodes fail too" in verdict.error
 
-    def only_together(teams: list[list[str]], groups: RankGroups) -> Outcome:
-        found = Outcome({}, {0: "fault"}, {0} if is_slow else set())
+    def only_together(teams: Sequence[Team], groups: RankGroups) -> Outcome:
+        found = Outcome({}, {teams[0]: "fault"}, not is_slow)
         return found if len(teams[0]) == 4 else Outcome()
 
     monkeypatch.setattr(network_test, "_test", only_together)

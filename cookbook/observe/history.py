@@ -32,14 +32,15 @@ class AttemptSummary:
         steps = "no step"
         if self.first_step is not None:
             steps = f"steps {self.first_step} to {self.last_step}"
-        took = None if self.seconds is None else f"in {timedelta(seconds=round(self.seconds))}"
+        if self.seconds is not None:
+            steps += f" in {timedelta(seconds=round(self.seconds))}"
         ended, reason = self.cause, self.reason
         # SIGTERM explains nothing: `cancel` and Slurm stop every job with it.
         if ended and reason and reason != "SIGTERM":
             ended = reason if reason.startswith(ended) else f"{ended}: {reason}"
         lost = f"{_steps(self.steps_lost)} lost" if self.steps_lost else None
         left_out = f"left out: {', '.join(self.left_out)}" if self.left_out else None
-        parts = [f"{steps} {took}" if took else steps, ended, lost, self.decision, left_out]
+        parts = [steps, ended, lost, self.decision, left_out]
         return f"attempt {self.attempt}: " + "; ".join(part for part in parts if part)
 
 

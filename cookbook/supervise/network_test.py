@@ -51,13 +51,17 @@ class RankGroups:
         return [list(range(start + offset, start + block, stride)) for start, offset in groups]
 
 
+# Nodes whose ranks run the collectives together, in rank order.
+Team = tuple[str, ...]
+
+
 @dataclass
 class Outcome:
-    """The slowest team's GB/s by collective; faults by team number; the slow teams."""
+    """The slowest GB/s of each collective, the faulty teams, and whether a team cannot talk."""
 
     slowest: dict[str, float] = field(default_factory=dict)
-    faults: dict[int, str] = field(default_factory=dict)
-    is_slow: set[int] = field(default_factory=set)
+    faults: dict[Team, str] = field(default_factory=dict)
+    is_broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,14 @@ class NetworkVerdict:
 
 def test_bandwidth(nodes: Sequence[str], groups: RankGroups) -> NetworkVerdict:
     """Test the network among `nodes`, and find the nodes that slow it down or break it."""
-    whole = _test([sorted(nodes)], groups)
+    whole = _test([tuple(sorted(nodes))], groups)
     if not whole.faults:
         return NetworkVerdict(whole.slowest)
-    fault = whole.faults[0]
+    (fault,) = whole.faults.values()
     if len(nodes) < 3:
-        alone = [[node] for node in sorted(nodes)]
+        alone = [(node,) for node in sorted(nodes)]
         faults = _test(alone, groups).faults if len(alone) == 2 else {}
-        bad = {alone[number][0]: why for number, why in faults.items() if len(faults) == 1}
+        bad = {node: why for (node,), why in faults.items() if len(faults) == 1}
         return NetworkVerdict(whole.slowest, bad, error="" if bad else fault)
     found = _search(sorted(nodes), groups)
     if found is None:
@@ -87,35 +91,33 @@ def test_bandwidth(nodes: Sequence[str], groups: RankGroups) -> NetworkVerdict:
     if found:
         return NetworkVerdict(whole.slowest, found)
     fault = f"{fault}; each pair of nodes passes by itself"
-    if whole.is_slow:
-        return NetworkVerdict(whole.slowest, warning=fault)
-    return NetworkVerdict(whole.slowest, error=fault)
+    if whole.is_broken:
+        return NetworkVerdict(whole.slowest, error=fault)
+    return NetworkVerdict(whole.slowest, warning=fault)
 
 
 def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
     """Return the bad nodes among three or more; None if all pairs fail."""
-    teams = [list(nodes[start : start + 2]) for start in range(0, len(nodes) - 1, 2)]
+    teams: list[Team] = [tuple(nodes[start : start + 2]) for start in range(0, len(nodes) - 1, 2)]
     if len(nodes) % 2:
-        teams[-1].append(nodes[-1])
+        teams[-1] += (nodes[-1],)
     if len(teams) == 1:
         # Three nodes make one team, with no other pair to compare, so test each node alone.
-        teams = [[node] for node in nodes]
-    first = _test(teams, groups)
-    good = [team for number, team in enumerate(teams) if number not in first.faults]
-    suspects = [node for number in sorted(first.faults) for node in teams[number]]
+        teams = [(node,) for node in nodes]
+    faults = _test(teams, groups).faults
+    good = [team for team in teams if team not in faults]
+    suspects = [node for team in teams if team in faults for node in team]
     if not good:
         return None
     bad: dict[str, str] = {}
     # Pair each suspect with a node of a good team; each good team tests one suspect at a time.
     for start in range(0, len(suspects), len(good)):
-        tried = suspects[start : start + len(good)]
-        pairs = [[node, team[0]] for node, team in zip(tried, good, strict=False)]
-        outcome = _test(pairs, groups)
-        bad |= {tried[number]: fault for number, fault in outcome.faults.items()}
+        pairs = [(node, team[0]) for node, team in zip(suspects[start:], good, strict=False)]
+        bad |= {node: fault for (node, _), fault in _test(pairs, groups).faults.items()}
     return bad
 
 
-def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
+def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
     """Run the collectives in all teams at the same time."""
     world = min(len(team) for team in teams) * groups.ranks_per_node
     plan = {
@@ -155,18 +157,17 @@ def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
     run_step(nodes, module, text, _LIMIT_S + 10, on_line, is_enough)
     outcome = Outcome()
     for one in measured:
-        number, name, speed = int(one["team"]), str(one["name"]), float(one["gb_per_s"])
+        name, speed = str(one["name"]), float(one["gb_per_s"])
         outcome.slowest[name] = min(speed, outcome.slowest.get(name, speed))
         if speed < (wanted := getattr(groups.floor, name)):
-            outcome.is_slow.add(number)
             found = f"{name} over ranks {one['ranks']} reaches {speed:.3g} GB/s"
-            outcome.faults[number] = f"{found}, the profile wants {wanted:g}"
-    for number, team in enumerate(teams):
+            outcome.faults[teams[int(one["team"])]] = f"{found}, the profile wants {wanted:g}"
+    for team in teams:
         errors = sorted((f"{n}: {ended[n]}" for n in team if ended.get(n)), key=is_consequence)
         errors += [f"{node}: no answer" for node in team if node not in ended]
         if errors:
-            outcome.is_slow.discard(number)
-            outcome.faults[number] = f"the ranks cannot communicate ({errors[0]})"
+            outcome.is_broken = True
+            outcome.faults[team] = f"the ranks cannot communicate ({errors[0]})"
     return outcome
 
 
