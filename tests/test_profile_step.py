@@ -25,9 +25,13 @@ GROUPED = "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<Grou
 
 def _profiled(trace: TraceFile, folder: Path) -> RankProfile:
     profile = profile_rank(trace.write(folder))
-    total = sum(profile.counted.values()) + profile.idle_host_ms + profile.idle_queued_ms
+    total = sum(_counted(profile).values()) + profile.idle.host_ms + profile.idle.queued_ms
     assert total == pytest.approx(profile.step_ms), "the parts are not the step"
     return profile
+
+
+def _counted(profile: RankProfile) -> dict[str, float]:
+    return {name: own.ms for name, own in profile.categories.items()}
 
 
 def test_each_moment_is_counted_once(tmp_path: Path) -> None:
@@ -39,10 +43,9 @@ def test_each_moment_is_counted_once(tmp_path: Path) -> None:
     trace.kernel(DEEPEP, 6_000, 8_000, launched=700)
     profile = _profiled(trace, tmp_path)
     assert profile.step_ms == pytest.approx(10)
-    assert profile.counted == pytest.approx({"dense_gemms": 4, "fsdp": 1, "ep": 2})
-    assert profile.hidden == pytest.approx({"dense_gemms": 0, "fsdp": 2, "ep": 0})
-    assert (profile.compute_ms, profile.exposed_ms) == pytest.approx((4, 3))
-    assert profile.idle_host_ms + profile.idle_queued_ms == pytest.approx(3)
+    assert _counted(profile) == pytest.approx({"dense_gemms": 4, "fsdp": 1, "ep": 2})
+    assert [own.hidden_ms for own in profile.categories.values()] == pytest.approx([0, 0, 2])
+    assert (profile.compute_ms, profile.exposed_communication_ms) == pytest.approx((4, 3))
 
 
 def test_idle_time_is_the_hosts_until_it_launches_and_then_the_queues(tmp_path: Path) -> None:
@@ -54,9 +57,8 @@ def test_idle_time_is_the_hosts_until_it_launches_and_then_the_queues(tmp_path: 
     # Idle from 7 to 9 ms, although launched at 5.1: it waited for an event.
     trace.kernel(POINTWISE, 9_000, 10_000, launched=5_100)
     profile = _profiled(trace, tmp_path)
-    assert profile.idle_host_ms == pytest.approx(3)
-    assert profile.idle_queued_ms == pytest.approx(3)
-    assert profile.causes == pytest.approx({"enumerate(DataLoader)": 3})
+    assert (profile.idle.host_ms, profile.idle.queued_ms) == pytest.approx((3, 3))
+    assert profile.idle.causes_ms == pytest.approx({"enumerate(DataLoader)": 3})
 
 
 def test_a_host_that_waited_for_the_gpu_is_named(tmp_path: Path) -> None:
@@ -66,10 +68,8 @@ def test_a_host_that_waited_for_the_gpu_is_named(tmp_path: Path) -> None:
     trace.add("cuda_runtime", "cudaStreamSynchronize", 200, 2_050, 100)
     trace.op("aten::add", 2_200, 6_000)
     trace.kernel(GEMM, 6_000, 8_000, launched=5_900)
-    profile = _profiled(trace, tmp_path)
-    assert profile.causes == pytest.approx(
-        {"had waited for the GPU in aten::_local_scalar_dense": 3.9}
-    )
+    causes = _profiled(trace, tmp_path).idle.causes_ms
+    assert causes == pytest.approx({"had waited for the GPU in aten::_local_scalar_dense": 3.9})
 
 
 def test_the_launching_thread_is_the_one_that_is_asked(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_the_launching_thread_is_the_one_that_is_asked(tmp_path: Path) -> None:
     trace.op("aten::main_thread_waits", 0, 4_000)
     trace.op("deepep::dispatch", 900, 2_900, thread=AUTOGRAD)
     trace.kernel(DEEPEP, 3_000, 4_000, launched=2_800, thread=AUTOGRAD)
-    profile = _profiled(trace, tmp_path)
-    assert profile.causes == pytest.approx({"deepep::dispatch": 1.8})
+    causes = _profiled(trace, tmp_path).idle.causes_ms
+    assert causes == pytest.approx({"deepep::dispatch": 1.8})
 
 
 def test_steps_are_the_devices_where_the_host_runs_ahead(tmp_path: Path) -> None:
@@ -87,11 +87,10 @@ def test_steps_are_the_devices_where_the_host_runs_ahead(tmp_path: Path) -> None
     trace.kernel(GEMM, 3_000, 7_000, launched=100)
     trace.kernel(POINTWISE, 7_000, 11_000, launched=4_100)
     profile = _profiled(trace, tmp_path)
-    assert profile.each_step_ms == pytest.approx((4, 4))
     assert profile.steps == (7, 8)
-    assert profile.step_ms == pytest.approx(4)
-    assert profile.counted == pytest.approx({"dense_gemms": 2, "pointwise": 2})
-    assert profile.idle_host_ms == pytest.approx(0)
+    assert (*profile.each_step_ms, profile.step_ms) == pytest.approx((4, 4, 4))
+    assert _counted(profile) == pytest.approx({"dense_gemms": 2, "pointwise": 2})
+    assert profile.idle.host_ms == pytest.approx(0)
 
 
 def test_kernels_outside_the_steps_are_left_out(tmp_path: Path) -> None:
@@ -104,8 +103,9 @@ def test_kernels_outside_the_steps_are_left_out(tmp_path: Path) -> None:
     trace.kernel("colleagues_kernel", 11_000, 11_500, launched=10_000)
     profile = _profiled(trace, tmp_path)
     assert profile.step_ms == pytest.approx(2)
-    assert profile.busy == pytest.approx({"dense_gemms": 1, "pointwise": 0.5, "other": 0.5})
-    assert [name for name, _, _ in profile.unknown] == ["colleagues_kernel"]
+    assert _counted(profile) == pytest.approx({"dense_gemms": 1, "pointwise": 0, "other": 0.5})
+    assert profile.categories["pointwise"].hidden_ms == pytest.approx(0.5)
+    assert [kernel.name for kernel in profile.unknown] == ["colleagues_kernel"]
 
 
 def test_a_gemms_share_of_the_peak_follows_from_its_shapes(tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ def test_a_cpus_operations_are_its_work(tmp_path: Path) -> None:
     trace.op("aten::view", 5_100, 5_200, thread=AUTOGRAD)
     profile = _profiled(trace, tmp_path)
     assert not profile.on_gpu
-    assert profile.counted == pytest.approx({"pointwise": 1, "dense_gemms": 3, "ep": 3})
-    assert (profile.idle_host_ms, profile.idle_queued_ms) == pytest.approx((3, 0))
-    assert profile.causes["_c10d_functional::wait_tensor"] == pytest.approx(1)
+    assert _counted(profile) == pytest.approx({"pointwise": 1, "dense_gemms": 3, "ep": 3})
+    assert (profile.idle.host_ms, profile.idle.queued_ms) == pytest.approx((3, 0))
+    assert profile.idle.causes_ms["_c10d_functional::wait_tensor"] == pytest.approx(1)
 
 
 def _trace(rank: int = 3) -> TraceFile:
@@ -183,7 +183,7 @@ def test_a_trace_is_read_plain_and_packed(tmp_path: Path, packed: bool) -> None:
     trace, header = read_trace(path), read_header(path)
     for found in (trace.header, header):
         assert (found.rank, found.stage, found.gpu) == (3, 0, "NVIDIA H200")
-        assert found.group_ranks("mesh_ep") == [0, 1, 2, 3]
+        assert found.groups["mesh_ep"] == [0, 1, 2, 3]
     assert (len(trace.device.start), len(trace.host.start)) == (50, 1)
     assert trace.device.end[-1] == 599.5 and set(trace.device.launched) == {15}
 
@@ -226,7 +226,7 @@ def _ranks(paths: Sequence[Path]) -> list[int]:
 
 
 def _waited(profile: Profile, category: str) -> list[float]:
-    return [(rank.waited or {})[category] for rank in profile.ranks]
+    return [(rank.waiting_for_other_ranks_ms or {})[category] for rank in profile.ranks]
 
 
 def test_few_traces_are_all_read_and_of_many_one_of_each_stage(tmp_path: Path) -> None:
@@ -256,8 +256,7 @@ def test_of_each_stage_the_first_the_slowest_and_the_fastest_are_shown(tmp_path:
     shown = [(rank.rank, said) for rank, said in profile.shown()]
     assert shown == [(0, "fastest"), (3, "slowest"), (4, ""), (6, "slowest"), (5, "fastest")]
     assert [rank.stage for rank, _ in profile.shown()] == [0, 0, 1, 1, 1]
-    text = render_text(profile)
-    assert "stage 1, rank 6  slowest" in text
+    assert "stage 1, rank 6  slowest" in render_text(profile)
 
 
 def test_the_last_rank_to_come_waits_for_nobody(tmp_path: Path) -> None:

@@ -50,7 +50,6 @@ def profile(arguments: argparse.Namespace) -> int:
     if arguments.figure is not None:
         check_figure(arguments.figure)
     name = arguments.target
-    traces: Path | dict[int, Path]
     if name.endswith((".yaml", ".yml")) or name in names_in(""):
         arguments.recipe = name
         # Keep the progress of training out of the profile's JSON.
@@ -66,13 +65,9 @@ def profile(arguments: argparse.Namespace) -> int:
         for option in filter(vars(arguments).get, _OF_RECIPES):
             place = f"--{option.replace('_', '-')}"
             raise InputError(place, f"{name} is no recipe", "it is trained already")
-    if isinstance(traces, dict):
-        paths = choose_ranks(traces, arguments.ranks)
-    elif arguments.ranks:
-        raise InputError("--ranks", f"{name} is one rank's trace", "name its folder")
-    else:
-        paths = [traces]
-    found = make_profile(source, paths)
+        if arguments.ranks and Path(name).is_file():
+            raise InputError("--ranks", f"{name} is one rank's trace", "name its folder")
+    found = make_profile(source, choose_ranks(traces, arguments.ranks))
     text = render_json(found) if arguments.json else render_text(found, terminal_width())
     print(text, end="", flush=True)
     if arguments.figure:
@@ -109,11 +104,11 @@ def _trained(arguments: argparse.Namespace) -> CellFolder | int:
     return run.cell(state.cell)
 
 
-def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
-    """Return a title, and either one trace file or the traces by rank of a run, cell or folder."""
+def _left_traces(name: str) -> tuple[str, dict[int, Path]]:
+    """Return a title, and the traces by rank of a run, cell, folder or file."""
     path = Path(name)
     if path.is_file():
-        return shown_path(path), path
+        return shown_path(path), {0: path}
     if path.is_dir() and not is_run(path):
         return shown_path(path), cell_traces(CellFolder(path)) or folder_traces(path)
     if not path.is_dir() and not {name, name.rpartition("/")[0]} & {*run_names()}:

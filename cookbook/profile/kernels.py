@@ -4,8 +4,8 @@ Only this module knows kernel names. A kernel that matches no rule counts as `ot
 names it, so that a rule can be added here.
 """
 
+import functools
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -44,6 +44,7 @@ CATEGORIES = (
 BY_NAME = {category.name: category for category in CATEGORIES}
 # Not a category: a host operation that only waits or calls other operations does no work itself.
 NO_WORK = "no work"
+NUMBERS = {category.name: number for number, category in enumerate(CATEGORIES)} | {NO_WORK: -1}
 GEMMS = ("grouped_gemms", "dense_gemms")
 
 
@@ -175,15 +176,16 @@ RULES = (
 )
 
 
+@functools.cache
 def category_of(
-    kernel: str, inside: Sequence[str] = (), collective: str = "", group: str = ""
+    kernel: str, inside: tuple[str, ...] = (), collective: str = "", group: str = ""
 ) -> str:
     """Return the name of a kernel's category, or `NO_WORK`; pass empty text for unknown values.
 
     `inside` starts with the operation that launched the kernel, then its enclosing events outwards.
     """
-    texts = {"kernel": [kernel], "collective": [collective], "group": [group]}
-    texts |= {"operation": list(inside[:1]), "inside": list(inside)}
+    texts: dict[str, tuple[str, ...]] = {"operation": inside[:1], "inside": inside}
+    texts |= {"kernel": (kernel,), "collective": (collective,), "group": (group,)}
     for rule in RULES:
         patterns = ((getattr(rule, name), texts[name]) for name in texts)
         if all(any(re.search(form, one) for one in found) for form, found in patterns if form):

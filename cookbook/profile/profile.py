@@ -1,7 +1,4 @@
-"""The profile of a job: its ranks' traces, their waits for one another, and the report.
-
-The report is text tables, one JSON object, or a figure.
-"""
+"""The profile of a job: its traces, the ranks' waits, and a report as text, JSON or a figure."""
 
 import itertools
 import json
@@ -12,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,7 @@ class Profile:
     """How some ranks of a job spend a step; ordered by stage and rank."""
 
     source: str
-    ranks: tuple[RankProfile, ...]
+    ranks: Sequence[RankProfile]
 
     @property
     def device(self) -> str:
@@ -58,9 +55,9 @@ class Profile:
             own = list(group)
             roles: dict[RankProfile, list[str]] = {own[0]: []}
             if len(own) > 1:
-                by_compute = sorted(own, key=lambda rank: rank.compute_ms)
-                roles.setdefault(by_compute[-1], []).append("slowest")
-                roles.setdefault(by_compute[0], []).append("fastest")
+                fastest, *_, slowest = sorted(own, key=lambda rank: rank.compute_ms)
+                roles.setdefault(slowest, []).append("slowest")
+                roles.setdefault(fastest, []).append("fastest")
             chosen += [(rank, ", ".join(words)) for rank, words in roles.items()]
         return chosen
 
@@ -101,12 +98,12 @@ def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
         return [traces[rank] for rank in stages if rank in traces]
     if asked in (None, "all"):
         return list(traces.values())
-    known = {str(rank): rank for rank in traces}
+    known = {str(rank): path for rank, path in traces.items()}
     chosen = {word.strip() for word in str(asked).split(",")}
     for number in sorted(chosen - known.keys()):
         allowed = f"all, or some of {', '.join(known)}, separated by commas"
         raise InputError("--ranks", f"found {number!r}, allowed: {allowed}")
-    return [traces[rank] for rank in sorted(known[number] for number in chosen)]
+    return [path for number, path in known.items() if number in chosen]
 
 
 def make_profile(source: str, paths: Sequence[Path]) -> Profile:
@@ -122,38 +119,33 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
         found = f"{source}: a process that read a trace was killed, perhaps for its memory"
         raise JobError(f"{found}; read fewer at a time: --ranks") from None
     ranks.sort(key=lambda rank: (rank.stage or 0, rank.rank or 0))
-    waits = zip(ranks, waits_for_others(ranks), strict=True)
-    return Profile(source, tuple(replace(rank, waited=own) for rank, own in waits))
+    set_waits(ranks)
+    return Profile(source, ranks)
 
 
-def waits_for_others(ranks: Sequence[RankProfile]) -> list[Mapping[str, float] | None]:
-    """Return each rank's waits for other ranks: exposed milliseconds per step, by category.
+def set_waits(ranks: Sequence[RankProfile]) -> None:
+    """Set each rank's waits for other ranks; None if none of its calls could be matched.
 
     A collective ends on all ranks at about the same time, so the rank that arrived last spends the
     least time in it, and any longer time of another rank is a wait. No common clock is needed. If
-    only some ranks of a group were read, this is a lower bound. None: no calls could be matched.
+    only some ranks of a group were read, this is a lower bound.
     """
-    calls: dict[tuple[object, ...], dict[int, list[float]]] = {}
-    ran: list[dict[str, float]] = [defaultdict(float) for _ in ranks]
-    for index, rank in enumerate(ranks):
-        for call in rank.calls:
-            key = (call.category, rank.steps, call.step, *call.key)
-            calls.setdefault(key, {}).setdefault(index, []).append(call.duration)
-            ran[index][call.category] += call.duration
-    waited: list[dict[str, float]] = [defaultdict(float) for _ in ranks]
-    for (name, *_), by_rank in calls.items():
+    waited = {rank: defaultdict[str, float](float) for rank in ranks}
+    for key in dict.fromkeys(key for rank in ranks for key in rank.calls):
+        durations = {rank: rank.calls[key] for rank in ranks if key in rank.calls}
         # Match the n-th calls of all ranks if they made equally many calls. Skip PP: a sender and
         # a receiver wait for each other, so the shorter time does not show who arrived last.
-        if name == "pp" or len(by_rank) < 2 or len(set(map(len, by_rank.values()))) > 1:
+        category = str(key[0])
+        if category == "pp" or len(durations) < 2 or len({*map(len, durations.values())}) > 1:
             continue
-        least = sum(map(min, zip(*by_rank.values(), strict=True)))
-        for index, durations in by_rank.items():
-            waited[index][str(name)] += sum(durations) - least
-    for rank, own, total in zip(ranks, waited, ran, strict=True):
+        least = sum(map(min, zip(*durations.values(), strict=True)))
+        for rank, own in durations.items():
+            waited[rank][category] += sum(own) - least
+    for rank, waits in waited.items():
         # Assume that the same share of the waits is exposed as of the category's communication.
-        for name in own:
-            own[name] *= rank.counted.get(name, 0.0) / (total[name] or 1)
-    return [own or None for own in waited]
+        for name in waits:
+            waits[name] *= rank.counted_ms(name) / (rank.called_us[name] or 1)
+        rank.waiting_for_other_ranks_ms = waits or None
 
 
 HOST = "idle: the host had launched nothing"
@@ -166,15 +158,12 @@ _MOST_CAUSES = 5
 
 def step_parts(rank: RankProfile) -> list[tuple[str, str, float]]:
     """Return the title, colour and milliseconds of each part of a step."""
-    parts = [
-        (
-            category.title + (", exposed" if category.kind == COMMUNICATION else ""),
-            category.colour,
-            rank.counted.get(category.name, 0.0),
-        )
-        for category in CATEGORIES
-    ]
-    idle = [(HOST, "#e0e0e0", rank.idle_host_ms), (QUEUED, "#c2c2c2", rank.idle_queued_ms)]
+    parts = []
+    for category in CATEGORIES:
+        exposed = ", exposed" if category.kind == COMMUNICATION else ""
+        ms = rank.counted_ms(category.name)
+        parts.append((category.title + exposed, category.colour, ms))
+    idle = [(HOST, "#e0e0e0", rank.idle.host_ms), (QUEUED, "#c2c2c2", rank.idle.queued_ms)]
     return parts + idle
 
 
@@ -187,14 +176,12 @@ def render_text(profile: Profile, width: int | None = None) -> str:
     rows = [["ms a step, share"]]
     for rank, role in shown:
         rows[0] += [profile.name(rank), role]
-    for part in zip(*(step_parts(rank) for rank, _ in shown), strict=True):
+    parts = ([*step_parts(rank), ("step", "", rank.step_ms)] for rank, _ in shown)
+    for part in zip(*parts, strict=True):
         if any(ms for *_, ms in part) or part[0][0] == HOST:
             rows.append([part[0][0]])
             for (rank, _), (*_, ms) in zip(shown, part, strict=True):
                 rows[-1] += [f"{ms:,.1f}", f"{ms / rank.step_ms:.1%}"]
-    rows.append(["step"])
-    for rank, _ in shown:
-        rows[-1] += [f"{rank.step_ms:,.1f}", "100.0%"]
     blocks = [
         f"{profile.source}: {steps if first.steps else 'the whole trace'}, {profile.device}",
         text_table(rows, align="l" + "rr" * len(shown)),
@@ -210,19 +197,19 @@ def _details(profile: Profile, width: int | None) -> Iterator[str]:
     gemms = [["GEMMs", "ms", "TFLOP/s", "of peak", "shapes known"]]
     idle = [["the host meanwhile", "ms", "was in"]]
     for rank, _ in profile.shown():
-        name, waited = profile.name(rank), rank.waited or {}
-        for kind, busy in rank.busy.items():
-            if BY_NAME[kind].kind != COMMUNICATION:
+        name, waited = profile.name(rank), rank.waiting_for_other_ranks_ms or {}
+        for kind, own in rank.categories.items():
+            if own.kind != COMMUNICATION:
                 continue
             waiting = f"{waited[kind]:,.1f} for other ranks" if kind in waited else "not known"
-            times = [f"{ms:,.1f}" for ms in (busy, rank.hidden[kind], rank.counted[kind])]
+            times = [f"{ms:,.1f}" for ms in (own.ms + own.hidden_ms, own.hidden_ms, own.ms)]
             communication.append([f"{BY_NAME[kind].title}, {name}", *times, waiting])
         for kind, rate in rank.gemms.items():
             speed = f"{rate.tflops:,.3g}" if rate.tflops is not None else "-"
             share = f"{rate.peak_share:.0%}" if rate.peak_share is not None else "-"
             known = f"for {rate.known_ms / rate.ms:.0%} of the time" if rate.ms else "-"
             gemms.append([f"{BY_NAME[kind].title}, {name}", f"{rate.ms:,.1f}", speed, share, known])
-        for cause, ms in list(rank.causes.items())[:_MOST_CAUSES]:
+        for cause, ms in [*rank.idle.causes_ms.items()][:_MOST_CAUSES]:
             if ms >= _LEAST_CAUSE * rank.step_ms:
                 idle.append([name, f"{ms:,.1f}", cause])
     for rows, align in ((communication, "lrrrl"), (gemms, "lrrrl"), (idle, "lrl")):
@@ -237,7 +224,7 @@ def _notes(profile: Profile) -> Iterator[str]:
     for rank in ranks:
         share = 1 - rank.accounted
         if share > _MOST_UNKNOWN:
-            most = ", ".join(f"{name[:60]} ({ms:,.1f} ms)" for name, _, ms in rank.unknown[:5])
+            most = ", ".join(f"{one.name[:60]} ({one.ms:,.1f} ms)" for one in rank.unknown[:5])
             yield (
                 f"{profile.name(rank)}: {share:.1%} of the step is in kernels that no rule knows: "
                 f"{most}; add rules to cookbook/profile/kernels.py"
@@ -248,7 +235,7 @@ def _notes(profile: Profile) -> Iterator[str]:
             "within it; gloo does not say which group communicates, and no peak is known"
         )
     if any(rank.calls for rank in ranks):
-        if any(rank.waited for rank in ranks):
+        if any(rank.waiting_for_other_ranks_ms for rank in ranks):
             yield (
                 f"waiting for other ranks: the same calls on {len(ranks)} ranks, compared by how "
                 "long they took; the last to arrive waits least"
@@ -261,46 +248,15 @@ def _notes(profile: Profile) -> Iterator[str]:
 
 def render_json(profile: Profile) -> str:
     """Return one JSON object; times are in milliseconds per step, and unknown values are null."""
+    names = [one.name for one in fields(RankProfile)]
+    keys = names[: names.index("longest_kernels") + 1]
     content = {
         "source": profile.source,
         "device": profile.device,
         "on_gpu": profile.ranks[0].on_gpu,
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "stage": rank.stage,
-                "trace": shown_path(rank.path),
-                "steps": rank.steps,
-                "step_ms": rank.step_ms,
-                "each_step_ms": rank.each_step_ms,
-                "accounted": rank.accounted,
-                "compute_ms": rank.compute_ms,
-                "exposed_communication_ms": rank.exposed_ms,
-                "categories": {
-                    name: {
-                        "kind": BY_NAME[name].kind,
-                        "ms": ms,
-                        "share": ms / rank.step_ms if rank.step_ms else None,
-                        "hidden_ms": rank.hidden[name],
-                    }
-                    for name, ms in rank.counted.items()
-                },
-                "idle": {
-                    "host_ms": rank.idle_host_ms,
-                    "queued_ms": rank.idle_queued_ms,
-                    "causes_ms": rank.causes,
-                },
-                "waiting_for_other_ranks_ms": rank.waited,
-                "gemms": {name: asdict(rate) for name, rate in rank.gemms.items()},
-                "longest_kernels": [
-                    {"name": name, "category": category, "ms": ms}
-                    for name, category, ms in rank.longest
-                ],
-            }
-            for rank in profile.ranks
-        ],
+        "ranks": [{key: getattr(rank, key) for key in keys} for rank in profile.ranks],
     }
-    return json.dumps(content, indent=1) + "\n"
+    return json.dumps(content, indent=1, default=asdict) + "\n"
 
 
 def render_svg(profile: Profile) -> bytes:

@@ -5,17 +5,19 @@ communication runs, and otherwise as idle.
 """
 
 import re
+import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cookbook.base.gpus import peak_tflops
-from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS
-from cookbook.profile.trace import NOTHING, Column, Host, Trace, kernels_of, read_trace
+from cookbook.base.yamlfile import shown_path
+from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS, NUMBERS
+from cookbook.profile.trace import NOTHING, Column, Trace, kernels_of, read_trace
 
 # If the first kernel was queued for longer, the device was still busy with the previous step.
 _QUEUED_US = 1000.0
@@ -37,107 +39,123 @@ class GemmRate:
     peak_share: float | None  # share of the GPU's peak for the inputs' formats
 
 
-class Call(NamedTuple):
-    """A communication kernel; calls of different ranks match by category, step and key."""
+@dataclass(frozen=True)
+class CategoryTime:
+    """The time of a category of kernels, in milliseconds per step."""
 
+    kind: str
+    ms: float  # without overlap: overlapping time counts for the first category in CATEGORIES
+    share: float  # share of the step
+    hidden_ms: float  # overlapping time that counts for another category
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The time during which the device did nothing, in milliseconds per step."""
+
+    host_ms: float  # until the host launched the next kernel
+    queued_ms: float  # from the launch to the kernel's start
+    causes_ms: Mapping[str, float]  # activities of the host during `host_ms`
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """The time of all kernels of one name, in milliseconds per step."""
+
+    name: str
     category: str
-    step: int
-    key: tuple[str, ...]
-    duration: float  # microseconds
+    ms: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RankProfile:
-    """How one rank spends a step; times are milliseconds per step, averaged over traced steps."""
+    """How one rank spends a step; times are milliseconds per step, averaged over traced steps.
 
-    path: Path
+    The fields up to `longest_kernels` are the JSON's keys.
+    """
+
     rank: int | None
     stage: int | None
-    gpu: str | None
-    on_gpu: bool  # whether kernels were counted, or else a CPU's operations
+    trace: str
     steps: tuple[int, ...]  # step numbers; empty if the trace has none and counts as one step
     step_ms: float
-    each_step_ms: tuple[float, ...]
-    counted: Mapping[str, float]  # by category, without overlap; the rest of the step is idle
-    busy: Mapping[str, float]  # by category, including overlap with other categories
-    idle_host_ms: float
-    idle_queued_ms: float
-    causes: Mapping[str, float]  # host activity while the device waited for the next launch
-    gemms: Mapping[str, GemmRate]
-    longest: tuple[tuple[str, str, float], ...]  # kernels: name, category and time
-    unknown: tuple[tuple[str, str, float], ...]  # longest kernels of category `other`
-    calls: tuple[Call, ...] = field(repr=False, default=())
+    each_step_ms: Sequence[float]
+    accounted: float  # share of the step outside unknown kernels (category `other`)
+    compute_ms: float
+    exposed_communication_ms: float  # time during which only communication ran
+    categories: Mapping[str, CategoryTime]
+    idle: Idle
     # Exposed communication spent waiting for other ranks, by category; None if unknown.
-    waited: Mapping[str, float] | None = None
+    waiting_for_other_ranks_ms: Mapping[str, float] | None
+    gemms: Mapping[str, GemmRate]
+    longest_kernels: Sequence[KernelTime]
+    unknown: Sequence[KernelTime]  # longest kernels of category `other`
+    gpu: str | None
+    on_gpu: bool  # whether kernels were counted, or else a CPU's operations
+    # Microseconds of each communication call by category, steps and group; and by category alone.
+    calls: Mapping[tuple[object, ...], Sequence[float]] = field(repr=False)
+    called_us: Mapping[str, float]
 
-    @property
-    def exposed_ms(self) -> float:
-        """Time during which only communication ran."""
-        return sum(ms for name, ms in self.counted.items() if BY_NAME[name].kind == COMMUNICATION)
-
-    @property
-    def compute_ms(self) -> float:
-        """Time during which the device computed."""
-        return sum(self.counted.values()) - self.exposed_ms
-
-    @property
-    def hidden(self) -> dict[str, float]:
-        """Time of each category that counts for another category, which ran at the same time."""
-        return {name: ms - self.counted[name] for name, ms in self.busy.items()}
-
-    @property
-    def accounted(self) -> float:
-        """The share of the step outside unknown kernels (category `other`)."""
-        return 1 - self.counted.get("other", 0.0) / self.step_ms if self.step_ms else 0.0
+    def counted_ms(self, category: str) -> float:
+        """Return the time that counts for a category; 0 if none of its kernels ran."""
+        return self.categories[category].ms if category in self.categories else 0.0
 
 
 def profile_rank(path: Path) -> RankProfile:
     trace = read_trace(path)
-    host = Host(trace)
-    kernels = kernels_of(trace, host)
+    kernels = kernels_of(trace)
     windows = step_windows(trace, kernels)
     start, end, count = windows[0], windows[-1], len(windows) - 1
-    counted, busy, gaps = divide(kernels, start, end)
-    idle_host, idle_queued, causes = explain_idle(gaps, kernels, host)
-    kernels = kernels[(kernels.end > start) & (kernels.start < end)]
-    # On a CPU, nested operations split a call into parts that do not match other ranks' calls.
-    is_call = _IS_COMMUNICATION[kernels.category] & trace.on_gpu
-    calls = tuple(_calls(trace, kernels[is_call], windows))
-    alike, which = np.unique(kernels.name * len(CATEGORIES) + kernels.category, return_inverse=True)
-    times = np.bincount(which, kernels.end - kernels.start, len(alike)).tolist()
-    totals = {
-        (trace.names[key // len(CATEGORIES)], CATEGORIES[key % len(CATEGORIES)].name): us
-        for key, us in zip(alike.tolist(), times, strict=True)
-    }
 
-    def per_step(times: Mapping[Any, float]) -> dict[Any, float]:
+    def per_step(us: float) -> float:
         """Convert microseconds of all steps to milliseconds per step."""
-        return {name: us / count / 1000 for name, us in times.items()}
+        return us / count / 1000
 
-    longest = [(*key, ms) for key, ms in _largest(per_step(totals)).items()]
+    step_ms = per_step(end - start)
+    divided, gaps = divide(kernels, start, end)
+    categories = {}
+    for name, times in divided.items():
+        counted, busy = map(per_step, times)
+        share = counted / step_ms
+        categories[name] = CategoryTime(BY_NAME[name].kind, counted, share, busy - counted)
+    exposed = sum(own.ms for own in categories.values() if own.kind == COMMUNICATION)
+    host_us, queued_us, causes = explain_idle(gaps, kernels, trace)
+    most = sorted(causes.items(), key=lambda cause: -cause[1])[:_MOST_CAUSES]
+    causes_ms = {name: per_step(us) for name, us in most}
+    kernels = kernels[(kernels.end > start) & (kernels.start < end)]
+    alike, which = np.unique([kernels.name, kernels.category], axis=1, return_inverse=True)
+    durations = np.bincount(which.reshape(-1), kernels.end - kernels.start)
+    longest = [
+        KernelTime(trace.names[name], CATEGORIES[category].name, per_step(us))
+        for name, category, us in zip(*alike.tolist(), durations.tolist(), strict=True)
+    ]
+    longest.sort(key=lambda kernel: -kernel.ms)
+    unknown = [kernel for kernel in longest if kernel.category == "other"]
+    other = categories.get("other")
+    # On a CPU, nested operations split a call into parts that do not match other ranks' calls.
+    called = kernels[_IS_COMMUNICATION[kernels.category] & trace.on_gpu]
+    called_us = np.bincount(called.category, called.end - called.start, len(CATEGORIES)).tolist()
     return RankProfile(
-        path=path,
         rank=trace.header.rank,
         stage=trace.header.stage,
+        trace=shown_path(path),
+        steps=tuple(step.number for step in trace.steps),
+        step_ms=step_ms,
+        each_step_ms=(np.diff(windows) / 1000).tolist(),
+        accounted=1 - other.share if other else 1.0,
+        compute_ms=sum(own.ms for own in categories.values()) - exposed,
+        exposed_communication_ms=exposed,
+        categories=categories,
+        idle=Idle(per_step(host_us), per_step(queued_us), causes_ms),
+        waiting_for_other_ranks_ms=None,
+        gemms=_gemm_rates(trace, kernels, count),
+        longest_kernels=longest[:_MOST_KERNELS],
+        unknown=unknown[:_MOST_KERNELS],
         gpu=trace.gpu,
         on_gpu=trace.on_gpu,
-        steps=tuple(step.number for step in trace.steps),
-        step_ms=(end - start) / count / 1000,
-        each_step_ms=tuple((np.diff(windows) / 1000).tolist()),
-        counted=per_step(counted),
-        busy=per_step(busy),
-        idle_host_ms=idle_host / count / 1000,
-        idle_queued_ms=idle_queued / count / 1000,
-        causes=_largest(per_step(causes), _MOST_CAUSES),
-        gemms=_gemm_rates(trace, host, kernels, count),
-        longest=tuple(longest[:_MOST_KERNELS]),
-        unknown=tuple([one for one in longest if one[1] == "other"][:_MOST_KERNELS]),
-        calls=calls,
+        calls=_calls(trace, called, windows),
+        called_us=dict(zip(BY_NAME, called_us, strict=True)),
     )
-
-
-def _largest(times: Mapping[Any, float], most: int | None = None) -> dict[Any, float]:
-    return dict(sorted(times.items(), key=lambda item: -item[1])[:most])
 
 
 def step_windows(trace: Trace, kernels: Column) -> list[float]:
@@ -165,33 +183,32 @@ def step_windows(trace: Trace, kernels: Column) -> list[float]:
 
 def divide(
     kernels: Column, start: float, end: float
-) -> tuple[dict[str, float], dict[str, float], Column]:
+) -> tuple[dict[str, tuple[float, float]], Column]:
     """Divide the microseconds from `start` to `end` among the categories of kernels.
 
-    Return the time counted for each category, the time for which each category ran at all, and the
-    idle gaps, (gaps, 2). Overlapping time counts for the first category in CATEGORIES.
+    Return for each category the time that counts for it and the time for which it ran at all, and
+    the idle gaps, (gaps, 2). Overlapping time counts for the first category in CATEGORIES.
     """
     first, last = np.clip(kernels.start, start, end), np.clip(kernels.end, start, end)
     edges = np.unique(np.concatenate([[start, end], first, last]))
     lengths = np.diff(edges)
-    covered = np.zeros(len(lengths), dtype=bool)
-    counted, busy = {}, {}
-    for number, category in enumerate(CATEGORIES):
-        own = kernels.category == number
-        changes = np.zeros(len(edges))
-        np.add.at(changes, np.searchsorted(edges, first[own]), 1)
-        np.add.at(changes, np.searchsorted(edges, last[own]), -1)
-        runs = np.cumsum(changes)[:-1] > 0
-        if runs.any():
-            busy[category.name] = float(lengths[runs].sum())
-            counted[category.name] = float(lengths[runs & ~covered].sum())
-            covered |= runs
-    change = np.diff(np.concatenate([[True], covered, [True]]).astype(int))
-    return counted, busy, np.stack([edges[change == -1], edges[change == 1]], axis=1)
+    changes = np.zeros((len(CATEGORIES), len(edges)), dtype=np.int32)
+    np.add.at(changes, (kernels.category, np.searchsorted(edges, first)), 1)
+    np.add.at(changes, (kernels.category, np.searchsorted(edges, last)), -1)
+    runs = changes.cumsum(axis=1)[:, :-1] > 0
+    # The first category that runs between two edges.
+    counts_for = np.where(runs.any(axis=0), runs.argmax(axis=0), NOTHING)
+    times = {
+        category.name: (float(lengths[counts_for == number].sum()), float(lengths[own].sum()))
+        for number, (category, own) in enumerate(zip(CATEGORIES, runs, strict=True))
+        if own.any()
+    }
+    change = np.diff(np.concatenate([[0], counts_for == NOTHING, [0]]))
+    return times, np.stack([edges[change == 1], edges[change == -1]], axis=1)
 
 
 def explain_idle(
-    gaps: Column, kernels: Column, host: Host
+    gaps: Column, kernels: Column, trace: Trace
 ) -> tuple[float, float, dict[str, float]]:
     """Explain the idle time in `gaps` by the next kernel's launch and the host's activity.
 
@@ -199,68 +216,61 @@ def explain_idle(
     from a launch to the kernel's start; and the host-bound time by cause.
     """
     start, end = gaps.T
-    events = host.trace.host
-    threads, counts = np.unique(events.thread, return_counts=True)
-    busiest = threads[counts.argmax()] if len(threads) else NOTHING
-    launched, thread = end.copy(), np.full(len(gaps), float(busiest))
-    if host.trace.on_gpu:
-        following = np.searchsorted(kernels.start, end)
-        gap = np.flatnonzero(following < len(kernels))
-        following = following[gap]
-        known = ~np.isnan(kernels.launched[following])
-        gap, following = gap[known], following[known]
-        launched[gap] = np.clip(kernels.launched[following], start[gap], end[gap])
-        thread[gap] = kernels.thread[following]
+    following = np.searchsorted(kernels.start, end)
+    launched = np.append(kernels.launched, np.nan)[following]
+    thread = np.append(kernels.thread, NOTHING)[following]
+    is_known = ~np.isnan(launched) & trace.on_gpu
+    busiest = statistics.mode(trace.host.thread.tolist() or [NOTHING])
+    thread = np.where(is_known, thread, busiest)
+    launched = np.where(is_known, np.clip(launched, start, end), end)
     causes: dict[str, float] = defaultdict(float)
-    for one in np.unique(thread):
-        own = (thread == one) & (launched > start)
-        before = host.innermost(one, start[own])
-        during = host.innermost(one, (start[own] + launched[own]) / 2)
-        for first, middle, us in zip(before, during, (launched - start)[own], strict=True):
-            # The host was waiting for the device as the gap began, so it could not launch ahead.
-            waited = first != NOTHING and _BLOCKED.search(host.trace.names[events.name[first]])
-            name = _activity(host, first if waited else middle)
-            causes[f"had waited for the GPU in {name}" if waited else name] += float(us)
+    by_thread = np.argsort(thread, kind="stable")
+    own = by_thread[(launched > start)[by_thread]]
+    before = trace.innermost(thread[own], start[own])
+    during = trace.innermost(thread[own], (start[own] + launched[own]) / 2)
+    for first, middle, us in zip(before, during, (launched - start)[own].tolist(), strict=True):
+        # The host was waiting for the device as the gap began, so it could not launch ahead.
+        waited = first != NOTHING and _BLOCKED.search(trace.inside[first][0])
+        name = _activity(trace, first if waited else middle)
+        causes[f"had waited for the GPU in {name}" if waited else name] += us
     return float((launched - start).sum()), float((end - launched).sum()), causes
 
 
-def _activity(host: Host, event: int) -> str:
+def _activity(trace: Trace, event: int) -> str:
     """Return the name of the operation that contains `event`, or else of the CUDA call."""
     if event == NOTHING:
         return "Python, in no operation"
-    operation = int(host.operation(np.array([event]))[0])
-    name = host.enclosing(event if operation == NOTHING else operation)[0]
-    return name if operation == NOTHING else _PARTICULAR.sub("", name).strip() or name
+    operation = trace.operation[event]
+    if operation == NOTHING:
+        return trace.inside[event][0]
+    name = trace.inside[operation][0]
+    return _PARTICULAR.sub("", name).strip() or name
 
 
-def _calls(trace: Trace, kernels: Column, windows: list[float]) -> list[Call]:
-    """Return the communication calls; a call has the same key on every rank of its group."""
+def _calls(trace: Trace, kernels: Column, windows: list[float]) -> dict[Any, list[float]]:
+    """Return the durations of the communication calls; keys are equal on all ranks of a group."""
+    numbers = tuple(step.number for step in trace.steps)
     steps = np.searchsorted(windows[1:-1], kernels.start, side="right")
-    ep_ranks = str(trace.header.group_ranks("mesh_ep"))
-    calls = []
+    ep_ranks = str(trace.header.groups.get("mesh_ep", []))
+    calls = defaultdict[Any, list[float]](list)
     for kernel, step in zip(kernels, steps.tolist(), strict=True):
         # DeepEP's kernels record no process group, so use the EP ranks.
-        key: tuple[str, ...] = trace.names[kernel.name].split("<")[0].split("(")[0], ep_ranks
+        call: tuple[str, ...] = trace.names[kernel.name].split("<")[0].split("(")[0], ep_ranks
         if kernel.collective != NOTHING:
-            key = trace.collectives[kernel.collective]
-        category, duration = CATEGORIES[kernel.category].name, float(kernel.end - kernel.start)
-        calls.append(Call(category, step, key, duration))
+            call = trace.collectives[kernel.collective]
+        key = (CATEGORIES[kernel.category].name, numbers, step, *call)
+        calls[key].append(float(kernel.end - kernel.start))
     return calls
 
 
-def _gemm_rates(trace: Trace, host: Host, kernels: Column, count: int) -> dict[str, GemmRate]:
+def _gemm_rates(trace: Trace, kernels: Column, count: int) -> dict[str, GemmRate]:
     flops, bits = trace.host.flops, trace.host.bits
     rates = {}
     for category in GEMMS:
-        own = kernels[kernels.category == list(BY_NAME).index(category)]
+        own = kernels[kernels.category == NUMBERS[category]]
         if not len(own):
             continue
-        # Find the outermost GEMM around each kernel: on a CPU, a grouped GEMM calls dense ones.
-        gemm, event = np.full(len(own), NOTHING), own.operation.copy()
-        while (inside := event != NOTHING).any():
-            found = inside & (flops[event] > 0)
-            gemm[found] = event[found]
-            event[inside] = host.parent[event[inside]]
+        gemm = trace.gemm[own.operation]
         duration = own.end - own.start
         seconds = float(duration[gemm != NOTHING].sum()) / 1e6
         # Count each operation's FLOPs once, even if it launched several kernels.

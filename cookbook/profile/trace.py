@@ -19,7 +19,7 @@ import numpy as np
 
 from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
-from cookbook.profile.kernels import CATEGORIES, NO_WORK, category_of
+from cookbook.profile.kernels import NUMBERS, category_of
 
 # A one-dimensional array of numbers, or of records of dtype HOST, DEVICE or KERNEL.
 Column: TypeAlias = np.ndarray
@@ -28,18 +28,14 @@ NOTHING = -1
 # CUDA runtime and driver calls in which the host may wait for the GPU, and calls that launch work.
 _BLOCKING = re.compile(r"Synchronize|cudaMemcpy$|cudaMemcpyAsync|Malloc|cudaFree|HostAlloc")
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset")
+# Names of CUDA runtime and driver calls, such as cudaMemcpyAsync and cuLaunchKernel.
+_CALL = re.compile(r"cu(da)?[A-Z]")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 # Bytes to read for the header: Kineto writes rank, groups and device before the first event.
 _HEADER_SIZE = 1 << 22
 
-# Index of the left matrix among the inputs of each GEMM operation.
-_MATRICES = {
-    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm"), 0),
-    "aten::_scaled_grouped_mm": 0,
-    "aten::addmm": 1,
-    "aten::baddbmm": 1,
-}
+_GEMM = re.compile(r"aten::(mm|bmm|addmm|baddbmm|_scaled_mm|_grouped_mm|_scaled_grouped_mm)")
 _BITS = {"BFloat16": 16, "Half": 16, "float": 32, "Float": 32, "double": 64}
 
 
@@ -79,38 +75,63 @@ class Header:
         # None on a CPU.
         self.gpu: str | None = (content.get("deviceProperties") or [{}])[0].get("name")
         self.rank: int | None = info.get("rank", int(named[1]) if named else None)
-        self._groups: Sequence[Mapping[str, Any]] = info.get("pg_config", ())
-        meshes = {group["pg_desc"] for group in self._groups}
+        # The ranks of this rank's process groups by description; groups of one rank are empty.
+        self.groups: dict[str, list[int]] = {}
+        for group in info.get("pg_config", ()):
+            ranks = [*group["ranks"]] if len(group["ranks"]) > 1 else []
+            self.groups[group["pg_desc"]] = self.groups.get(group["pg_desc"]) or ranks
         # The ranks of this rank's pipeline; without PP only its own rank. Empty if unknown.
         self.pipeline: list[int] = []
-        if "mesh_pp" in meshes:
+        if "mesh_pp" in self.groups:
             own = [] if self.rank is None else [self.rank]
-            self.pipeline = self.group_ranks("mesh_pp") or own
-        elif any(mesh.startswith("mesh_") for mesh in meshes):
+            self.pipeline = self.groups["mesh_pp"] or own
+        elif any(mesh.startswith("mesh_") for mesh in self.groups):
             # A mesh that spans all ranks has no process group of its own, so PP spans all ranks.
-            self.pipeline = list(range(info.get("world_size", 0)))
-        places = {rank: place for place, rank in enumerate(self.pipeline)}
-        self.stage = None if self.rank is None else places.get(self.rank)
-
-    def group_ranks(self, description: str) -> list[int]:
-        """Return the ranks of this rank's process group; empty if it has one rank or all."""
-        named = (one["ranks"] for one in self._groups if one["pg_desc"] == description)
-        return next((list(ranks) for ranks in named if len(ranks) > 1), [])
+            self.pipeline = [*range(info.get("world_size", 0))]
+        self.stage = self.pipeline.index(self.rank) if self.rank in self.pipeline else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trace:
     """One rank's trace; if it has no kernels, the host's operations count as work.
 
-    Each of `collectives` is PyTorch's record: name, and the group's description and ranks.
+    The columns about the nesting of the host's events give NOTHING for NOTHING as an index.
     """
 
     header: Header
     names: Sequence[str]
+    # PyTorch's records: name, and the group's description and ranks; texts are empty for NOTHING.
     collectives: Sequence[tuple[str, ...]]
     steps: Sequence[Step]
     host: Column
     device: Column
+
+    def __post_init__(self) -> None:
+        columns = ("name", "start", "end", "thread", "flops")
+        numbers, starts, ends, threads, flops = (self.host[name].tolist() for name in columns)
+        size = len(numbers) + 1
+        parent, operation, gemm = ([NOTHING] * size for _ in range(3))
+        # The names of each event and of its enclosing events, from the inside out.
+        self.inside: list[tuple[str, ...]] = [()] * size
+        alike: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for event, number in enumerate(numbers):
+            above = event - 1
+            while above != NOTHING and (
+                ends[above] <= starts[event] or threads[above] != threads[event]
+            ):
+                above = parent[above]
+            name = self.names[number]
+            inside = (name, *self.inside[above])
+            self.inside[event] = alike.setdefault(inside, inside)
+            parent[event] = above
+            operation[event] = operation[above] if _CALL.match(name) else event
+            is_outermost = flops[event] > 0 and gemm[above] == NOTHING
+            gemm[event] = event if is_outermost else gemm[above]
+        self.parent = np.array(parent)
+        # The event itself or, for a CUDA call, the operation that it belongs to.
+        self.operation = np.array(operation)
+        # The outermost GEMM around each event: on a CPU, a grouped GEMM calls dense ones.
+        self.gemm = np.array(gemm)
 
     @property
     def on_gpu(self) -> bool:
@@ -119,6 +140,18 @@ class Trace:
     @property
     def gpu(self) -> str | None:
         return self.header.gpu if self.on_gpu else None
+
+    def innermost(self, thread: Column, times: Column) -> Column:
+        """Return the innermost event at each of `times` on its `thread`, or NOTHING."""
+        if not len(self.host):
+            return np.full(len(times), NOTHING)
+        # NumPy orders complex numbers by their real part, then by their imaginary part.
+        starts = self.host.thread + 1j * self.host.start
+        at = np.searchsorted(starts, thread + 1j * times, side="right") - 1
+        at[self.host.thread[at] != thread] = NOTHING
+        while (over := (at != NOTHING) & (self.host.end[at] < times)).any():
+            at[over] = self.parent[at[over]]
+        return at
 
 
 def read_header(path: Path) -> Header:
@@ -157,9 +190,9 @@ def read_trace(path: Path) -> Trace:
 
 
 def _open(path: Path) -> IO[str]:
-    with path.open("rb") as file:
-        is_packed = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rt", encoding="utf-8") if is_packed else path.open(encoding="utf-8")
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
 
 
 class _Reader:
@@ -168,11 +201,10 @@ class _Reader:
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
         self._collectives: dict[tuple[str, ...], int] = {}
-        self._threads: dict[str, int] = {}
         self._steps: list[Step] = []
         self._host = array("d")
         self._device = array("d")
-        self._launches: dict[int, tuple[float, int]] = {}
+        self._launches: dict[int, tuple[float, float]] = {}
 
     def take(self, value: dict[str, Any]) -> dict[str, Any] | None:
         """Keep `value` if it is an event; return anything else unchanged."""
@@ -188,7 +220,7 @@ class _Reader:
         elif category in ("cuda_runtime", "cuda_driver"):
             correlation = value.get("args", {}).get("correlation")
             if correlation is not None and _LAUNCH.search(value["name"]):
-                self._launches[correlation] = float(value["ts"]), self._thread(value["tid"])
+                self._launches[correlation] = float(value["ts"]), float(value["tid"])
             if _BLOCKING.search(value["name"]):
                 self._add_host(value, True)
         return None
@@ -211,16 +243,13 @@ class _Reader:
             # The step's annotation encloses every event, so it would explain nothing as a cause.
             self._steps.append(Step(int(step[1]), start, end))
             return
-        flops, bits = _gemm_work(name, event.get("args", {})) if name in _MATRICES else (0.0, 0)
+        flops, bits = 0.0, 0
+        if _GEMM.fullmatch(name):
+            flops, bits = _gemm_work(name, event.get("args", {}))
         # Gloo's work has no operation, only an annotation, so count the annotation as work.
         is_work = is_work or name.startswith("gloo:")
         number = self._names.setdefault(name, len(self._names))
-        self._host.extend((number, start, end, self._thread(event["tid"]), is_work, flops, bits))
-
-    def _thread(self, thread: int | str) -> int:
-        if isinstance(thread, int):
-            return thread
-        return self._threads.setdefault(thread, -1 - len(self._threads))
+        self._host.extend((number, start, end, float(event["tid"]), is_work, flops, bits))
 
     def trace(self, header: Header) -> Trace:
         host = np.rec.fromarrays(np.array(self._host).reshape(-1, 7).T, dtype=HOST)
@@ -231,7 +260,8 @@ class _Reader:
         columns = (name, start, end, *launches.reshape(-1, 2).T, collective)
         device = np.rec.fromarrays(columns, dtype=DEVICE)
         steps = sorted(self._steps, key=lambda step: step.start)
-        return Trace(header, list(self._names), list(self._collectives), steps, host, device)
+        collectives = [*self._collectives, ("", "", "")]
+        return Trace(header, list(self._names), collectives, steps, host, device)
 
 
 def _gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int]:
@@ -239,7 +269,8 @@ def _gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int
 
     A grouped GEMM's rows include its groups' padding, which the kernel multiplies too.
     """
-    first = _MATRICES[operation]
+    # The first input of `addmm` and `baddbmm` is the addend.
+    first = 1 if "add" in operation else 0
     dims, types = arguments.get("Input Dims", ()), arguments.get("Input type", ())
     left, right = (*dims[first : first + 2], (), ())[:2]
     if len(left) not in (2, 3) or len(right) not in (2, 3):
@@ -253,108 +284,40 @@ def _gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int
     return 2.0 * left[-2] * left[-1] * right[-1], bits
 
 
-# Names of CUDA runtime and driver calls, such as cudaMemcpyAsync and cuLaunchKernel.
-_CALL = re.compile(r"cu(da)?[A-Z]")
-_NUMBERS = {category.name: number for number, category in enumerate(CATEGORIES)} | {NO_WORK: -1}
-
-
-class Host:
-    """The nesting of the host's events."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        events = trace.host
-        self.parent = np.full(len(events), NOTHING)
-        self.chain = np.full(len(events), NOTHING)
-        chains: dict[tuple[int, int], int] = {}
-        stack: list[tuple[int, float, float]] = []
-        names = ("name", "start", "end", "thread")
-        columns = zip(*(events[name].tolist() for name in names), strict=True)
-        for event, (name, start, end, thread) in enumerate(columns):
-            while stack and (stack[-1][1] <= start or stack[-1][2] != thread):
-                stack.pop()
-            above = NOTHING
-            if stack:
-                self.parent[event] = stack[-1][0]
-                above = int(self.chain[stack[-1][0]])
-            self.chain[event] = chains.setdefault((above, name), len(chains))
-            stack.append((event, end, thread))
-        self._is_call = np.array([bool(_CALL.match(name)) for name in trace.names], dtype=bool)
-
-    def innermost(self, thread: float, times: Column) -> Column:
-        """Return the innermost event of `thread` at each of `times`, or NOTHING."""
-        events = self.trace.host
-        first, last = np.searchsorted(events.thread, [thread, np.nextafter(thread, np.inf)])
-        if first == last:
-            return np.full(len(times), NOTHING)
-        at = first + np.searchsorted(events.start[first:last], times, side="right") - 1
-        at[at < first] = NOTHING
-        while (over := (at != NOTHING) & (events.end[at] < times)).any():
-            at[over] = self.parent[at[over]]
-        return at
-
-    def operation(self, events: Column) -> Column:
-        """Return the operation of each event: itself or, for CUDA calls, the enclosing event."""
-        found = np.array(events)
-        if len(self.parent):
-            names = self.trace.host.name
-            while (calls := (found != NOTHING) & self._is_call[names[found]]).any():
-                found[calls] = self.parent[found[calls]]
-        return found
-
-    def enclosing(self, event: int) -> tuple[str, ...]:
-        """Return the names of `event` and of its enclosing events, from the inside out."""
-        names = []
-        while event != NOTHING:
-            names.append(self.trace.names[self.trace.host.name[event]])
-            event = int(self.parent[event])
-        return tuple(names)
-
-
 # The device's work, sorted by start. `operation` is the index of the host event that it belongs to,
 # or NOTHING; `category` is an index into CATEGORIES.
 KERNEL = np.dtype([*DEVICE.descr, ("operation", int), ("category", int)])
 
 
-def kernels_of(trace: Trace, host: Host) -> Column:
+def kernels_of(trace: Trace) -> Column:
     """Return the device's work, without operations that only wait or call other operations."""
     device = trace.device
     if trace.on_gpu:
-        launcher = np.full(len(device), NOTHING)
-        known = ~np.isnan(device.launched)
-        for thread in np.unique(device.thread[known]):
-            own = known & (device.thread == thread)
-            launcher[own] = host.innermost(thread, device.launched[own])
         columns = [device[name] for name in DEVICE.names]
-        operation = host.operation(launcher)
+        operation = trace.operation[trace.innermost(device.thread, device.launched)]
     else:
-        parts = [_own_time(host, thread) for thread in np.unique(trace.host.thread)]
-        start, end, operation = (np.concatenate(column) for column in zip(*parts, strict=True))
-        name, thread = trace.host.name[operation], trace.host.thread[operation]
-        columns = [name, start, end, start, thread, np.full(len(start), NOTHING)]
-    kernels = np.rec.fromarrays([*columns, operation, np.zeros(len(operation))], dtype=KERNEL)
-    operation = kernels.operation
-    chain = np.full(len(operation), NOTHING)
-    chain[operation != NOTHING] = host.chain[operation[operation != NOTHING]]
-    # Classify kernels once per combination of the values that rules match.
-    alike = np.stack([kernels.name, chain, kernels.collective])
-    _, first, inverse = np.unique(alike, axis=1, return_index=True, return_inverse=True)
+        columns, operation = _own_time(trace)
     found = []
-    for event in first:
-        number = kernels.collective[event]
-        call, group, _ = trace.collectives[number] if number != NOTHING else ("", "", "")
-        kernel, inside = trace.names[kernels.name[event]], host.enclosing(operation[event])
-        found.append(_NUMBERS[category_of(kernel, inside, call, group)])
-    kernels.category = np.array(found, dtype=int)[inverse.reshape(-1)]
-    kernels = kernels[kernels.category >= 0]
+    values = (column.tolist() for column in (columns[0], operation, columns[-1]))
+    for name, event, number in zip(*values, strict=True):
+        collective, group, _ = trace.collectives[number]
+        category = category_of(trace.names[name], trace.inside[event], collective, group)
+        found.append(NUMBERS[category])
+    categories = np.array(found, dtype=int)
+    kernels = np.rec.fromarrays([*columns, operation, categories], dtype=KERNEL)
+    kernels = kernels[categories >= 0]
     return kernels[np.lexsort((kernels.end, kernels.start))]
 
 
-def _own_time(host: Host, thread: float) -> tuple[Column, Column, Column]:
-    """Return `thread`'s time in operations without nested ones, as starts, ends and events."""
-    events = host.trace.host
-    own = events.thread == thread
-    edges = np.unique([events.start[own], events.end[own]])
-    inside = host.innermost(thread, (edges[:-1] + edges[1:]) / 2)
-    work = (inside != NOTHING) & events.is_work[inside]
-    return edges[:-1][work], edges[1:][work], inside[work]
+def _own_time(trace: Trace) -> tuple[list[Column], Column]:
+    """Return the columns of a CPU's work and its operations, each without those nested in it."""
+    events = trace.host
+    starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
+    # Between two neighbouring edges of a thread, nothing starts or ends.
+    edges = np.unique([starts, ends])
+    first, last = edges[:-1], edges[1:]
+    inside = trace.innermost(first.real, (first.imag + last.imag) / 2)
+    is_work = (first.real == last.real) & (inside != NOTHING) & events.is_work[inside]
+    start, end, operation = first.imag[is_work], last.imag[is_work], inside[is_work]
+    columns = [events.name[operation], start, end, start, events.thread[operation]]
+    return [*columns, np.full(len(start), NOTHING)], operation
