@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,10 +107,10 @@ def charts_of(results: RunResults) -> list[Chart]:
     by_name = {cell.name: cell for cell in results.cells}
     # Labels omit the words that all names start with (`671b-`).
     words = [name.split("-") for name in by_name]
-    columns = zip(*(one[:-1] for one in words), strict=False)
-    alike = [*takewhile(lambda column: len({*column}) == 1, columns)] if len(words) > 1 else []
+    while len(words) > 1 and min(map(len, words)) > 1 and len({own[0] for own in words}) == 1:
+        words = [own[1:] for own in words]
     cells = [
-        _Cell(cell, number, "-".join(own[len(alike) :]), by_name.get(cell.baseline or ""))
+        _Cell(cell, number, "-".join(own), by_name.get(cell.baseline or ""))
         for number, (cell, own) in enumerate(zip(results.cells, words, strict=True))
     ]
     found = [make(cells, results.unit) for make in CHARTS]
@@ -118,7 +118,6 @@ def charts_of(results: RunResults) -> list[Chart]:
 
 
 def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """Chart every cell's throughput as a bar from 0."""
     bars = tuple(map(_bar, cells))
     numbers = [n for bar in bars for n in (bar.high, bar.value, bar.published) if n]
     if not numbers:
@@ -160,14 +159,13 @@ def _bar(cell: _Cell) -> Bar:
     )
 
 
-def _losses(result: Result, kind: str = "loss") -> dict[int, float]:
-    """Return the finite losses by step."""
+def _finite_losses(result: Result, kind: str = "loss") -> dict[int, float]:
     found = ((one.step, getattr(one, kind)) for one in result.curve)
     return {step: loss for step, loss in found if loss is not None and np.isfinite(loss)}
 
 
 def loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    found = [(cell, losses) for cell in cells if (losses := _losses(cell.result))]
+    found = [(cell, losses) for cell in cells if (losses := _finite_losses(cell.result))]
     caption = "The loss of every logged step."
     if any(len(losses) > _FEW_STEPS for _, losses in found):
         caption = "The running mean over a fortieth of the logged steps."
@@ -176,7 +174,7 @@ def loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def validation_loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    found = ((cell, _losses(cell.result, "validation_loss")) for cell in cells)
+    found = ((cell, _finite_losses(cell.result, "validation_loss")) for cell in cells)
     lines = [cell.line(losses) for cell, losses in found if losses]
     caption = "The loss on the same validation batches each time."
     return _chart("validation-loss", "Validation loss", caption, "loss", lines)
@@ -187,10 +185,10 @@ def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
     lines, is_mean = [], False
     for cell in cells:
         own, base = cell.result, cell.base
-        if base is None or base is own or (base.recipe, base.batch) != (own.recipe, own.batch):
+        if base is None or base is own or not own.has_texts_of(base):
             continue
-        known = _losses(base)
-        losses = {step: loss for step, loss in _losses(own).items() if known.get(step)}
+        known = _finite_losses(base)
+        losses = {step: loss for step, loss in _finite_losses(own).items() if known.get(step)}
         percents = {step: 100 * (loss / known[step] - 1) for step, loss in losses.items()}
         if len(percents) > 1:
             is_mean |= len(percents) > _FEW_STEPS

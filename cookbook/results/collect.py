@@ -1,9 +1,7 @@
 """Collect the results of a run, finished or not: one Result per cell, in run order.
 
 - Metrics come from the log of the loss rank: rank 0, or with PP the first rank of the last stage.
-- Throughput, TFLOPs and MFU are medians over the logged steps after warm-up. Warm-up is the first
-  quarter of an attempt's logged steps, at least 1 and at most 10, which include compilation and
-  allocation.
+- Throughput, TFLOPs and MFU are medians over the logged steps after warm-up (`measured_steps`).
 - Memory is the peak over all ranks, steps and attempts.
 - From its first step on, a resumed attempt replaces the steps of earlier attempts.
 """
@@ -59,7 +57,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     attention = active.get("attention") or None
     by_reference = attention is not None and "reference" in attention
     is_low_precision_emulated = record.emulated or bool(active.get("emulated"))
-    validated = [one.validation_loss for one in curve if one.validation_loss is not None]
+    validated = (one.validation_loss for one in reversed(curve))
     step = expected_step(folder.name, record)
     status = None if state.state == UNKNOWN else state.state
     reasons = [state.reason, problem]
@@ -92,7 +90,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         mfu=None if record.device == "cpu" else median_of(step.mfu for step in measured),
         memory_gib=metrics.read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=curve[-1].loss if curve else None,
-        validation_loss=validated[-1] if validated else None,
+        validation_loss=next((loss for loss in validated if loss is not None), None),
         attention=attention,
         mean_attended_length=active.get("mean_attended_length") or None,
         emulated=is_low_precision_emulated or by_reference,

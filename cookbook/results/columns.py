@@ -15,8 +15,8 @@ from cookbook.results.verdicts import LEVEL, LOSS_LEVEL, STALL, STEPS, SpeedUp
 UNKNOWN = "-"
 CELLS, PUBLISHED, SPEED = "cells", "published", "speed"
 REPEATS, LOSSES, LOAD, COMPARE = "repeats", "losses", "load", "compare"
-# The title of every table of a report, and the text below the table.
-TABLES = {
+# The title of every table, and the text below it.
+_TITLES = {
     CELLS: (
         "Cells",
         "Speeds: median of the logged steps after warm-up (their first quarter, 1 to 10 steps). "
@@ -46,6 +46,7 @@ TABLES = {
         "expert over the mean of its experts; 1 is even (MaxVio is this minus 1). Starved: less "
         "than a tenth of the mean.",
     ),
+    COMPARE: ("Comparison", ""),
 }
 
 
@@ -53,9 +54,11 @@ TABLES = {
 class Table:
     """Text by row and column; `align` has one letter per column: l, or r for numbers."""
 
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
     align: str
+    title: str = ""
+    legend: str = ""  # the text below the table
 
     def markdown(self) -> str:
         return markdown_table(self.head, self.rows, self.align)
@@ -87,20 +90,23 @@ class Column(NamedTuple):
 
 def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
     """Return the table named `table` without the columns that have no information."""
-    heads: list[str] = []
-    columns: list[list[str]] = []
-    align = ""
+    shown = dict[Column, list[str]]()
     for column in COLUMNS:
         if table not in column.tables.split():
             continue
         texts = [column.text(row) for row in rows]
         # Attention and routing that all cells share are among the report's conditions instead.
         fewest = 1 if column.heading in ("attention", "attended tokens", "routing") else 0
-        if len(heads) < 2 or len({*texts} - {UNKNOWN}) > fewest:
-            heads.append(column.heading.format(unit=unit))
-            columns.append(texts)
-            align += column.align
-    return Table(tuple(heads), tuple(zip(*columns, strict=True)), align)
+        if len(shown) < 2 or len({*texts} - {UNKNOWN}) > fewest:
+            shown[column] = texts
+    title, legend = _TITLES[table]
+    return Table(
+        head=[column.heading.format(unit=unit) for column in shown],
+        rows=[*zip(*shown.values(), strict=True)],
+        align="".join(column.align for column in shown),
+        title=title,
+        legend=legend.format(unit=unit),
+    )
 
 
 def report_tables(results: RunResults) -> dict[str, Table]:
@@ -114,8 +120,11 @@ def report_tables(results: RunResults) -> dict[str, Table]:
         LOSSES: [row for row in cells if row.loss],
         LOAD: [row for row in cells if row.router_load],
     }
-    shown = {name: own for name, own in rows.items() if own or name == CELLS}
-    return {name: table_of(own, name, results.unit) for name, own in shown.items()}
+    return {
+        name: table_of(own, name, results.unit)
+        for name, own in rows.items()
+        if own or name == CELLS
+    }
 
 
 def tokens_text(value: float | None) -> str:
@@ -128,12 +137,6 @@ def tokens_text(value: float | None) -> str:
 def gain_text(ratio: float | None) -> str:
     """Format a ratio as a relative difference: `+30.2%`."""
     return UNKNOWN if ratio is None else f"{100 * (ratio - 1):+.1f}%"
-
-
-def interval_text(speed: SpeedUp | None) -> str:
-    if speed is None or speed.low is None:
-        return UNKNOWN
-    return f"{gain_text(speed.low)} to {gain_text(speed.high)}"
 
 
 def _status(row: Result) -> str:
@@ -170,10 +173,10 @@ def _basis(speed: SpeedUp) -> str:
     return STEPS if speed.basis == STEPS else f"{speed.num} repeats"
 
 
-def _range(template: str) -> Callable[[Any], str]:
-    """Return a function that formats `low` and `high` of an interval with `template`."""
+def _span(text: Callable[[float], str]) -> Callable[[Any], str]:
+    """Return a function that formats an interval, its ends with `text`."""
     return lambda found: (
-        UNKNOWN if found.low is None else f"{found.low:{template}} to {found.high:{template}}"
+        UNKNOWN if found.low is None else f"{text(found.low)} to {text(found.high)}"
     )
 
 
@@ -193,13 +196,13 @@ COLUMNS = (
     ),
     Column("tokens/s/{unit}", "cells published repeats compare", "r", _TOKENS, tokens_text),
     Column("over reference", "compare", "r", "speed.ratio", "{:.3f}x"),
-    Column(_SPEED_LEVEL, "compare", "r", "speed", _range(".3f")),
+    Column(_SPEED_LEVEL, "compare", "r", "speed", _span("{:.3f}".format)),
     Column("speed", "compare", "l", "speed", lambda speed: speed.verdict or "too few steps"),
     Column("speed-up", "cells", "r", "speedup", "{:.2f}x", baseline="speedup"),
     Column("median", "speed", "r", _TOKENS, tokens_text),
     Column("quartiles", "speed", "r", "throughput", _quartiles),
     Column("speed-up", "published speed", "r", "speedup", gain_text, baseline=_TOKENS),
-    Column(_SPEED_LEVEL, "published speed", "r", "speed", interval_text),
+    Column(_SPEED_LEVEL, "published speed", "r", "speed", _span(gain_text)),
     Column("interval over", "speed", "l", "speed", _basis),
     Column("verdict", "speed", "l", "speed", lambda speed: speed.verdict or "too few steps"),
     Column("here over published", "published", "r", _over_published, "{:.2f}"),
@@ -222,11 +225,11 @@ COLUMNS = (
     Column("loss", "compare", "l", "loss", _judged),
     Column("loss, last tenth", "compare", "l", "loss_last_tenth", _judged),
     Column("difference", "losses", "r", "loss.difference", "{:+.4f}"),
-    Column(_LOSS_LEVEL, "losses", "r", "loss", _range("+.4f")),
+    Column(_LOSS_LEVEL, "losses", "r", "loss", _span("{:+.4f}".format)),
     Column("margin", "losses", "r", "loss.limit", "±{:.4f}"),
     Column("verdict", "losses", "l", "loss", _judged),
     Column("last tenth: difference", "losses", "r", "loss_last_tenth.difference", "{:+.4f}"),
-    Column(f"last tenth: {_LOSS_LEVEL}", "losses", "r", "loss_last_tenth", _range("+.4f")),
+    Column(f"last tenth: {_LOSS_LEVEL}", "losses", "r", "loss_last_tenth", _span("{:+.4f}".format)),
     Column("last tenth: verdict", "losses", "l", "loss_last_tenth", _judged),
     Column("steps compared", "losses", "r", "loss.num_steps", "{:,}"),
     Column("GPU hours", "speed compare", "r", "gpu_hours", "{:,.1f}"),

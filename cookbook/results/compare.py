@@ -102,24 +102,24 @@ def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
     pairs = [pair for pair in pairs if {run.status for run in pair} == {FINISHED}]
     speeds = [[run.tokens_per_second_per_gpu for run in pair] for pair in pairs]
     paired = paired_speed_up([(one, other) for one, other in speeds if one and other])
-    if paired or not pairs:
-        return paired
-    return speed_up(*(speeds_of(run.curve) for run in pairs[0]))
+    return paired or (_speed_up_of_steps(*pairs[0]) if pairs else None)
 
 
-def _loss_verdicts(cells: dict[str, Result]) -> dict[str, tuple[LossVerdict, LossVerdict]]:
+def _speed_up_of_steps(cell: Result, base: Result) -> SpeedUp | None:
+    own, of_base = ([*speeds_of(one.curve).values()] for one in (cell, base))
+    return speed_up(own, of_base)
+
+
+def _loss_verdicts(cells: dict[str, Result]) -> dict[str, list[LossVerdict]]:
     """Return the verdicts on the finished cells whose baselines have finished, by name."""
     curves = defaultdict[str, dict[str, list[dict[int, float]]]](dict)
     for name, cell in cells.items():
         base = cells.get(cell.baseline or "")
-        if base is None or masks_differ(cell, base):
-            continue
-        # With unequal batches the same step trains on different texts.
-        if (cell.recipe, cell.batch) != (base.recipe, base.batch):
+        if base is None or masks_differ(cell, base) or not cell.has_texts_of(base):
             continue
         if finished := [losses_of(run.curve) for run in cell.runs if run.status == FINISHED]:
             curves[base.name][name] = finished
-    found: dict[str, tuple[LossVerdict, LossVerdict]] = {}
+    found: dict[str, list[LossVerdict]] = {}
     for base_name, group in curves.items():
         if base_name in group and max(map(len, group.values())) > 1:
             found |= judge_repeats(group, base_name)
@@ -160,13 +160,14 @@ def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
     """Compare every cell that has a published number with that number."""
     rows = []
     for cell in _rows_of(run):
-        published, speeds = cell.published_tokens_per_second_per_gpu, speeds_of(cell.curve)
+        published = cell.published_tokens_per_second_per_gpu
         if published is None:
             continue
         cell = replace(cell, reference_tokens=published, incomparable=_incomparable(cell, cell))
         if cell.incomparable:
             rows.append(replace(cell, is_slower=cell.status != FINISHED))
         else:
+            speeds = [*speeds_of(cell.curve).values()]
             speed = speed_up(speeds, [published] * len(speeds))
             rows.append(replace(cell, speed=speed, is_slower=_is_slower(speed, tolerance)))
     return Comparison("published", tolerance, tuple(rows), (), run.unit)
@@ -185,23 +186,21 @@ def _compare(cell: Result, base: Result, tolerance: float) -> Result:
     if cell.incomparable:
         is_slower = base.status == FINISHED and cell.status != FINISHED
         return replace(cell, is_slower=is_slower)
-    own, of_base = (
-        [
-            run.tokens_per_second_per_gpu
-            for run in one.runs
-            if run.status == FINISHED and run.tokens_per_second_per_gpu
-        ]
-        for one in (cell, base)
-    )
+    own, of_base = _speeds_of_runs(cell), _speeds_of_runs(base)
     if len(own) > 1 and len(of_base) > 1:
         speed: SpeedUp | None = unpaired_speed_up(own, of_base)
     else:
-        speed = speed_up(speeds_of(cell.runs[0].curve), speeds_of(base.runs[0].curve))
-    if cell.batch == base.batch:
+        speed = _speed_up_of_steps(cell.runs[0], base.runs[0])
+    if cell.has_texts_of(base):
         whole, last = judge_curves(losses_of(cell.curve), losses_of(base.curve))
         cell = replace(cell, loss=whole, loss_last_tenth=last)
     is_slower = tokens is not None and _is_slower(speed, tolerance)
     return replace(cell, speed=speed, is_slower=is_slower)
+
+
+def _speeds_of_runs(cell: Result) -> list[float]:
+    speeds = [run.tokens_per_second_per_gpu for run in cell.runs if run.status == FINISHED]
+    return [speed for speed in speeds if speed]
 
 
 def _incomparable(cell: Result, base: Result) -> str | None:

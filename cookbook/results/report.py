@@ -1,7 +1,7 @@
 """The report of a run as Markdown and as an HTML page: headlines, conditions, tables, notes.
 
-The page is self-contained: it needs no network and no other file. All text is escaped, and a value
-missing from the template's context is an error. The template's script draws the charts.
+The page needs no network and no other file. All text is escaped. The template's script draws the
+charts.
 """
 
 import html
@@ -19,29 +19,18 @@ from markupsafe import Markup
 from cookbook.base.files import write_whole
 from cookbook.base.paths import TEMPLATES
 from cookbook.observe.metrics import StepMetrics
+from cookbook.results import verdicts
 from cookbook.results.charts import COLOURS, NAMES, Chart, charts_of, draw_chart
 from cookbook.results.columns import (
     CELLS,
-    TABLES,
     UNKNOWN,
     Table,
     gain_text,
-    interval_text,
     report_tables,
     tokens_text,
 )
 from cookbook.results.result import Result, RunResults, masks_differ, unlike
 from cookbook.results.run_differences import Conditions, configuration, environment
-from cookbook.results.verdicts import (
-    CANNOT_TELL,
-    DIFFERENT,
-    EQUIVALENT,
-    LAST_TENTH,
-    LEVEL,
-    MARGIN,
-    NOISE,
-    losses_of,
-)
 from cookbook.run.run import Run
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
@@ -57,9 +46,9 @@ def render_markdown(results: RunResults) -> str:
     answer, conditions, below = (
         "\n".join(f"- {line}" for line in part(results)) for part in (headlines, facts, notes)
     )
-    table = report_tables(results)[CELLS].markdown()
-    legend = textwrap.fill(TABLES[CELLS][1], 80)
-    parts = [f"# {results.run.run}", answer, conditions, table, below, legend]
+    table = report_tables(results)[CELLS]
+    legend = textwrap.fill(table.legend, 80)
+    parts = [f"# {results.run.run}", answer, conditions, table.markdown(), below, legend]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -92,13 +81,14 @@ def _fastest(results: RunResults) -> Iterator[str]:
         best, next_best = first.speed, second.speed
         if first.is_baseline:
             text = f"no cell is faster than the baseline {base}"
-            is_close = next_best is None or next_best.verdict in (NOISE, None)
+            is_close = next_best is None or next_best.verdict in (verdicts.NOISE, None)
         else:
             # The two fastest cells were not compared directly, so their intervals decide.
             interval, is_close = "too few steps for an interval", False
             if best is not None and best.low is not None:
-                noise = ", inside the noise" if best.verdict == NOISE else ""
-                interval = f"{LEVEL:.0%} interval {interval_text(best)}{noise}"
+                noise = ", inside the noise" if best.verdict == verdicts.NOISE else ""
+                ends = f"{gain_text(best.low)} to {gain_text(best.high)}"
+                interval = f"{verdicts.LEVEL:.0%} interval {ends}{noise}"
                 is_close = next_best is not None and best.low <= (next_best.high or 0.0)
             tokens = f"{tokens_text(first.tokens_per_second_per_gpu)} tokens/s/{results.unit}"
             gain = f"{gain_text(first.speedup)} over {base}"
@@ -134,19 +124,19 @@ def _not_compared(cells: Sequence[Result]) -> Iterator[str]:
 def _losses(cells: Sequence[Result]) -> Iterator[str]:
     names = defaultdict[tuple[str, str], list[str]](list)
     # A cell's verdict is the worse of its verdicts on the whole curve and on the last tenth.
-    order = (EQUIVALENT, CANNOT_TELL, DIFFERENT)
+    order = (verdicts.EQUIVALENT, verdicts.CANNOT_TELL, verdicts.DIFFERENT)
     for cell in cells:
         found = [one for one in (cell.loss, cell.loss_last_tenth) if one is not None]
         if worst := max(found, key=lambda one: order.index(one.verdict), default=None):
             reason = ""
-            if worst.verdict == CANNOT_TELL:
-                where = f"{LAST_TENTH}: " if worst.window == LAST_TENTH else ""
+            if worst.verdict == verdicts.CANNOT_TELL:
+                where = f"{verdicts.LAST_TENTH}: " if worst.window == verdicts.LAST_TENTH else ""
                 reason = f" ({where}{worst.reason or 'the interval reaches over the margin'})"
             names[worst.verdict, reason].append(cell.name)
-    margin = {EQUIVALENT: f" within ±{MARGIN:.2%}"}
+    margin = {verdicts.EQUIVALENT: f" within ±{verdicts.MARGIN:.2%}"}
     parts = [
         f"{verdict}{margin.get(verdict, '')}: {', '.join(of)}{reason}"
-        for shown in (EQUIVALENT, DIFFERENT, CANNOT_TELL)
+        for shown in (verdicts.EQUIVALENT, verdicts.DIFFERENT, verdicts.CANNOT_TELL)
         for (verdict, reason), of in names.items()
         if verdict == shown
     ]
@@ -274,7 +264,7 @@ def _troubled_steps(curve: Sequence[StepMetrics]) -> Iterator[str]:
         skipped[one.attempt] = max(skipped[one.attempt], one.skipped_steps or 0)
     if total := sum(skipped.values()):
         yield f"{total:.0f} steps were skipped, since their gradients were not finite"
-    losses = losses_of(curve)
+    losses = verdicts.losses_of(curve)
     steps, values, spikes = [*losses], [*losses.values()], []
     for number in range(_BEFORE, len(values)):
         before = values[number - _BEFORE : number]
@@ -311,11 +301,10 @@ def save_report(run: Run, results: RunResults) -> str | None:
     except ModuleNotFoundError as error:
         missing = f"no figures: the package {error.name} is not installed here; run: ./setup.sh"
         parts += ["## Figures", missing]
-    for name, table in report_tables(results).items():
-        title, legend = TABLES[name]
+    tables = report_tables(results)
+    for name, table in tables.items():
         if name != CELLS:
-            parts += [f"## {title}", table.markdown()]
-            parts += [legend.format(unit=results.unit)] if legend else []
+            parts += [f"## {table.title}", table.markdown(), table.legend]
     conditions = {"Configuration": configuration(results), "Environment": environment(results)}
     for title, found in conditions.items():
         parts.append(f"## {title}")
@@ -324,13 +313,16 @@ def save_report(run: Run, results: RunResults) -> str | None:
         if found.shared:
             shared = Table(("", "value"), found.shared, "ll").markdown()
             parts += ["What all cells share:", shared]
-    write_whole(run.folder / MARKDOWN, "\n\n".join(parts) + "\n")
-    write_whole(run.folder / PAGE, _render_page(results, charts, conditions))
+    write_whole(run.folder / MARKDOWN, "\n\n".join(filter(None, parts)) + "\n")
+    write_whole(run.folder / PAGE, _render_page(results, charts, tables, conditions))
     return missing
 
 
 def _render_page(
-    results: RunResults, charts: Sequence[Chart], conditions: Mapping[str, Conditions]
+    results: RunResults,
+    charts: Sequence[Chart],
+    tables: Mapping[str, Table],
+    conditions: Mapping[str, Conditions],
 ) -> str:
     jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -356,10 +348,7 @@ def _render_page(
         charts=charts,
         # Only `<` could close the script element that holds the JSON.
         chart_data=Markup(numbers.replace("<", "\\u003c")),
-        tables=[
-            (name, TABLES[name][0], table, TABLES[name][1].format(unit=results.unit))
-            for name, table in report_tables(results).items()
-        ],
+        tables=tables,
         source=sources.pop() if len(sources) == 1 else None,
         conditions=conditions,
         colours={cell.name: number % len(COLOURS) for number, cell in enumerate(results.cells)},

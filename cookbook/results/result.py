@@ -97,11 +97,10 @@ class Result:
         """The repeats of the cell, or the cell itself if it has none."""
         return self.repeats or (self,)
 
-    @property
-    def batch(self) -> float | None:
-        """Tokens per step over all ranks; with unequal batches equal steps see different texts."""
-        tokens = self.tokens_per_step_per_gpu
-        return tokens * self.world if tokens is not None else None
+    def has_texts_of(self, base: Self) -> bool:
+        """Return whether both train on the same texts at the same step."""
+        own, of_base = ((one.tokens_per_step_per_gpu or 0) * one.world for one in (self, base))
+        return self.recipe == base.recipe and own == of_base
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the fields as plain values, without repeats and the values of every step."""

@@ -6,7 +6,7 @@ An unset option counts as TorchTitan's default, so setting it to its default is 
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from cookbook.run.record import CellRecord
 _MOST_NODES = 4
 # Names that belong to the configuration; an active feature of the same name may differ in meaning.
 _ASKED = frozenset({"precision", "ep_backend", "loss"})
+_DURATION = "self check seconds"  # varies from run to run
 # Facts that vary from run to run, or that a comparison shows elsewhere.
-_DURATION = "self check seconds"
 _NOISE = re.compile(r"nodes$|gpu$|self check |mean attended length$")
 _KINDS = {
     "training.dataset": "the texts: ",
@@ -34,7 +34,7 @@ _KINDS = {
 class Conditions:
     """Facts of a run's cells: those that all cells share, and a table of those that differ."""
 
-    shared: tuple[tuple[str, str], ...]
+    shared: Sequence[tuple[str, str]]  # name and value
     differing: Table | None
     is_known: bool = True
 
@@ -51,12 +51,7 @@ def configuration(results: RunResults) -> Conditions:
 
 def environment(results: RunResults) -> Conditions:
     """Return versions, GPUs, driver and nodes of the cells that have reached their first step."""
-    seen = {
-        cell.name: {name: value for name, value in cell.seen.items() if name != _DURATION}
-        for cell in results.cells
-        if cell.seen
-    }
-    found = _conditions("fact", seen)
+    found = _conditions("fact", {cell.name: cell.seen for cell in results.cells if cell.seen})
     if commit := results.run.commit:
         found = replace(found, shared=(("commit of the cookbook", commit), *found.shared))
     return found
@@ -101,15 +96,13 @@ def _defaults(stack: str) -> Mapping[str, str]:
 
 def _conditions(title: str, cells: Mapping[str, Mapping[str, str]]) -> Conditions:
     names = dict.fromkeys(name for facts in cells.values() for name in facts)
-    shared, differing = [], []
-    for name in names:
-        values = [facts.get(name, UNKNOWN) for facts in cells.values()]
-        if len(set(values)) > 1:
-            differing.append((name, *values))
-        elif values[0] != UNKNOWN:
-            shared.append((name, values[0]))
-    table = Table((title, *cells), tuple(differing), "l" * (1 + len(cells)))
-    return Conditions(tuple(shared), table if differing else None, any(cells.values()))
+    rows: list[tuple[str, ...]] = [
+        (name, *(facts.get(name, UNKNOWN) for facts in cells.values())) for name in names
+    ]
+    shared = [(row[0], row[1]) for row in rows if len({*row[1:]}) == 1 and row[1] != UNKNOWN]
+    differing = [row for row in rows if len({*row[1:]}) > 1]
+    table = Table((title, *cells), differing, "l" * (1 + len(cells))) if differing else None
+    return Conditions(shared, table, any(cells.values()))
 
 
 def _devices(run: RunResults) -> str:
@@ -145,7 +138,8 @@ def seen_facts(environment: Mapping[str, Any]) -> dict[str, str]:
     if nodes:
         many = f"{len(nodes)}: {nodes[0]} to {nodes[-1]}"
         facts["nodes"] = nodes if len(nodes) <= _MOST_NODES else many
-    return dict(_flat({**facts, **versions}))
+    known = _flat({**facts, **versions})
+    return {name: value for name, value in known if name != _DURATION}
 
 
 def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

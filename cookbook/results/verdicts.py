@@ -1,17 +1,9 @@
 """Throughput, speed-ups and loss verdicts, each with a confidence interval.
 
-Neighbouring steps share a slow network or a long document, so an interval that assumes independence
-would be too narrow. The steps are split into five batches of consecutive steps; the spread of the
-batches' statistics about the statistic of all steps gives the standard error (sectioning: Asmussen
-and Glynn, Stochastic Simulation, 2007, III.5). Short batches are corrected by the autocorrelation
-of the steps. The method fails if steps stay correlated over more than a tenth of the run.
-
-Two loss curves are `equivalent` if the 90% interval of the difference of their mean losses lies
-within ±0.25% of the reference's loss (two one-sided t-tests at 5% each), `different` if it lies
-outside, else `cannot tell`. Either verdict is wrong in at most 5% of cases. With several runs of
-each cell the variance is that between runs, and the verdict is on the cells. With one run of each
-the variance comes from the step-by-step difference, and the verdict is on these two curves only:
-another seed may change it (docs/evidence/convergence.md).
+Neighbouring steps are alike, so the steps are split into five batches of consecutive steps. The
+spread of the batches' statistics about the statistic of all steps gives the standard error
+(sectioning: Asmussen and Glynn, Stochastic Simulation, 2007, III.5). A loss verdict is a test of
+equivalence. The rules and their limits: docs/reference/statistics.md.
 """
 
 import math
@@ -42,10 +34,6 @@ class Spread:
         from scipy.special import stdtrit
 
         return float(stdtrit(self.freedom, (1 + level) / 2)) * self.error
-
-    def of_difference(self, num: int, num_other: int) -> "Spread":
-        """Return the spread of a difference of means; `error` must be a value's deviation."""
-        return Spread(self.error * math.sqrt(1 / num + 1 / num_other), self.freedom)
 
 
 def batches(values: Sequence[float]) -> list[Sequence[float]]:
@@ -78,15 +66,20 @@ def spread_about(figure: float, parts: Sequence[float]) -> Spread:
     return Spread(math.sqrt(variance / len(parts)), len(parts) - 1)
 
 
-def pooled_deviation(groups: Iterable[Sequence[float]]) -> Spread | None:
-    """Return the pooled standard deviation of all groups' values about the means of their groups.
+def pooled_spread(
+    own: Sequence[float], reference: Sequence[float], groups: Iterable[Sequence[float]]
+) -> Spread | None:
+    """Return the spread of the difference of two means; the variance is pooled over `groups`.
 
     None if no group has two values. Groups with a value that is not finite are excluded.
     """
     known = [group for group in groups if len(group) > 1 and all(map(math.isfinite, group))]
     freedom = sum(len(group) - 1 for group in known)
+    if not freedom:
+        return None
     squares = sum(statistics.variance(group) * (len(group) - 1) for group in known)
-    return Spread(math.sqrt(squares / freedom), freedom) if freedom else None
+    deviation = math.sqrt(squares / freedom)
+    return Spread(deviation * math.sqrt(1 / len(own) + 1 / len(reference)), freedom)
 
 
 def correlation(deviations: Sequence[float]) -> float:
@@ -154,21 +147,15 @@ def measured_steps(curve: Sequence[StepMetrics]) -> list[StepMetrics]:
     return kept
 
 
-def speeds_of(curve: Sequence[StepMetrics]) -> list[float]:
-    """Return the tokens/s/GPU of the measured steps that logged a speed."""
-    return [*_speeds(measured_steps(curve)).values()]
-
-
-def _speeds(steps: Iterable[StepMetrics]) -> dict[int, float]:
-    """Return the speeds by step, without steps that logged none."""
-    speeds = ((one.step, one.tokens_per_second) for one in steps)
+def speeds_of(curve: Sequence[StepMetrics]) -> dict[int, float]:
+    """Return the tokens/s/GPU of the measured steps that logged a speed, by step."""
+    speeds = ((one.step, one.tokens_per_second) for one in measured_steps(curve))
     return {step: speed for step, speed in speeds if speed and 0 < speed < math.inf}
 
 
 def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
     """Return the throughput over all curves of one cell; None if no step was measured."""
-    kept = [measured_steps(curve) for curve in curves]
-    runs = [speeds for speeds in map(_speeds, kept) if speeds]
+    runs = [speeds for speeds in map(speeds_of, curves) if speeds]
     if not runs:
         return None
     speeds = [speed for run in runs for speed in run.values()]
@@ -187,7 +174,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
         upper_quartile=upper,
         mean=statistics.harmonic_mean(speeds),
         num_steps=len(speeds),
-        warm_up_steps=sum(map(len, curves)) - sum(map(len, kept)),
+        warm_up_steps=sum(len(curve) - len(measured_steps(curve)) for curve in curves),
         stalls=tuple(stalls),
         stall_share=lost / sum(1 / speed for speed in speeds),
     )
@@ -233,8 +220,7 @@ def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> Speed
     """Return the speed-up over repeats that did not alternate; both cells share one variance."""
     logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
     ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
-    deviation = pooled_deviation(logs)
-    spread = deviation.of_difference(len(own), len(reference)) if deviation else None
+    spread = pooled_spread(own, reference, logs)
     return _speed_up(ratio, spread, REPEATS, min(len(own), len(reference)))
 
 
@@ -278,7 +264,7 @@ def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
     return {step.step: step.loss for step in steps if step.loss is not None}
 
 
-def judge_curves(own: Losses, reference: Losses) -> tuple[LossVerdict, LossVerdict]:
+def judge_curves(own: Losses, reference: Losses) -> list[LossVerdict]:
     """Return the verdicts on two runs over the steps that both logged: all, and the last tenth."""
     verdicts = []
     for window, steps in _windows([own, reference]):
@@ -292,12 +278,12 @@ def judge_curves(own: Losses, reference: Losses) -> tuple[LossVerdict, LossVerdi
         logged = "1 step" if num == 1 else f"{num} steps"
         reason = f"both logged only {logged}, {LEAST_VALUES} are needed"
         verdicts.append(_judge(window, *pair, spread, reason, num, 1))
-    return verdicts[0], verdicts[1]
+    return verdicts
 
 
 def judge_repeats(
     cells: Mapping[str, Sequence[Losses]], reference: str
-) -> dict[str, tuple[LossVerdict, LossVerdict]]:
+) -> dict[str, list[LossVerdict]]:
     """Return the verdicts on all cells except `reference`; the variance is pooled over all runs."""
     found: dict[str, list[LossVerdict]] = {name: [] for name in cells if name != reference}
     for window, steps in _windows([run for runs in cells.values() for run in runs]):
@@ -305,14 +291,13 @@ def judge_repeats(
             name: [statistics.fmean(run[step] for step in steps) for run in runs] if steps else []
             for name, runs in cells.items()
         }
-        deviation = pooled_deviation(means.values())
         reason = "no cell has two runs" if steps else "no step that every run logged"
         for name, verdicts in found.items():
-            own, base = means[name], means[reference]
-            spread = deviation.of_difference(len(own), len(base)) if deviation else None
+            pair = means[name], means[reference]
+            spread = pooled_spread(*pair, means.values())
             runs = len(cells[name])
-            verdicts.append(_judge(window, own, base, spread, reason, len(steps), runs))
-    return {name: (whole, last) for name, (whole, last) in found.items()}
+            verdicts.append(_judge(window, *pair, spread, reason, len(steps), runs))
+    return found
 
 
 def _judge(
