@@ -56,7 +56,7 @@ _RECIPE = f"{AO}._to_mxfp8_then_scaled_grouped_mm"
 _TO_MX = "torchao.prototype.mx_formats.mx_tensor.to_mx"
 _FP8_SCALES = f"{AO}.triton_fp8_per_group_colwise_scales"
 _ROUTER = f"{STACK}.parallelize.sum_gradient_over_tp"
-_SWIGLU = f"{GROUPS}._ScoredSwiGLU"
+_BACK = f"{GROUPS}._ScoredSwiGLU.backward"
 _DISPATCH = "torchao.prototype.moe_training.ep.a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.forward"
 _COMBINE = "torchao.prototype.moe_training.ep.a2a_combine._A2ACombineHPFwdMXFP8Bwd.backward"
 
@@ -280,17 +280,9 @@ FAULTS = (
     ),
     *_of(
         *("scored SwiGLU", ROW_KERNELS),
-        ("activations of the next row", f"{_SWIGLU}.forward", _next_row),
-        (
-            "the gate's gradient off",
-            f"{_SWIGLU}.backward",
-            with_result(lambda found: (found[0] * 1.01, found[1])),
-        ),
-        (
-            "the scores' gradient off",
-            f"{_SWIGLU}.backward",
-            with_result(lambda found: (found[0], found[1] * 1.1)),
-        ),
+        ("activations of the next row", f"{GROUPS}._ScoredSwiGLU.forward", _next_row),
+        ("the gate's gradient off", _BACK, with_result(lambda found: (found[0] * 1.01, found[1]))),
+        ("the scores' gradient off", _BACK, with_result(lambda found: (found[0], found[1] * 1.1))),
     ),
     *_of(
         *("experts' weights side by side", ROW_KERNELS),

@@ -45,27 +45,22 @@ def build_layer(
     return layer
 
 
-def parallelize(
-    layer: Any,
-    dims: Any,
-    backend: str,
-    row_kernels: bool = False,
-    dual_pipe_v: bool = False,
-    **deepep: Any,
-) -> None:
-    """Apply TorchTitan's plan and the cookbook's to one layer."""
+def parallelize(layer: Any, dims: Any, backend: str, **options: Any) -> None:
+    """Apply TorchTitan's plan and the cookbook's to one layer; `options` has DeepEP's too."""
     from cookbook.titan.tt_0_2_2.job_config import Cookbook, DeepEP, Parallelism
     from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
-    job: Any = SimpleNamespace(parallelism=Parallelism(), deepep=DeepEP(**deepep))
-    job.parallelism.expert_parallel_comm_backend = backend
-    job.cookbook = Cookbook(row_kernels=row_kernels)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
     model: Any = SimpleNamespace(layers={"0": block})
     meshes = {f"{name}_mesh": dims.get_optional_mesh(name) for name in ("tp", "ep", "etp")}
     meshes["ep_etp_mesh"] = dims.get_optional_mesh(["ep", "etp"])
-    apply_moe_ep_tp(job, model, dual_pipe_v=dual_pipe_v, **meshes)
+    meshes["dual_pipe_v"] = options.pop("dual_pipe_v", False)
+    job: Any = SimpleNamespace(parallelism=Parallelism())
+    job.parallelism.expert_parallel_comm_backend = backend
+    job.cookbook = Cookbook(row_kernels=options.pop("row_kernels", False))
+    job.deepep = DeepEP(**options)
+    apply_moe_ep_tp(job, model, **meshes)
 
 
 def batches() -> tuple[torch.Tensor, torch.Tensor]:
