@@ -60,14 +60,7 @@ def _take_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _spread_kernel(  # type: ignore[no-untyped-def]
-    tokens,
-    slots,
-    scores,
-    grouped,
-    features,
-    has_scores: constexpr,
-    top_k: constexpr,
-    block: constexpr,
+    tokens, slots, scores, grouped, features, top_k: constexpr, block: constexpr
 ):
     # One program per token: read its row once, and write it once per copy on this rank.
     token = tl.program_id(0).to(tl.int64)
@@ -77,7 +70,7 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     for k in tl.static_range(top_k):
         slot = tl.load(slots + token * top_k + k).to(tl.int64)
         value = row
-        if has_scores:
+        if scores is not None:
             value = row.to(tl.float32) * tl.load(scores + token * top_k + k)
         tl.store(grouped + slot * features + column, value, mask=inside & (slot >= 0))
 
@@ -102,27 +95,18 @@ def _fill_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _collect_kernel(  # type: ignore[no-untyped-def]
-    grouped,
-    slots,
-    scores,
-    base,
-    tokens,
-    features,
-    has_scores: constexpr,
-    has_base: constexpr,
-    top_k: constexpr,
-    block: constexpr,
+    grouped, slots, scores, base, tokens, features, top_k: constexpr, block: constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < features
     total = tl.zeros((block,), dtype=tl.float32)
-    if has_base:
+    if base is not None:
         total += tl.load(base + token * features + column, mask=inside, other=0.0).to(tl.float32)
     for k in tl.static_range(top_k):
         slot = tl.load(slots + token * top_k + k).to(tl.int64)
         value = tl.load(grouped + slot * features + column, mask=inside & (slot >= 0), other=0.0)
-        if has_scores:
+        if scores is not None:
             total += value.to(tl.float32) * tl.load(scores + token * top_k + k)
         else:
             total += value.to(tl.float32)
@@ -197,7 +181,7 @@ def spread(
     block = _block(features, 2048)
     given = tokens.contiguous(), slots, _dense(scores), grouped
     grid = num_tokens, triton.cdiv(features, block)
-    _spread_kernel[grid](*given, features, scores is not None, top_k, block)
+    _spread_kernel[grid](*given, features, top_k, block)
     parts = (triton.cdiv(num_rows, _ROWS),)
     _fill_kernel[parts](copies, grouped, num_rows, features, _ROWS, block)
     return grouped
@@ -214,7 +198,7 @@ def collect(
     added = None if base is None else base.contiguous()
     given = grouped.contiguous(), slots, _dense(scores), added, tokens
     grid = num_tokens, triton.cdiv(features, block)
-    _collect_kernel[grid](*given, features, scores is not None, base is not None, top_k, block)
+    _collect_kernel[grid](*given, features, top_k, block)
     return tokens
 
 
