@@ -162,7 +162,7 @@ CHECKED = 3
 
 def parse(words: Sequence[str]) -> Start:
     parser = argparse.ArgumentParser(prog="python -m cookbook.supervise")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=lambda path: CellFolder(Path(path)))
     parser.add_argument("--script", type=Path, required=True)
     for name in ("cell", "recipe", "precision", "ep-backend", "cluster"):
         parser.add_argument(f"--{name}", required=True)
@@ -173,7 +173,6 @@ def parse(words: Sequence[str]) -> Start:
     first = marked.index("--")
     second = marked.index("--", first + 1)
     given = vars(parser.parse_args(words[:first]))
-    given["folder"] = CellFolder(given["folder"])
     return Start(arguments=words[first + 1 : second], own=words[second + 1 :], **given)
 
 
