@@ -116,10 +116,10 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """A check; `is_for_local`: whether local runs need it too.
+    """A check of `diagnose`; local runs need only those with `is_for_local`.
 
     A job runs every check with `node_hours` on its nodes, and excludes a node that fails it for
-    `node_hours` hours.
+    `node_hours` hours. A check with `is_for_gpus` is skipped if no GPU is visible.
     """
 
     name: str

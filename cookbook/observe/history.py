@@ -122,7 +122,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
 
 
 def usual_step_time(attempts: Sequence[Attempt]) -> float | None:
-    """Return the usual step time of the latest attempt that has one."""
+    """Return the median seconds of a step in the latest attempt with enough steps, else None."""
     found = (step_seconds(read_steps(attempt)) for attempt in reversed(attempts))
     return next((seconds for seconds in found if seconds is not None), None)
 

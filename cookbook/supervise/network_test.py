@@ -179,7 +179,7 @@ def run_ranks(
 ) -> None:
     """Run this node's ranks, and print the first error among them.
 
-    Each team lists its nodes in rank order; `addresses` has each team's first node.
+    `addresses` has the address of each team's first node, which runs the team's rank 0.
     """
     node = os.environ["SLURMD_NODENAME"]
     number, team = next((index, team) for index, team in enumerate(teams) if node in team)

@@ -304,7 +304,7 @@ def decide(job: JobNodes) -> None:
 
 
 def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
-    """Choose the nodes of the partition that Slurm excludes in addition to `of_user`."""
+    """Choose the nodes that the requeued job excludes besides the user's own (`of_user`)."""
     needed, listed, now = len(job.nodes), job.listed(), time.time()
     known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
     known = [node for node in known if node not in of_user]
