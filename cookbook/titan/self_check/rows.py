@@ -89,28 +89,24 @@ def row_errors(
     else:
         plan = plan_on_device(experts, num_experts, alignment)
         x, base = x.float(), random_rows(tokens, features, device, 14)
-    factors = expert_factors(num_experts, device)
+    local_experts = FactorExperts(num_experts, device)
 
     def round_trip(x: Tensor, scores: Tensor) -> Tensor:
         grouped = spread(x, plan, torch.bfloat16)
-        by_row = factors.repeat_interleave(plan.sizes.long())[:, None]
         sizes = zip(plan.sizes.tolist(), counts, strict=True)
         fill = torch.cat([torch.arange(size, device=device) >= count for size, count in sizes])
         # Rows after the last group are unused.
-        behind = len(grouped) - len(by_row)
-        by_row, fill = (
-            nn.functional.pad(one, (0, 0, 0, behind), value=1) for one in (by_row, fill[:, None])
-        )
-        if grouped.detach()[fill.squeeze(1)].any():  # true for NaN too
+        fill = nn.functional.pad(fill, (0, len(grouped) - len(fill)), value=True)
+        if grouped.detach()[fill].any():  # true for NaN too
             raise ValueError("padding rows are not zero")
-        outputs = grouped.float() * by_row
+        outputs = local_experts(grouped.float(), plan.sizes)
         if on_activations:
             outputs = outputs * row_scores(scores, plan)
-        outputs = outputs.bfloat16().masked_fill(fill, _POISON)
+        outputs = outputs.bfloat16().masked_fill(fill[:, None], _POISON)
         return collect(outputs, None if on_activations else scores, plan, base=base)
 
     # A copy for another rank's expert has index -1, which finds the factor 0.
-    factor = torch.cat([factors, factors.new_zeros(1)])[experts]
+    factor = nn.functional.pad(local_experts.factor.detach(), (0, 1))[experts]
     reference = partial(weighted_sum, factors=factor)
     (out, wanted), dx, ds = run_both(round_trip, reference, [x, scores], grad)
     yield error_of("output", out, wanted if base is None else wanted + base, MOVED)
@@ -181,11 +177,10 @@ class FactorExperts(nn.Module):
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """Scale rows (rows, features) in groups of `sizes`; rows after the last group become 0."""
-        factor = _local(self.factor)
         ends = sizes.to(torch.int64).cumsum(0)
         rows = torch.arange(len(x), device=x.device)
         expert = torch.searchsorted(ends, rows, right=True)
-        padded = torch.cat([factor, factor.new_zeros(1)])
+        padded = nn.functional.pad(_local(self.factor), (0, 1))
         return (x.float() * padded[expert][:, None]).to(x.dtype)
 
 
