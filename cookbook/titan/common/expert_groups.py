@@ -176,8 +176,9 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grouped, scores, *saved = ctx.saved_tensors
-        grad, plan = grad.contiguous(), GroupPlan(*saved)
+        grouped, scores, *of_plan = ctx.saved_tensors
+        plan = GroupPlan(*of_plan)
+        grad = grad.contiguous()
         grad_rows = _spread(grad, scores, plan, ctx.dtype)
         grad_scores = None if scores is None else _dot(grad, grouped, plan.slots)
         grad_base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
@@ -235,7 +236,8 @@ class _ScoredSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        (gate_up, scores), grad = ctx.saved_tensors, grad.contiguous()
+        gate_up, scores = ctx.saved_tensors
+        grad = grad.contiguous()
         if gate_up.is_cuda:
             return _triton().gradient(grad, gate_up, scores)
         gate, up = _exact(gate_up).chunk(2, dim=1)

@@ -106,10 +106,10 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
     for k in tl.static_range(top_k):
         slot = tl.load(slots + token * top_k + k).to(tl.int64)
         value = tl.load(grouped + slot * features + column, mask=inside & (slot >= 0), other=0.0)
+        value = value.to(tl.float32)
         if scores is not None:
-            total += value.to(tl.float32) * tl.load(scores + token * top_k + k)
-        else:
-            total += value.to(tl.float32)
+            value *= tl.load(scores + token * top_k + k)
+        total += value
     tl.store(tokens + token * features + column, total, mask=inside)
 
 
