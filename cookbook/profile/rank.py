@@ -31,7 +31,7 @@ _IS_COMMUNICATION = np.array([category.kind == COMMUNICATION for category in CAT
 
 @dataclass(frozen=True)
 class GemmRate:
-    """The speed of GEMMs of one kind; None if no shape, or not the GPU's peak, is known."""
+    """The rate of one kind of GEMM; None where no shape, or not the GPU's peak, is known."""
 
     ms: float  # milliseconds per step
     known_ms: float  # milliseconds per step of the GEMMs whose shapes are known
@@ -92,9 +92,9 @@ class RankProfile:
     unknown: Sequence[KernelTime]  # longest kernels of category `other`
     gpu: str | None
     on_gpu: bool  # whether kernels were counted, or else a CPU's operations
-    # Microseconds of each communication call by category, steps and group; and by category alone.
+    # Durations of communication calls, in microseconds. Calls of one key match on all ranks.
     calls: Mapping[tuple[object, ...], Sequence[float]] = field(repr=False)
-    called_us: Mapping[str, float]
+    called_us: Mapping[str, float]  # sum of the durations by category
 
     def counted_ms(self, category: str) -> float:
         """Return the time that counts for a category; 0 if none of its kernels ran."""
@@ -106,27 +106,20 @@ def profile_rank(path: Path) -> RankProfile:
     kernels = kernels_of(trace)
     windows = step_windows(trace, kernels)
     start, end, count = windows[0], windows[-1], len(windows) - 1
-
-    def per_step(us: float) -> float:
-        """Convert microseconds of all steps to milliseconds per step."""
-        return us / count / 1000
-
-    step_ms = per_step(end - start)
+    step_ms = _per_step(end - start, count)
     divided, gaps = divide(kernels, start, end)
     categories = {}
     for name, times in divided.items():
-        counted, busy = map(per_step, times)
+        counted, busy = (_per_step(us, count) for us in times)
         share = counted / step_ms
         categories[name] = CategoryTime(BY_NAME[name].kind, counted, share, busy - counted)
     exposed = sum(own.ms for own in categories.values() if own.kind == COMMUNICATION)
-    host_us, queued_us, causes = explain_idle(gaps, kernels, trace)
-    most = sorted(causes.items(), key=lambda cause: -cause[1])[:_MOST_CAUSES]
-    causes_ms = {name: per_step(us) for name, us in most}
+    idle = explain_idle(gaps, kernels, trace, count)
     kernels = kernels[(kernels.end > start) & (kernels.start < end)]
     alike, which = np.unique([kernels.name, kernels.category], axis=1, return_inverse=True)
     durations = np.bincount(which.reshape(-1), kernels.end - kernels.start)
     longest = [
-        KernelTime(trace.names[name], CATEGORIES[category].name, per_step(us))
+        KernelTime(trace.names[name], CATEGORIES[category].name, _per_step(us, count))
         for name, category, us in zip(*alike.tolist(), durations.tolist(), strict=True)
     ]
     longest.sort(key=lambda kernel: -kernel.ms)
@@ -146,7 +139,7 @@ def profile_rank(path: Path) -> RankProfile:
         compute_ms=sum(own.ms for own in categories.values()) - exposed,
         exposed_communication_ms=exposed,
         categories=categories,
-        idle=Idle(per_step(host_us), per_step(queued_us), causes_ms),
+        idle=idle,
         waiting_for_other_ranks_ms=None,
         gemms=_gemm_rates(trace, kernels, count),
         longest_kernels=longest[:_MOST_KERNELS],
@@ -156,6 +149,11 @@ def profile_rank(path: Path) -> RankProfile:
         calls=_calls(trace, called, windows),
         called_us=dict(zip(BY_NAME, called_us, strict=True)),
     )
+
+
+def _per_step(us: float, count: int) -> float:
+    """Convert microseconds of `count` steps to milliseconds per step."""
+    return us / count / 1000
 
 
 def step_windows(trace: Trace, kernels: Column) -> list[float]:
@@ -207,14 +205,8 @@ def divide(
     return times, np.stack([edges[change == 1], edges[change == -1]], axis=1)
 
 
-def explain_idle(
-    gaps: Column, kernels: Column, trace: Trace
-) -> tuple[float, float, dict[str, float]]:
-    """Explain the idle time in `gaps` by the next kernel's launch and the host's activity.
-
-    Return microseconds: the host-bound time, before the next kernel was launched; the queued time,
-    from a launch to the kernel's start; and the host-bound time by cause.
-    """
+def explain_idle(gaps: Column, kernels: Column, trace: Trace, count: int) -> Idle:
+    """Explain the idle time in `gaps` by the next kernel's launch and the host's activity."""
     start, end = gaps.T
     following = np.searchsorted(kernels.start, end)
     launched = np.append(kernels.launched, np.nan)[following]
@@ -233,7 +225,12 @@ def explain_idle(
         waited = first != NOTHING and _BLOCKED.search(trace.inside[first][0])
         name = _activity(trace, first if waited else middle)
         causes[f"had waited for the GPU in {name}" if waited else name] += us
-    return float((launched - start).sum()), float((end - launched).sum()), causes
+    most = sorted(causes.items(), key=lambda cause: -cause[1])[:_MOST_CAUSES]
+    return Idle(
+        host_ms=_per_step(float((launched - start).sum()), count),
+        queued_ms=_per_step(float((end - launched).sum()), count),
+        causes_ms={name: _per_step(us, count) for name, us in most},
+    )
 
 
 def _activity(trace: Trace, event: int) -> str:
@@ -281,7 +278,7 @@ def _gemm_rates(trace: Trace, kernels: Column, count: int) -> dict[str, GemmRate
         ]
         is_known = seconds and len(known) == len(peaks)
         rates[category] = GemmRate(
-            ms=float(duration.sum()) / count / 1000,
+            ms=_per_step(float(duration.sum()), count),
             known_ms=seconds * 1000 / count,
             tflops=float(flops[work].sum()) / seconds / 1e12 if seconds else None,
             peak_share=sum(known) / seconds / 1e12 if is_known else None,

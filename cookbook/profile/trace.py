@@ -95,7 +95,7 @@ class Header:
 class Trace:
     """One rank's trace; if it has no kernels, the host's operations count as work.
 
-    The columns about the nesting of the host's events give NOTHING for NOTHING as an index.
+    `parent`, `operation` and `gemm` are indexed by the host's events; NOTHING gives NOTHING.
     """
 
     header: Header

@@ -174,7 +174,7 @@ def _basis(speed: SpeedUp) -> str:
 
 
 def _span(text: Callable[[float], str]) -> Callable[[Any], str]:
-    """Return a function that formats an interval, its ends with `text`."""
+    """Return a function that formats an interval, with `text` for each of its ends."""
     return lambda found: (
         UNKNOWN if found.low is None else f"{text(found.low)} to {text(found.high)}"
     )

@@ -1,7 +1,6 @@
 """The report of a run as Markdown and as an HTML page: headlines, conditions, tables, notes.
 
-The page needs no network and no other file. All text is escaped. The template's script draws the
-charts.
+The page needs no network and no other file. All text is escaped, and a script draws the charts.
 """
 
 import html
