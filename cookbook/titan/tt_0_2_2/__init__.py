@@ -37,7 +37,7 @@ from cookbook.titan.tt_0_2_2.loss_and_optimizer import (
     build_lr_schedulers,
     build_optimizers,
 )
-from cookbook.titan.tt_0_2_2.metrics import build_metrics_processor
+from cookbook.titan.tt_0_2_2.metrics import CookbookMetrics
 from cookbook.titan.tt_0_2_2.parallelize import parallelize
 from cookbook.titan.tt_0_2_2.text_data import RepeatableValidator, build_dataloader
 
@@ -58,7 +58,7 @@ def register() -> None:
             build_loss_fn=build_loss,
             # Reports the active options after the first step, and stops a job whose options differ
             # from the overlays' declaration; writes metrics and router load at each logged step.
-            build_metrics_processor_fn=build_metrics_processor,
+            build_metrics_processor_fn=CookbookMetrics,
             # Updates the routing bias, which released Qwen3 does not; can skip steps whose
             # gradients are not finite.
             build_optimizers_fn=build_optimizers,

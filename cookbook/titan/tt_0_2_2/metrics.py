@@ -78,14 +78,36 @@ class JsonLines(BaseLogger):
 
 
 class CookbookMetrics(metrics.MetricsProcessor):
-    """TorchTitan's MetricsProcessor with the router's load, the stall alarm and the report."""
+    """TorchTitan's MetricsProcessor with the router's load, the stall alarm and the report.
 
-    # Set by `build_metrics_processor`: the self-check's summary, and the whole model's arguments.
-    self_check: dict[str, Any] | None = None
-    model_args: Any = None
+    TorchTitan builds it after the converters ran and before the model is allocated.
+    """
+
     alarm: StallAlarm | None = None
     _load: RouterLoad | None = None  # None before the first step
     _logged_at = -math.inf  # time.monotonic() of the last log line
+
+    def __init__(self, job_config: Any, parallel_dims: Any, model_args: Any) -> None:
+        """Check the kernels first; a wrong one ends the job. `model_args` are the whole model's."""
+        compiler = job_config.compile
+        uses_inductor = compiler.enable and compiler.backend == "inductor"
+        if torch.cuda.is_available() and job_config.comm.mode == "default" and uses_inductor:
+            from torch._inductor.async_compile import maybe_warm_pool
+
+            # The worker processes that compile Triton kernels take seconds to import torch. Start
+            # them now: torch would start them only when it compiles the first function.
+            maybe_warm_pool()
+        self.model_args = model_args
+        self.self_check = check_kernels(job_config, parallel_dims, model_args)
+        # No door: TorchTitan calls a module function of this name to choose the rank that logs.
+        with patch.object(metrics, "_get_metrics_rank", metrics_rank):
+            super().__init__(job_config, parallel_dims)
+        if attempt := attempt_folder():
+            rank, comm = torch.distributed.get_rank(), job_config.comm
+            traces = Path(job_config.job.dump_folder, comm.save_traces_folder)
+            self.alarm = StallAlarm(attempt, traces / comm.save_traces_file_prefix, rank)
+            if self._is_metrics_rank():
+                self.logger = JsonLines(self.logger, attempt / "metrics.jsonl", rank)
 
     def should_log(self, step: int) -> bool:
         """Return whether to log this step; called on every rank after each optimizer step."""
@@ -173,34 +195,3 @@ def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
     """
     schedule = job_config.parallelism.pipeline_parallel_schedule
     return loss_rank(schedule, parallel_dims.pp, parallel_dims.world_size)
-
-
-def build_metrics_processor(
-    job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
-) -> CookbookMetrics:
-    """Check the kernels, then build the metrics like TorchTitan's function of this name.
-
-    TorchTitan calls this once, after the converters ran and before the model is allocated.
-    """
-    compiler = job_config.compile
-    uses_inductor = compiler.enable and compiler.backend == "inductor"
-    if torch.cuda.is_available() and job_config.comm.mode == "default" and uses_inductor:
-        from torch._inductor.async_compile import maybe_warm_pool
-
-        # The worker processes that compile Triton kernels take seconds to import torch. Start them
-        # now: torch would start them only when it compiles the first function.
-        maybe_warm_pool()
-    self_check = check_kernels(job_config, parallel_dims, model_args)
-    # No door: TorchTitan calls a module function of this name to choose the rank that logs.
-    with patch.object(metrics, "_get_metrics_rank", metrics_rank):
-        processor = CookbookMetrics(job_config, parallel_dims, tag)
-    processor.self_check, processor.model_args = self_check, model_args
-    attempt = attempt_folder()
-    if attempt is None:
-        return processor
-    rank, comm = torch.distributed.get_rank(), job_config.comm
-    traces = Path(job_config.job.dump_folder, comm.save_traces_folder, comm.save_traces_file_prefix)
-    processor.alarm = StallAlarm(attempt, traces, rank)
-    if processor._is_metrics_rank():
-        processor.logger = JsonLines(processor.logger, attempt / "metrics.jsonl", rank)
-    return processor
