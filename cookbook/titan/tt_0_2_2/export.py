@@ -31,8 +31,6 @@ from cookbook.base.errors import InputError, JobError, run_command
 from cookbook.base.files import write_whole
 from cookbook.titan.tt_0_2_2.families import FAMILIES
 
-INDEX = "model.safetensors.index.json"
-REQUEST = "export.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -105,7 +103,7 @@ def export(request: Request) -> int:
             shutil.copyfile(source, to / file)
     # Write the index last: it marks the export as complete.
     index = {"metadata": {"total_size": total}, "weight_map": weights}
-    write_whole(to / INDEX, json.dumps(index, indent=2) + "\n")
+    write_whole(to / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
     return total
 
 
@@ -129,7 +127,7 @@ def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[st
 def _claim(to: Path, request: Request) -> None:
     """Create the folder and mark it as this export's; refuse a folder with any other content."""
     to.mkdir(parents=True, exist_ok=True)
-    mark, content = to / REQUEST, asdict(request)
+    mark, content = to / "export.json", asdict(request)
     if mark.exists():
         if json.loads(mark.read_text()) != content:
             reason = "holds an export of another checkpoint or dtype"
