@@ -83,6 +83,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
     TorchTitan builds it after the converters ran and before the model is allocated.
     """
 
+    logger: BaseLogger
     alarm: StallAlarm | None = None
     _load: RouterLoad | None = None  # None before the first step
     _logged_at = -math.inf  # time.monotonic() of the last log line
