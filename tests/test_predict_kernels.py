@@ -219,7 +219,7 @@ def test_fsdp_gathers_and_reduces_over_shards_and_replicas() -> None:
 
 def layers(hardware: Hardware, cell: Any = BF16, **shapes: Any) -> LayerTimes:
     own = dataclasses.replace(SHAPES, **shapes)
-    return LayerTimes(cell, Kernels(cell, hardware, own, 1000.0), Links(cell, own, hardware))
+    return LayerTimes(Kernels(cell, hardware, own, 1000.0), Links(cell, own, hardware))
 
 
 def part(*moe: bool, recomputed: bool = False, ends: bool = False) -> Part:

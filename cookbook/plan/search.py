@@ -168,20 +168,17 @@ def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Sto
         step = candidate.step or predict_step(cell, documents=documents)
         return Stop(changed, candidate.verdict == FITS, step)
 
-    names = {*start.options.settings, *end.options.settings}
-    differing = {name for name in names if start.options[name] != end.options[name]}
-    groups = {
-        title: {name for name in differing if name.startswith(prefixes)}
-        for title, prefixes in _GROUPS.items()
-    }
-    groups[_OVERLAYS] = differing.difference(*groups.values())
+    groups: dict[str, dict[str, Setting]] = {title: {} for title in _GROUPS}
+    for name in {*start.options.settings, *end.options.settings}:
+        if start.options[name] != end.options[name]:
+            own = (title for title, prefixes in _GROUPS.items() if name.startswith(prefixes))
+            groups[next(own, _OVERLAYS)][name] = Setting(end.options[name], "plan")
     stops, at, waiting = [stop("from", start)], start, list[str]()
-    for title, group in groups.items():
+    for title, settings in groups.items():
         if title == _OVERLAYS:
             at = replace(at, precision=end.precision, ep_backend=end.ep_backend)
-        if not group and (title != _OVERLAYS or start.pair == end.pair):
+        if not settings and (title != _OVERLAYS or start.pair == end.pair):
             continue
-        settings = {name: Setting(end.options[name], "plan") for name in group}
         at = replace(at, options=at.options.override(settings))
         waiting.append(title)
         if not validation_errors(at):

@@ -173,12 +173,12 @@ def attended_text(documents: Documents | None, seq_len: int) -> str:
 
 def parse_documents(place: str, text: str) -> Documents:
     """Parse `MEAN:MEDIAN`, in tokens."""
-    mean, colon, median = text.partition(":")
+    mean, _, median = text.partition(":")
     try:
         found = Documents(float(mean), float(median), place)
     except ValueError:
         found = None
-    if not colon or found is None or not 1 <= found.median_tokens < found.mean_tokens < math.inf:
+    if found is None or not 1 <= found.median_tokens < found.mean_tokens < math.inf:
         raise InputError(place, f"found {text!r}, allowed: MEAN:MEDIAN in tokens, as 430:260")
     return found
 

@@ -239,8 +239,8 @@ def exchange_wait_ms(
 class LayerTimes:
     """The times of a cell's layers; all layers of a kind take the same time."""
 
-    def __init__(self, cell: Cell, kernels: Kernels, links: Links, overlapped: bool = True) -> None:
-        self._cell, self._kernels, self._links = cell, kernels, links
+    def __init__(self, kernels: Kernels, links: Links, overlapped: bool = True) -> None:
+        self._cell, self._kernels, self._links = kernels.cell, kernels, links
         s = kernels.shapes
         self._overlapped = overlapped and s.deepep and s.ep > 1 and not kernels.is_released
         self._exchange_ms = links.expert_exchanges_ms()
@@ -249,7 +249,7 @@ class LayerTimes:
         self._forward = {moe: self._compute(moe, False) for moe in (False, True)}
         self._backward = {moe: self._compute(moe, True) for moe in (False, True)}
         # The GPU waits while the host reads the number of received rows.
-        host_ms = kernels.hardware.host_ms_per_routed_layer if cell.layout.ep > 1 else 0.0
+        host_ms = kernels.hardware.host_ms_per_routed_layer if self._cell.layout.ep > 1 else 0.0
         self._forward[True] = add(self._forward[True], {EP: self._sent_ms(False), HOST: host_ms})
 
     def _compute(self, moe: bool, backward: bool) -> Terms:

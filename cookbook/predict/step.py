@@ -96,7 +96,7 @@ def predict_step(
     if documents:
         attended = slowest_attended_tokens(documents, seq_len, sequences, meeting)
     kernels, links = Kernels(cell, hardware, shapes, attended), Links(cell, shapes, hardware)
-    times = LayerTimes(cell, kernels, links, overlapped)
+    times = LayerTimes(kernels, links, overlapped)
     least_ms = hardware.host_ms_per_routed_layer
     if times.compute_ms(Layer(0, moe=True, recomputed=False))[0] < least_ms:
         found = f"a microbatch computes in a layer for less than {least_ms:g} ms: the host sets "
@@ -107,10 +107,7 @@ def predict_step(
     busiest, bubble_ms = _busiest(ranks, times, links)
     microbatches = busiest.num_microbatches * rounds
     done = [terms for part in busiest.parts for terms in times.part(part)]
-    # A pipeline gathers and reduces once per round, however many microbatches it has.
-    keeps = options["parallelism.fsdp_reshard_after_forward"] == "never" or layout.pp > 1
-    gathers = 1 if keeps else 2
-    exposed_ms, hidden_ms = _fsdp_ms(busiest, links, times, gathers)
+    exposed_ms, hidden_ms = _fsdp_ms(busiest, links, times)
     sums = microbatches if layout.pp > 1 else 0
     tokens = float(options["training.local_batch_size"] * rounds * seq_len)
     has_worker = options["training.dataloader.num_workers"] > 0
@@ -120,7 +117,7 @@ def predict_step(
             BUBBLE: rounds * bubble_ms,
             FSDP: rounds * exposed_ms,
             BESIDE: rounds * hidden_ms * (1 - hardware.compute_beside_nccl_share),
-            COPIES: kernels.copies(busiest, gathers * rounds, rounds, sums),
+            COPIES: kernels.copies(busiest, links.gathers * rounds, rounds, sums),
             OPTIMIZER: kernels.optimizer(busiest),
             HOST: hardware.host_ms_per_step,
             TEXT: 0.0 if has_worker else tokens * hardware.text_us_per_token / 1000,
@@ -154,7 +151,7 @@ def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Ra
     return ranks[busy_ms.index(busiest_ms)], end_ms - busiest_ms
 
 
-def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes, gathers: int) -> tuple[float, float]:
+def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes) -> tuple[float, float]:
     """Return the exposed and the hidden time of FSDP's communication in a round.
 
     Nothing hides the gather before the first layer and the reduction after the last backward.
@@ -166,7 +163,7 @@ def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes, gathers: int) -> tuple
         for layer in part.layers:
             costs = [links.unit_ms(unit, beside_compute=True) for unit in layer.units]
             gather, reduce = (sum(some) for some in zip(*costs, strict=True))
-            sent = (gather, gather * (gathers - 1) + reduce)
+            sent = (gather, gather * (links.gathers - 1) + reduce)
             for sent_ms, compute_ms in zip(sent, times.compute_ms(layer), strict=True):
                 exposed += max(0.0, sent_ms - compute_ms)
                 hidden += min(sent_ms, compute_ms)

@@ -61,6 +61,13 @@ class Exchanges:
         gather, reduce = (self._gather(unit.gathered * size, *group) for size in (s.act, s.grad))
         return gather, reduce, self._gather(unit.local * s.grad, *replicas)
 
+    @property
+    def gathers(self) -> int:
+        """How often FSDP gathers a module in a round: again in the backward if it is not kept."""
+        # A pipeline gathers and reduces once per round, however many microbatches it has.
+        keeps = self.cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
+        return 1 if keeps or self.cell.layout.pp > 1 else 2
+
     def tensor(self) -> Traffic:
         """Return the traffic of a gather or reduction of the hidden states over TP."""
         s = self.shapes
@@ -158,16 +165,14 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
     # Four TP operations per layer and direction; one per direction for embedding and for head.
     ends = sum(2 * bool(part.embedding) + 2 * bool(part.head) for part in rank.parts)
     tensor = 8 * len(rank.layers) + 4 * len(repeated) + ends
-    # A pipeline gathers and reduces once per step, however many microbatches it has.
-    pipelined = cell.layout.pp > 1
-    keeps = pipelined or cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
     fsdp = Traffic()
     for unit in rank.units:
         gather, reduce, replicas = one.unit(unit)
         # A ring all-reduce is a reduce-scatter and an all-gather.
-        fsdp += gather.times(1 if keeps else 2) + reduce + replicas.times(2)
+        fsdp += gather.times(one.gathers) + reduce + replicas.times(2)
     traffic = {
-        "fsdp": fsdp.times(1 if pipelined else rank.gradient_accumulation_steps),
+        # Without a pipeline every round of accumulation gathers and reduces.
+        "fsdp": fsdp.times(1 if cell.layout.pp > 1 else rank.gradient_accumulation_steps),
         "tp": one.tensor().times(tensor * microbatches),
         "pp": one.stage().times(rank.neighbours * microbatches),
     }
