@@ -33,6 +33,9 @@ done
 """
 
 
+NODES = 2
+
+
 class ByHand:
     """`sbatch train_16b.sh` with a stand-in for torchrun, in a folder of runs of its own."""
 
