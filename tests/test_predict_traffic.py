@@ -70,9 +70,12 @@ def test_the_rank_that_sends_most_is_shown() -> None:
         assert count_work(cell, ranks).bytes_per_gpu_step == work(cell).bytes_per_gpu_step
 
 
-@pytest.mark.parametrize(("policy", "gathers"), [("default", 2), ("always", 2), ("never", 1)])
-def test_bytes_of_fsdp(policy: str, gathers: int) -> None:
-    cell = on_gpus(4, {"parallelism.fsdp_reshard_after_forward": policy})
+@pytest.mark.parametrize(
+    ("policy", "pp", "gathers"),
+    [("default", 1, 2), ("always", 1, 2), ("never", 1, 1), ("default", 2, 1)],
+)
+def test_bytes_of_fsdp(policy: str, pp: int, gathers: int) -> None:
+    cell = on_gpus(4 * pp, {"parallelism.fsdp_reshard_after_forward": policy, PP: pp, EP: 4})
     units = (Unit("layer", 4, 200, 800, 4), Unit("layer.moe.experts", 1, 4000, 4000, 4))
     rank = rank_of(cell, Part((), head=units), gradient_accumulation_steps=3)
     # Rings of 4 ranks pass 3/4 on: parameters of 2 bytes, gradients of 4. Each of 4 EP ranks has

@@ -171,8 +171,8 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
         # A ring all-reduce is a reduce-scatter and an all-gather.
         fsdp += gather.times(one.gathers) + reduce + replicas.times(2)
     traffic = {
-        # Without a pipeline every round of accumulation gathers and reduces.
-        "fsdp": fsdp.times(1 if cell.layout.pp > 1 else rank.gradient_accumulation_steps),
+        # Every round of accumulation gathers and reduces, also in a pipeline.
+        "fsdp": fsdp.times(rank.gradient_accumulation_steps),
         "tp": one.tensor().times(tensor * microbatches),
         "pp": one.stage().times(rank.neighbours * microbatches),
     }
