@@ -101,7 +101,7 @@ def test_a_step_that_takes_too_long_is_requeued_where_a_checkpoint_is(
 ) -> None:
     profile, script = by_hand.folder / "late.yaml", by_hand.folder / "late.sh"
     known = (by_hand.checkout / "recipes/cluster/soperator-b200.yaml").read_text()
-    profile.write_text(known.replace("seconds_to_stop: 300", "seconds_to_stop: 2"))
+    profile.write_text(f'{known}\ntime: "00:00:08"\n')
     text = (by_hand.checkout / "train_16b.sh").read_text()
     script.write_text(text.replace("--cluster=soperator-b200", f"--cluster={profile}"))
     job = by_hand.submit("train end", script=script)
