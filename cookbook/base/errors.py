@@ -1,4 +1,4 @@
-"""The errors of this package, their wording, and the exit status that they give a command."""
+"""The cookbook's exceptions, the wording of messages, and the exit status that each one causes."""
 
 import contextlib
 import difflib
@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Values of `place` in errors about a bare name; `named_at` replaces them by a real place.
+# An error about a name has the name's kind as `place`, until `named_at` says where it was read.
 _KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
 
 
 class InputError(Exception):
     """The input is wrong: `submit.py` prints only the message and exits with status 2.
 
-    `place` leads from the file to the key (`recipes/debug.yaml: training.steps`), `found` has the
-    wrong value and the allowed values, and `remedy` is empty if `found` implies it.
+    `place` locates the error, from file to key (`recipes/debug.yaml: training.steps`). `found` has
+    the wrong value and the allowed ones. `remedy` is empty if `found` implies it.
     """
 
     def __init__(self, place: str, found: str, remedy: str = "") -> None:
         self.place, self.found, self.remedy = place, found, remedy
-        # Pass all three: pickling to another process needs them.
+        # An exception sent to another process is pickled, and rebuilt from these three arguments.
         super().__init__(place, found, remedy)
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class JobError(Exception):
 
 @contextlib.contextmanager
 def named_at(place: str) -> Iterator[None]:
-    """Set `place`, where a name was read, in errors about the bare name."""
+    """Make errors about a name give `place`, where the name was read, instead of only its kind."""
     try:
         yield
     except InputError as error:
@@ -46,11 +46,11 @@ def named_at(place: str) -> Iterator[None]:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """Return up to `count` members of `known` that are most similar to `name`, if any is close."""
+    """Return the members of `known` closest to `name`, at most `count`; none if none is close."""
     written = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), written, n=count, cutoff=0.6)
     if not close and len(name) > 2:
-        # `name` may be the short name of a recipe, or a path without its suffix.
+        # Match parts: `name` may be a recipe's short name, or a path without its suffix.
         close = [one for one in written if name.lower() in one or one in name.lower()][:count]
     return [written[one] for one in close]
 
@@ -59,7 +59,7 @@ def unknown_name(place: str, what: str, name: str, known: Iterable[str]) -> Inpu
     """Return the error for a `name` that is not in `known`, with the nearest name as remedy."""
     names = sorted(known)
     close = nearest(name, names)
-    found = f"unknown {what} {name!r}; allowed: {', '.join(names) or 'none, there is none yet'}"
+    found = f"unknown {what} {name!r}; allowed: {', '.join(names) or 'none, as none exist yet'}"
     return InputError(place, found, f"did you mean {close[0]!r}?" if close else "")
 
 
@@ -77,7 +77,7 @@ def described(value: Any) -> str:
 
 
 def quotes_remedy(value: Any, allowed: str) -> str:
-    """Return the remedy if quotes, or missing quotes, gave `value` the wrong type; else empty."""
+    """Return a remedy if adding or removing quotes gives `value` the allowed type; else empty."""
     if allowed == "a text" and isinstance(value, bool | int | float):
         return "put it in quotes"
     reader = {"a whole number": int, "a number": float}.get(allowed)
@@ -91,13 +91,13 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     """Run `work` and return the exit status; print an error as one line on standard error.
 
     The status is the result of `work`, 2 for wrong input, 1 if the work or the system failed, 130
-    after an interrupt, and 0 if the reader of standard output has gone (`| head`).
+    after an interrupt, and 0 if the reader of standard output closed the pipe (`| head`).
     """
     if sys.stdout is None:
         # The caller has closed standard output.
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal in an ASCII locale shows `?`, not a traceback.
+        # In an ASCII locale, print `?` for other characters instead of failing with a traceback.
         sys.stdout.reconfigure(errors="replace")
     status, message = 0, ""
     try:

@@ -1,7 +1,7 @@
 """Model families, the sizes of their flavors and their pipeline stages, without importing torch.
 
-`titan/tt_0_2_2/families` describes every family from TorchTitan. `make golden` writes the
-descriptions to the stack's table, which the driver reads.
+`titan/tt_0_2_2/families` builds these descriptions from TorchTitan's own model code. `make golden`
+writes them to the stack's table, which the driver reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """The widths of a layer, of the whole model or of one TP rank."""
+    """A layer's sizes, either in the full model or in one TP rank's shard of it."""
 
     dim: int
     heads: int
-    kv_heads: int  # heads of keys and values; equal to `heads` with multi-head latent attention
+    kv_heads: int  # key/value heads; equal to `heads` with multi-head latent attention (MLA)
     qk_norm: bool  # whether each head's queries and keys are normalized
-    q_lora: int  # latent width of queries; 0 for queries without a latent
-    kv_lora: int  # latent width of keys and values; 0 without multi-head latent attention
-    nope: int  # width of a head's queries and keys without rotary embedding
-    rope: int  # width of the rest: with rotary embedding
+    q_lora: int  # width of the query latent; 0 if queries are projected directly
+    kv_lora: int  # width of the key/value latent; 0 without MLA
+    nope: int  # width of the part of a query or key head that has no rotary embedding
+    rope: int  # width of the other part, which has rotary embedding
     v_head: int
     dense_hidden: int
     expert_hidden: int
@@ -32,7 +32,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Model(Sizes):
-    """A model; its router may be limited to `num_limited_groups` of `num_expert_groups`."""
+    """A model; its router may limit a token to `num_limited_groups` of `num_expert_groups`."""
 
     n_layers: int
     n_dense_layers: int
@@ -56,25 +56,25 @@ class Family:
     name: str
     title: str  # name in messages
     flavors: Mapping[str, Model]
-    # Tensors of a published checkpoint, with names of sizes as dimensions; None for any size.
+    # Tensors of a published checkpoint. A dimension is the name of a `Model` field; None fits any.
     weights: Mapping[str, Sequence[str | None]]
-    extra_layers: int = 0  # layers that a published checkpoint may have beyond the model's
+    extra_layers: int = 0  # layers that a published checkpoint may have on top of the model's
     has_pipelines: bool = True  # whether TorchTitan can split the model into pipeline stages
     publishes_bias: bool = True  # whether published checkpoints include the routing bias
 
 
 def is_v_shaped(schedule: str) -> bool:
-    """Return whether the stages run down the pipeline ranks and back up, two stages per rank."""
+    """Return whether stages are placed from the first rank to the last and back, two per rank."""
     return schedule.lower() in ("zbvzerobubble", "dualpipev")
 
 
 def stages_of(schedule: str, rank: int, ranks: int, per_rank: int) -> list[int]:
-    """Return the stages of pipeline rank `rank` of `ranks`, with `per_rank` stages per rank."""
+    """Return the stages of pipeline rank `rank`, if each of `ranks` ranks has `per_rank` stages."""
     if is_v_shaped(schedule):
         return [rank, ranks * per_rank - 1 - rank]
     return [rank + turn * ranks for turn in range(per_rank)]
 
 
 def loss_rank(schedule: str, ranks: int, world: int) -> int:
-    """Return the first global rank of the last pipeline stage, which knows the loss."""
+    """Return the lowest global rank with the last pipeline stage, where the loss is computed."""
     return 0 if is_v_shaped(schedule) else world // ranks * (ranks - 1)

@@ -1,4 +1,4 @@
-"""Write files atomically and under a lock, and format values as JSON."""
+"""Atomic file writes, file locks and JSON formatting."""
 
 import contextlib
 import fcntl
@@ -12,7 +12,7 @@ from pathlib import Path
 def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
     """Write `content` to `path` atomically, through a temporary file in the same folder.
 
-    An OSError names `path`, even if the disk is full.
+    Every OSError names `path`, even for a full disk, where Python's own would name no file.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,10 +31,10 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, on all machines that share it; leave an empty file."""
+    """Hold an exclusive lock on `path` across all machines that share it; an empty file remains."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
-        # Some shared file systems do not support locks.
+        # Some shared file systems do not support locks; there, go ahead without one.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -27,7 +27,7 @@ class InstalledGpu:
     model: Gpu
     driver: str
     uuid: str
-    memory_used_mib: int = 0  # memory used by all processes, without the driver's reserve
+    memory_used_mib: int = 0  # memory used by all processes, excluding the driver's reserve
     processes: tuple[str, ...] = ()  # compute processes on the GPU, as `4711 (python)`
     ecc_errors: int = 0  # uncorrectable ECC errors since the driver was loaded
     row_pending: bool = False  # whether a memory row will be remapped at the next GPU reset
@@ -44,7 +44,7 @@ class NoGpusError(Exception):
 
 
 def read_gpus(timeout_s: float = 20.0) -> tuple[InstalledGpu, ...]:
-    """Return all GPUs of this machine in NVML's order; raise NoGpusError if none, or on timeout."""
+    """Return this machine's GPUs in NVML's order; raise NoGpusError on timeout or without GPUs."""
     answer: list[tuple[InstalledGpu, ...] | NoGpusError] = []
     # A daemon thread, so that a hanging driver cannot keep the process from exiting.
     thread = threading.Thread(target=lambda: answer.append(_ask_nvml()), daemon=True)
@@ -118,10 +118,10 @@ def installed_gpus() -> tuple[InstalledGpu, ...]:
 def select_visible(
     installed: Sequence[InstalledGpu], chosen: str | None
 ) -> tuple[InstalledGpu, ...]:
-    """Return the GPUs that CUDA sees, in CUDA's order, for a `chosen` CUDA_VISIBLE_DEVICES.
+    """Return the GPUs that CUDA sees, in CUDA's order, if CUDA_VISIBLE_DEVICES is `chosen`.
 
-    If it is unset (None), CUDA sees all GPUs. Otherwise it lists indices or prefixes of UUIDs. The
-    first entry that does not match exactly one GPU ends the list; a repeated GPU empties it.
+    If it is unset (None), CUDA sees all GPUs. Otherwise it lists indices or UUID prefixes. CUDA
+    stops at the first entry that does not match exactly one GPU; if a GPU repeats, CUDA sees none.
     """
     if chosen is None:
         return tuple(installed)
@@ -147,7 +147,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def driver_version() -> str | None:
-    """Return the version of the loaded NVIDIA driver from the kernel; None without a driver."""
+    """Return the version that the kernel reports for the NVIDIA driver; None without a driver."""
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
         found = re.search(r"Kernel Module(?: for \S+)?\s+([0-9][0-9.]*)", text)
@@ -155,8 +155,8 @@ def driver_version() -> str | None:
     return None
 
 
-# Dense peaks in TFLOP/s by bits per input element; the 16-bit values are TorchTitan 0.2.2's. The
-# first key that is part of the GPU's name applies.
+# Peak TFLOP/s without sparsity, by bits per input element; the 16-bit ones are TorchTitan 0.2.2's.
+# The first key that occurs in the GPU's name applies.
 _PEAKS: dict[str, dict[int, float]] = {
     "GB200": {16: 2500.0, 8: 5000.0},
     "B200": {16: 2250.0, 8: 4500.0},
@@ -169,5 +169,5 @@ _PEAKS: dict[str, dict[int, float]] = {
 
 
 def peak_tflops(name: str, bits: int) -> float | None:
-    """Return the peak of matrix products on the GPU called `name`; None if it is unknown."""
+    """Return the peak TFLOP/s of matrix products with inputs of `bits` bits; None if unknown."""
     return next((peaks.get(bits) for model, peaks in _PEAKS.items() if model in name), None)

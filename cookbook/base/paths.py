@@ -1,4 +1,4 @@
-"""The paths of this checkout's parts."""
+"""Paths in this checkout."""
 
 import os
 from pathlib import Path
@@ -12,9 +12,9 @@ LOCAL_ASSETS = ROOT / "assets" / "local"
 
 
 def runs_folder() -> Path:
-    """Return the folder of all runs: COOKBOOK_RUNS, by default `runs/`.
+    """Return the folder that holds all runs: COOKBOOK_RUNS, by default `runs/`.
 
-    A relative path is relative to the checkout, as in jobs, not to the working directory.
+    A relative path starts at the checkout, as in jobs, not at the working directory.
     """
     return ROOT / (os.environ.get("COOKBOOK_RUNS") or "runs")
 

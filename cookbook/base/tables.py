@@ -45,7 +45,7 @@ def text_table(
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
-    """Return a Markdown table whose source is aligned as well."""
+    """Return a Markdown table whose columns are aligned in the source text too."""
     table = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (head, *rows)]
     widths = [max(2, *map(len, column)) for column in zip(*table, strict=True)]
     ends = {"l": "-", "r": ":"}
@@ -68,10 +68,10 @@ def draw_figure(
     grid: Literal["x", "y"] = "y",
     legend: str = "",
 ) -> dict[str, bytes]:
-    """Return the figure that `paint` draws as `svg` and `png`; the output is reproducible.
+    """Return the figure that `paint` draws, as the bytes of reproducible `svg` and `png` files.
 
-    `name` seeds the SVG's ids. `height` is in inches; the width is 7.6. `legend`: the colour of the
-    legend's labels, or `linecolor`; empty for no legend.
+    `name` seeds the SVG's ids. `height` is in inches; the width is 7.6. `legend` is the color of
+    the legend's labels (`linecolor`: that of each label's line); empty means no legend.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -2,7 +2,7 @@
 
 The driver checks the files before a job is queued, and the training process's data loader reads
 them with the same functions, so both report errors at the same file and line. `submit.py data`
-records the lengths of documents in `texts.json` in the folder of runs, for `check` and `plan`.
+records document lengths in the runs folder's `texts.json`, where `check` and `plan` read them.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Document:
             try:
                 value = json.loads(self.raw or "")
             except ValueError as error:
-                raise InputError(place, f"is no line of JSON ({error})", "repair it") from None
+                raise InputError(place, f"is not a line of JSON ({error})", "repair it") from None
             if not isinstance(value, dict) or key not in value:
                 keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
                 remedy = "name the key of the text: data.text_key, or --text-key of the verb data"
@@ -64,9 +64,9 @@ class Document:
 
 
 def find_sources(patterns: Sequence[str], root: Path = Path()) -> list[TextSource]:
-    """Return the sources of `data.files`: globs, files or folders.
+    """Return the sources that `data.files` lists as globs, files or folders.
 
-    `0.7:web/*.jsonl` is a source with weight 0.7; without weights all files are one source.
+    `0.7:web/*.jsonl` is a source with weight 0.7. Without weights, all files form one source.
     """
     place = "data.files"
     weighted = [re.fullmatch(r"(\d+(?:\.\d+)?):(.+)", pattern) for pattern in patterns]
@@ -133,7 +133,7 @@ def _read_parquet(file: Path, key: str) -> Iterator[list[Document]]:
     try:
         table = pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
-        raise InputError(str(file), f"is no Parquet file ({error})", "repair it") from None
+        raise InputError(str(file), f"is not a Parquet file ({error})", "repair it") from None
     columns = table.schema_arrow.names
     if key not in columns:
         remedy = "set data.text_key to the column of the text"
@@ -167,7 +167,7 @@ def write_lengths(
 def read_lengths(
     sources: Sequence[TextSource], text_key: str, tokenizer: Path
 ) -> list[float] | None:
-    """Return the recorded mean and median; None if the files, in their current state, have none."""
+    """Return the recorded mean and median; None if none are recorded or the files changed."""
     return _read_lengths().get(_key(sources, text_key, tokenizer))
 
 
@@ -180,7 +180,7 @@ def _read_lengths() -> dict[str, list[float]]:
 
 
 def _key(sources: Sequence[TextSource], text_key: str, tokenizer: Path) -> str:
-    """Return a digest of the files' paths, sizes and mtimes, the weights and the tokenizer."""
+    """Return a digest of key, tokenizer and weights, and of the files' paths, sizes and mtimes."""
     total = sum(source.weight for source in sources)
     known = [text_key, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     for source in sources:

@@ -1,8 +1,8 @@
-"""Read YAML files into dataclasses, keeping the line of each key and the text of each number.
+"""Read YAML files into dataclasses, keeping each key's line number and each number as typed.
 
-Scalars follow YAML 1.2: `1e-4` is a number, `12:00:00` and `on` are texts, unlike in YAML 1.1.
-Fields without a default are required. `field(metadata={"key": name})` reads a field from the key
-`name`. Errors name file, line, key and allowed values.
+Scalars follow YAML 1.2, not 1.1: `1e-4` is a number; `12:00:00` and `on` are strings. A field
+without a default is required. A field with `metadata={"key": name}` is read from the key `name`.
+Errors name file, line, key and allowed values.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ class YamlFile:
 
     path: Path
     content: Mapping[str, Any]
-    lines: Mapping[Keys, int] = field(repr=False)  # line numbers by path of keys from the top
-    texts: Mapping[Keys, str] = field(repr=False)  # scalars as typed, such as `3.10` for 3.1
+    lines: Mapping[Keys, int] = field(repr=False)  # line of each key, by its key path
+    texts: Mapping[Keys, str] = field(repr=False)  # numbers as typed (`3.10`, not 3.1), by key path
 
     def place(self, *keys: str) -> str:
-        """Return a place to start a message: `recipes/debug.yaml:12: training.steps`."""
+        """Return where `keys` are, to start a message: `recipes/debug.yaml:12: training.steps`."""
         known = keys
         while known and known not in self.lines:
             known = known[:-1]
@@ -63,7 +63,7 @@ def shown_path(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> YamlFile:
-    """Read the mapping in `path`; raise InputError for wrong syntax, content or duplicate keys."""
+    """Read the mapping in `path`; raise InputError if it is malformed or repeats a key."""
     shown = shown_path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -90,7 +90,7 @@ def read_yaml(path: Path) -> YamlFile:
             below = (*keys, key)
             if key in mapping:
                 place = f"{shown}:{line}: {'.'.join(below)}"
-                raise InputError(place, f"stands twice, first in line {lines[below]}")
+                raise InputError(place, f"is given twice, first on line {lines[below]}")
             lines[below] = line
             mapping[key] = value(value_node, below)
         return mapping
@@ -123,8 +123,8 @@ Texts = tuple[Text, ...]
 Numbers = dict[str, Annotated[float, Field(strict=True)]]
 # A mapping whose values the caller checks.
 Unchecked = dict[str, Any]
-# Strings by name, for a shell; numbers keep their spelling (`3.10`, not 3.1). Only a recorded
-# profile has no spelling, and its numbers are coerced.
+# Values for a shell, by name. Numbers keep their spelling (`3.10`, not 3.1), except in a cluster
+# profile stored in a run's record: there it is lost, so pydantic converts them to strings.
 Words = dict[str, str | Flag]
 
 # Descriptions of the allowed values, by the type of pydantic's error.
@@ -148,9 +148,9 @@ def fill(
     beside: Collection[str] = (),
     **given: Any,
 ) -> T:
-    """Make a `cls` from the mapping at the keys `within` of `file` and the values `given`.
+    """Make a `cls` from the mapping in `file` at the path `within` and from the values `given`.
 
-    Fields in `given` are not keys of the file. Keys in `beside` (`a` allows `a.b`) are ignored.
+    Fields in `given` are not keys of the mapping. Keys in `beside` are ignored; `a` covers `a.b`.
     """
     fields = {
         field.metadata.get("key", field.name): field.name
@@ -191,7 +191,7 @@ def _input_error(
     errors = found_by.errors(include_url=False)
     error = min(errors, key=lambda one: one["type"] != "unexpected_keyword_argument")
     kind = error["type"]
-    # pydantic appends the branch of a union (`str`, `bool`) to the path; it is not a key.
+    # pydantic adds the union member that it tried (`str`, `bool`) to the path; it is not a key.
     first, *rest = [str(key) for key in error["loc"] if key not in ("str", "bool")]
     place, found = file.place(*within, keys.get(first, first), *rest), error["input"]
     if kind == "missing":
@@ -217,7 +217,7 @@ def _dataclass_at(cls: Any, name: str) -> Any:
 
 
 def mapping_at(file: YamlFile, *keys: str) -> dict[str, Any]:
-    """Return the mapping at `keys`; empty if it is missing."""
+    """Return the mapping at the path `keys`; empty if it is missing."""
     found: Any = file.content
     for depth, key in enumerate(keys, 1):
         found = found.get(key)

@@ -129,7 +129,7 @@ def read_options(
                 continue
             option = stack.setting(place, name)
             if name in settings:
-                raise InputError(place, f"{name} stands twice, first at {settings[name].origin}")
+                raise InputError(place, f"{name} is given twice, first at {settings[name].origin}")
             settings[name] = Setting(option.check(place, value), place)
 
     read(mapping, within, "")
