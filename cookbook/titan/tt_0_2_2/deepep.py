@@ -1,7 +1,7 @@
 """The EP backend `deepep`: an MoE layer that overlaps dispatch and combine with shared experts.
 
-TorchTitan starts each transfer and waits at once, except for the forward's combine. Here start and
-wait are separate autograd nodes, with half of the shared experts' work between them:
+TorchTitan waits for each transfer right after starting it, except for the forward's combine. Here
+start and wait are separate autograd nodes, with half of the shared experts' work between them:
 
     node        forward                          backward
     leave       records when rows are ready      waits for the rows' gradients
@@ -12,9 +12,9 @@ wait are separate autograd nodes, with half of the shared experts' work between 
       second half of the shared experts
     arrive      waits for the rows               starts to send their gradients
 
-The first half is queued on the GPU before the host waits for DeepEP's counts. In the backward
-autograd runs the most recent node first, so the table's order is reversed. Another order would cost
-time but stay correct, because each reader waits for the data that it reads. Each chunk of the
+The first half is queued on the GPU before the host waits for DeepEP's counts. In the backward,
+autograd runs the most recent node first, so read the table from the bottom up. Another order would
+be slower but still correct, because each node waits for the data that it reads. Each chunk of
 tokens has its own dispatch and combine. This module can be imported only if DeepEP is installed.
 """
 
@@ -45,18 +45,18 @@ _STREAMS = {"async_finish": True, "allocate_on_comm_stream": True}
 
 @dataclass(eq=False)
 class Exchange:
-    """The state shared by the autograd nodes of one layer's chunk of tokens."""
+    """State shared by the autograd nodes that handle one chunk of a layer's tokens."""
 
-    ready: Any = None  # CUDA event: the rows may be sent
-    handle: Any = None  # DeepEP's handle of the dispatch
-    sent: Any = None  # CUDA event: the latest transfer has finished
+    ready: Any = None  # CUDA event after which the rows may be sent
+    handle: Any = None  # DeepEP's handle for the dispatch
+    sent: Any = None  # CUDA event at the end of the latest transfer
     received_gradients: Tensor | None = None  # gradients passed from `arrive` to `_Combine`
 
 
 class Routing(SimpleNamespace):
-    """The destinations of a layer's rows.
+    """The experts and scores of one chunk's rows.
 
-    It is neither a tuple nor a dataclass because FSDP would cast the scores inside those to BF16.
+    Not a tuple or a dataclass, because FSDP casts tensors inside those to BF16, even the scores.
     """
 
     experts: Tensor  # (tokens, top k) int64, -1 for no expert
@@ -68,7 +68,7 @@ class Routing(SimpleNamespace):
 def leave(
     rows: Tensor, scores: Tensor, experts: Tensor, num_experts: int
 ) -> tuple[Tensor, Routing]:
-    """Record that `rows` (tokens, features) and routing are ready; drop experts with score 0."""
+    """Mark `rows` (tokens, features) and routing as ready to send; drop experts with score 0."""
     exchange = Exchange()
     # Convert before `ready` is recorded: DeepEP sends float32 scores and contiguous tensors.
     experts = experts.masked_fill(scores == 0, -1).contiguous()
@@ -79,7 +79,7 @@ def leave(
 def dispatch(
     rows: Tensor, routing: Routing, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Send the rows that `leave` returned to the ranks of their experts.
+    """Send rows, as returned by `leave`, to the ranks that hold their experts.
 
     Return the received rows (received, features), their local experts (received, top k; -1 for an
     expert on another rank), their scores, and the number of rows for each local expert.
@@ -90,17 +90,17 @@ def dispatch(
 
 
 def arrive(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Wait for `_Combine` and return its result: (tokens, features), summed over experts' ranks."""
+    """Wait for `_Combine`; return its result (tokens, features), summed over the experts' ranks."""
     return _Arrive.apply(rows, exchange)
 
 
 def _now() -> Any:
-    """Record an event after all work queued on the current stream."""
+    """Return an event recorded after all work queued on the current stream."""
     return deepep.EventOverlap(deepep.EventHandle())
 
 
-# The exchange of the running layer, passed as a global: selective recomputation saves only results
-# of custom operators, and these take only tensors and numbers.
+# The running layer's exchange. It is a global because custom operators take only tensors and
+# numbers; dispatch and combine are such operators so that recomputation can save their results.
 _current = Exchange()
 
 
@@ -110,7 +110,7 @@ def _send(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exchange, buffer = _current, deepep._buffer
     # Allocate the layout on DeepEP's stream: `--debug.deterministic` makes PyTorch fill new memory,
-    # and a fill on another stream overwrites counts (device asserts in released TorchTitan).
+    # and a fill on another stream overwrites counts, as in released TorchTitan (device asserts).
     per_rank, per_rdma_rank, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
         experts, num_experts, previous_event=exchange.ready, **_STREAMS
     )
@@ -180,7 +180,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Start to send rows (received, features) back, if needed; `arrive` waits for the result."""
+    """Start sending rows (received, features) back, if needed; `arrive` waits for the result."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routing: Routing, is_needed: bool) -> Tensor:
@@ -210,8 +210,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
-        # `_Combine` reads the gradients from the exchange: autograd would reject them here, because
-        # they have the shape of the received rows, not of this node's input.
+        # Pass the gradients to `_Combine` through the exchange. Autograd would reject them here,
+        # because they have the shape of the received rows, not of this node's input.
         exchange.received_gradients, *_, exchange.sent = deepep._buffer.dispatch(
             x=rows.contiguous(), handle=exchange.handle, previous_event=_now(), **_STREAMS
         )
@@ -219,7 +219,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class SendingExperts(nn.Module):
-    """A mixin for the routed experts that dispatches tokens, computes, and combines.
+    """A mixin that makes routed experts dispatch tokens, compute, and combine.
 
     A layer's tokens come in one or more chunks. While the experts compute one chunk, the next is
     being dispatched and the previous one combined. One call takes all chunks, so that FSDP gathers
@@ -232,12 +232,12 @@ class SendingExperts(nn.Module):
     def forward(
         self, rows: tuple[Tensor, ...], routings: tuple[Routing, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the result of `_Combine` for each chunk of rows (tokens, features)."""
+        """Return each chunk's combined rows (tokens, features), which `arrive` must wait for."""
         returned: list[Tensor] = []
         computed: Tensor | None = None
         for index, (part, routing) in enumerate(zip(rows, routings, strict=True)):
-            # Dispatch this chunk before combining the previous one, or it would queue behind that
-            # combine. The host waits for DeepEP's counts while the GPU computes the previous chunk.
+            # Dispatch this chunk before combining the previous one, or the dispatch would queue
+            # behind the combine. The host awaits DeepEP's counts while the GPU is still computing.
             arrived = dispatch(part, routing, self.cookbook_group)
             activity.dispatches.add("deepep")
             if computed is not None:
@@ -253,7 +253,7 @@ class SendingExperts(nn.Module):
             return _Combine.apply(computed, routing, not in_recompute())
 
     def _compute(self, rows: Tensor, experts: Tensor, scores: Tensor, counts: list[int]) -> Tensor:
-        """Return the experts' outputs, summed for each row over its local experts."""
+        """Return, for each row, the sum of its local experts' outputs."""
         plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         activity.patches_applied.add("deepep-padded-groups")
         grouped = spread(rows, plan)
@@ -264,10 +264,10 @@ class SendingExperts(nn.Module):
 
 
 class HalvedFeedForward(FeedForward):
-    """TorchTitan's shared experts in two halves, overlapped with dispatch and with combine."""
+    """TorchTitan's shared experts, split into two halves that overlap dispatch and combine."""
 
     def forward(self, x: Any = None, halves: Any = None) -> Any:
-        """Return gate and up projections of `x` (tokens, features), or the output from `halves`."""
+        """Project `x` (tokens, features) to gate and up, or turn these `halves` into the output."""
         if x is not None:
             return self.w1(x), self.w3(x)
         gate, up = halves
@@ -275,7 +275,7 @@ class HalvedFeedForward(FeedForward):
 
 
 def cut(values: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """Split (tokens, ...) into near-equal chunks, whose gradients autograd concatenates once."""
+    """Split (tokens, ...) into near-equal chunks; autograd concatenates their gradients once."""
     if chunks == 1:
         return (values,)
     least, more = divmod(len(values), chunks)
@@ -295,7 +295,7 @@ class SplitMoE(DeepEPMoE):
 
         Under TP, `x` and the output are this rank's shard of every sequence, (batch, length / TP,
         features). The routed experts get this shard; router and shared experts get the gathered
-        sequence. The latter's gradient is summed over TP once, overlapped with the rows' gradients.
+        sequence, whose gradient is summed over TP once, during the transfer of the rows' gradients.
         """
         tp_mesh = getattr(self, "cookbook_tp_mesh", None)
         mine = x.to_local() if isinstance(x, DTensor) else x
@@ -320,7 +320,7 @@ class SplitMoE(DeepEPMoE):
         rows, routings = zip(*left, strict=True)
         shared = self.shared_experts
         if shared is not None and tp_mesh is not None:
-            # After `leave`, so that in the backward the sum over TP starts before `leave` waits.
+            # Keep this after `leave`: the backward then starts the TP sum before `leave` waits.
             tokens = token_shard.with_partial_gradient(whole, mine, tp_mesh).view(-1, features)
         halves = None if shared is None else shared(tokens)
         returned = self.experts(rows, routings)
@@ -341,7 +341,7 @@ def use_split_moe(moe: Any, group: ProcessGroup, options: Any) -> None:
     the job's options `deepep.*`.
     """
     moe.__class__ = SplitMoE
-    # TorchTitan's Qwen3 always builds the standard layer, which has a reorderer.
+    # TorchTitan's Qwen3 always builds the standard layer, which has a reorderer; DeepEP's has none.
     moe.reorderer = None
     moe.cookbook_chunks = options.num_chunks
     mix_in(SendingExperts, moe.experts)

@@ -4,7 +4,7 @@ TorchTitan's converters `quantize.grouped_mm.mx` and `quantize.linear.mx` are re
 ignores `recipe_name`, and both refuse GPUs below SM100 although TorchAO can emulate MXFP8.
 
 `mxfp8_a2a` is TorchTitan's standard backend with TorchAO's quantized all-to-all. The dispatch sends
-MXFP8 in the forward and BF16 in the backward, the combine the other way around. The receiver
+MXFP8 in the forward and BF16 in the backward; the combine does the reverse. The receiver
 dequantizes at once, so the grouped GEMMs may have any precision.
 """
 
@@ -44,7 +44,7 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 
 
 class _Converter(QuantizationConverter):
-    section: str  # section of `quantize` with this converter's options
+    section: str  # the section of `quantize` that has this converter's options
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
@@ -72,7 +72,7 @@ class MXGroupedMMConverter(_Converter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         fqns = job_config.quantize.grouped_mm.mx.fqns
         if not fqns:
-            # A hand-written job that declares no precision would silently train in BF16.
+            # Refuse, or a hand-written job that declares no precision silently trains in BF16.
             raise refuse(
                 "quantize.grouped_mm.mx.fqns is empty: the converter replaces no layer; pass "
                 "--quantize.grouped_mm.mx.fqns=experts"
@@ -80,7 +80,7 @@ class MXGroupedMMConverter(_Converter):
         super().__init__(job_config, parallel_dims)
         self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
         if self.emulate:
-            # No door: TorchAO calls its emulation by name.
+            # This is a patch, because TorchAO calls its emulation by name.
             scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d = emulated_weight_gradient
         # Pad each expert's tokens to whole 32-element scale blocks: the weight gradient's GEMM
         # contracts over tokens.
@@ -94,7 +94,7 @@ class MXGroupedMMConverter(_Converter):
 
 
 class MXLinearConverter(_Converter):
-    """Replaces linear layers by TorchAO's MXLinear, except those matching `filter_fqns`."""
+    """Replaces linear layers with TorchAO's MXLinear, except those that match `filter_fqns`."""
 
     section = "linear"
 
@@ -122,10 +122,10 @@ def emulated_weight_gradient(
     out_dtype: torch.dtype | None = torch.bfloat16,
     block_size: int = 32,
 ) -> Tensor:
-    """Return the weight gradient (groups, N, K), dequantized and multiplied in BF16.
+    """Dequantize the operands, multiply in BF16, and return the weight gradient (groups, N, K).
 
-    TorchAO's function of the same signature loops over groups on the host, which does not compile.
-    Groups must consist of whole blocks, so that no scale spans two groups.
+    TorchAO's function with this signature loops over groups on the host, which does not compile.
+    Each group must consist of whole blocks, so that no scale spans two groups.
     """
     rows, length = a_data.shape
     a = a_data.reshape(rows, length // block_size, block_size).to(torch.bfloat16)
@@ -139,7 +139,7 @@ def emulated_weight_gradient(
 def replace_mx_converters() -> None:
     """Replace TorchTitan's MX converters in its registry.
 
-    No door: `register_model_converter` refuses a name that is already registered.
+    This is a patch: `register_model_converter` refuses a name that is already registered.
     """
     model_converter._registry_model_converter_cls.update(
         {"quantize.grouped_mm.mx": MXGroupedMMConverter, "quantize.linear.mx": MXLinearConverter}
@@ -170,7 +170,7 @@ def _dequantized(values: MXTensor) -> Tensor:
 
 
 def casts_are_emulated() -> bool:
-    """Return whether this GPU needs emulated casts; the all-to-all sends MXFP8 either way."""
+    """Return whether this GPU must emulate MXFP8 casts; the all-to-all sends MXFP8 either way."""
     return not has_cuda_capability(10, 0)
 
 
@@ -196,7 +196,7 @@ class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
 
 @dataclass(frozen=True)
 class Precisions:
-    """Whether the dispatch quantizes in the forward, and the combine in the backward."""
+    """Whether the dispatch's forward quantizes, and whether the combine's backward does."""
 
     dispatch_forward: bool
     combine_backward: bool
@@ -214,19 +214,19 @@ class Precisions:
         return self.dispatch_forward or self.combine_backward
 
     def send(self, rows: Tensor, here: list[int], there: list[int], group: Any) -> Tensor:
-        """Send rows to their experts' ranks: `there[i]` rows to rank i, `here[i]` rows from it."""
+        """Send `there[i]` rows to rank i, which has their experts; get `here[i]` rows from it."""
         exchange = _Dispatch.apply if self.dispatch_forward else all_to_all_single_autograd
         return exchange(rows.contiguous(), here, there, group)
 
     def receive(self, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
-        """Return rows to the ranks that sent them; `there` and `here` are as in `send`."""
+        """Send rows back to the ranks they came from; `there` and `here` are as in `send`."""
         exchange = _Combine.apply if self.combine_backward else all_to_all_single_autograd
         return exchange(rows.contiguous(), there, here, group)
 
 
 @torch.no_grad()
 def exchange_counts(counts: Tensor, group: Any, ranks: int) -> tuple[Tensor, list[list[int]]]:
-    """Return the counts to receive, (ranks * local experts,), and the [send, receive] splits."""
+    """Return all ranks' counts, (ranks * local experts,), and the [send, receive] splits."""
     received = all_to_all_single(counts, None, None, group=group)
     received = torch.ops._c10d_functional.wait_tensor(received)
     # The only synchronization with the device: the host needs the splits.
@@ -258,7 +258,7 @@ class QuantizedExpertParallel(ExpertParallel):
 
 
 def prepare_quantized_a2a() -> None:
-    """Replace TorchAO's cast and all-to-all if this machine does not support them; no door."""
+    """Patch TorchAO's cast and all-to-all, each only if this machine does not support it."""
     for module in (a2a_dispatch, a2a_combine):
         if casts_are_emulated():
             module.triton_to_mxfp8_dim0 = _cast_with_operations

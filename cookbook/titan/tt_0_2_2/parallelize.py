@@ -1,4 +1,4 @@
-"""TorchTitan's parallelization of a model, with corrected gradient sums in MoE under TP and EP.
+"""TorchTitan's parallelization of a model, with MoE gradient sums corrected under TP and EP.
 
 TorchTitan's functions look up plan classes and other functions by name in their modules.
 `parallelize` and `apply_moe_ep_tp` patch these names with the cookbook's classes and functions
@@ -36,8 +36,8 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     parts, layers = FAMILIES[job_config.model.name], routing.moe_layers([model]).values()
     if any(moe.score_before_experts for moe in layers):
         raise ValueError("score_before_experts is on; set it to False: outputs are scored here")
-    # No door: TorchTitan looks these functions up by name. It calls `apply_moe_ep_tp` after TP of
-    # the non-MoE layers, and `apply_ac` before compile and FSDP wrap the layers.
+    # Patch these functions, which TorchTitan looks up by name. It calls `apply_moe_ep_tp` after it
+    # applies TP to the other layers, and `apply_ac` before compile and FSDP wrap the layers.
     names: dict[str, Any] = {
         "apply_moe_ep_tp": partial(apply_moe_ep_tp, job_config),
         "apply_ac": apply_ac,
@@ -48,12 +48,12 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
         experts_with_probs.compile(compiled.backend)
     has_meshes = parallel_dims.tp_enabled or parallel_dims.ep_enabled
     if job_config.cookbook.row_kernels and not has_meshes:
-        # TorchTitan does not call `apply_moe_ep_tp` without TP and EP.
+        # With neither TP nor EP, TorchTitan does not call `apply_moe_ep_tp`.
         for moe in layers:
             use_row_kernels(moe, Precisions.of(job_config))
     if job_config.loss.num_chunks:
         loss_and_optimizer.hand_on(model)
-        # No door: TorchTitan's TP plan looks up the output layer's style by this name.
+        # Patch this too: TorchTitan's TP plan looks up the output layer's style by this name.
         names["ColwiseParallel"] = loss_and_optimizer.HandingOnColwiseParallel
     # A dry build runs no forward and needs no routing table.
     is_random = routing.chosen_routing(job_config) == routing.RANDOM
@@ -74,8 +74,8 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
 class PartialOutputRowwiseParallel(RowwiseParallel):
     """The TP style of the shared experts' last linear layer, whose output is a partial sum.
 
-    The gradient of each partial sum equals the gradient of the sum, which all TP ranks have.
-    PyTorch 2.10 sums it over TP once more by default, so the shared experts' gradients become TP
+    The gradient of each partial sum equals the gradient of the sum, which every TP rank already
+    has. By default PyTorch 2.10 still sums it over TP, so the shared experts' gradients become TP
     times too large (pytorch/pytorch#172932, fixed in 2.11).
     """
 
@@ -93,8 +93,8 @@ class PartialOutputRowwiseParallel(RowwiseParallel):
 class PrepareMoE(PrepareModuleInputOutput):
     """Gathers an MoE layer's input along the sequence and sums its output over TP ranks.
 
-    A DeepEP layer does both itself, and not for its routed experts: each rank sends its own shard
-    of the tokens to them and gets the same shard back.
+    A DeepEP layer does both itself, but not for its routed experts: each rank sends them only its
+    own shard of the tokens and gets the same shard back.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -107,9 +107,9 @@ class PrepareMoE(PrepareModuleInputOutput):
 class SequenceShardReorderer(ParallelStyle):
     """Splits the standard backend's tokens over TP along the sequence.
 
-    TorchTitan's ReordererSequenceParallel splits the folded batch x sequence instead. With more
-    than one sequence in a batch, a rank then sends tokens outside its shard of the sequence, and
-    the backward of the gather along the sequence drops their gradients.
+    TorchTitan's ReordererSequenceParallel splits the folded (batch * sequence) dimension instead.
+    If a batch has several sequences, a rank then sends tokens outside its shard of the sequence,
+    and the backward of the gather along the sequence drops their gradients.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -127,7 +127,7 @@ class SequenceShardReorderer(ParallelStyle):
 
 
 def without_hooks(name: str) -> type[ParallelStyle]:
-    """Return the style `name` without its dispatch hooks, for experts that send rows themselves."""
+    """Return TorchTitan's style `name` without dispatch hooks: the experts send rows themselves."""
     plan = getattr(llama4_parallelize, name)
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -166,7 +166,7 @@ def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
         prepare_quantized_a2a()
         names["ExpertParallel"] = partial(QuantizedExpertParallel, precisions)
     if use_deepep:
-        # This module imports DeepEP, which may not be installed.
+        # Import lazily: the module needs DeepEP, which may not be installed.
         from cookbook.titan.tt_0_2_2.deepep import use_split_moe
 
         assert ep_mesh is not None
@@ -187,11 +187,11 @@ def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
         llama4_parallelize.apply_moe_ep_tp(model, **options)
     if tp_mesh is None:
         return
-    # Without ETP, EP also spans the TP ranks, and each TP rank sends its shard of the tokens.
+    # Without ETP, EP also spans the TP ranks, and each TP rank sends only its shard of the tokens.
     is_sharded = ep_mesh is not None and etp_mesh is None
     for moe in layers:
-        # A rank sends only its shard of the tokens or, if TP shards every expert, has one term of
-        # the output. In both cases its gradient of the scores is one term of a sum over TP.
+        # If TP shards every expert, a rank has one term of the output; if not, it sends only its
+        # shard of the tokens. Either way, its gradient of the scores is one term of a sum over TP.
         moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
         activity.patches_applied.add("router-gradients-summed-over-tp")
         if moe.shared_experts is not None:

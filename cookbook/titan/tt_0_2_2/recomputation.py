@@ -2,8 +2,8 @@
 
 TorchTitan's `selective_ac_option=op` saves operators from a fixed list, which lacks grouped GEMMs.
 In a compiled region the list matches operators that Inductor calls, but not kernels that Inductor
-generates, such as FlexAttention. Inductor calls dense GEMMs with an output buffer, and such calls
-cannot be saved. If a recipe saves dense GEMMs, those of the forward become calls of `cookbook::mm`.
+generates, such as FlexAttention. Inductor passes dense GEMMs an output buffer, and results of such
+calls cannot be saved. So if a recipe saves dense GEMMs, the forward calls `cookbook::mm` instead.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cookbook.titan.tt_0_2_2 import activity
 
-# The kinds that `op_sac_save_list` may name. Operators that are not installed are ignored.
+# The operators of each kind that `op_sac_save_list` may name. Those not installed are ignored.
 OPERATORS = {
     "attention": (
         "aten._scaled_dot_product_attention_math",
@@ -36,29 +36,29 @@ OPERATORS = {
         "_c10d_functional.reduce_scatter_tensor",
         "cookbook.deepep_combine",
         "cookbook.deepep_dispatch",
-        # The operators of released TorchTitan.
+        # Released TorchTitan's DeepEP operators.
         "deepep.combine",
         "deepep.dispatch",
     ),
     "grouped_mm": ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2"),
-    # TorchTitan saves every second `aten.mm`; `cookbook.mm` replaces it in compiled code.
+    # TorchTitan saves every second `aten.mm`. In compiled code `cookbook.mm` replaces `aten.mm`.
     "mm": ("aten.mm", "cookbook.mm"),
 }
 
-# Operators that recomputation skips if no gradient needs their results. `aten.mm` is not skipped:
-# TorchTitan counts its calls, to save every second one.
+# Operators that recomputation skips if no gradient needs their results. `aten.mm` is not skipped,
+# because TorchTitan counts its calls in order to save every second one.
 _SKIPPED = {f"{name}.default" for name in (*OPERATORS["grouped_mm"], "cookbook.mm")}
 # Whether no gradient needs the results of the operators that run now.
 _is_needless = False
 
 
 def in_recompute() -> bool:
-    """Return whether this forward is a recomputation, and so runs in autograd's backward."""
+    """Return whether this forward is a recomputation, which runs within autograd's backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def kinds_of_operators() -> dict[Any, str]:
-    """Return the kind of each installed operator."""
+    """Return each installed operator with its kind, such as `attention`."""
     kinds = {torch._higher_order_ops.flex_attention: "attention"}
     for kind, names in OPERATORS.items():
         for namespace, operator in (name.split(".") for name in names):
@@ -80,7 +80,7 @@ def not_saved() -> Iterator[None]:
 
 @contextmanager
 def last_product() -> Iterator[None]:
-    """Run GEMMs whose results no gradient needs: do not save them, skip them in recomputation."""
+    """Neither save nor recompute the results of GEMMs in this context: no gradient needs them."""
     with not_saved(), _Unmultiplied() if in_recompute() else nullcontext():
         yield
 
@@ -99,7 +99,7 @@ class _Unmultiplied(TorchDispatchMode):
         if str(func) not in _SKIPPED:
             return func(*args, **(kwargs or {}))
         rows, weights = args[:2]
-        # GEMMs of 8-bit operands return BF16.
+        # GEMMs with 8-bit operands return BF16.
         dtype = torch.bfloat16 if rows.dtype.itemsize == 1 else rows.dtype
         return rows.new_empty(len(rows), weights.shape[-1], dtype=dtype)
 
@@ -113,8 +113,8 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator) and not _is_needless
-        # Record nothing during tracing: the trace of a layer without experts queries operators that
-        # layers with experts may recompute.
+        # Record nothing during tracing: tracing a layer without experts also queries operators that
+        # the layers with experts may still recompute.
         if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved
@@ -128,8 +128,8 @@ def apply_ac(model: Any, ac_config: Any, **options: Any) -> None:
     save = ac_config.op_sac_save_list
     if "mm" in save and options.get("model_compile_enabled"):
         show_gemms(least_inner=model.model_args.dim)
-    # TorchTitan lists its own attention and DeepEP operators, which the cookbook's replace. Its
-    # list for Qwen3 lacks the all-to-all.
+    # TorchTitan's list names its own attention and DeepEP operators; add the cookbook's, which
+    # replace them. Add the all-to-all too, which TorchTitan's list for Qwen3 lacks.
     kinds = kinds_of_operators()
     operators = {operator for operator, kind in kinds.items() if kind == "communication"}
     operators.add(torch.ops.cookbook.varlen_attention.default)
@@ -170,10 +170,10 @@ multiply.register_fake(lambda rows, weights: rows.new_empty(rows.shape[0], weigh
 
 
 def show_gemms(least_inner: int) -> None:
-    """Turn the GEMMs of all forwards compiled from now on into calls of `cookbook::mm`.
+    """Turn GEMMs into calls of `cookbook::mm`, in every forward compiled from now on.
 
-    Saving one element avoids as many multiplications as the inner dimension is long. GEMMs with an
-    inner dimension below `least_inner` are not worth their memory, and stay as they are.
+    Each saved element avoids as many multiplications as the inner dimension is long. If that is
+    below `least_inner`, saving is not worth the memory, and the GEMM stays unchanged.
     """
     # Import lazily: the compiler takes seconds to import.
     import torch._inductor.config as inductor
@@ -193,7 +193,7 @@ def show_gemms(least_inner: int) -> None:
 
     class ShowGemms(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            # Skip backward graphs, whose results are never saved; their inputs include tangents.
+            # Skip backward graphs, whose results are never saved. Their inputs include tangents.
             inputs = graph.find_nodes(op="placeholder")
             if any(node.name.startswith("tangents") for node in inputs):
                 return

@@ -1,12 +1,13 @@
-"""Routed experts that score activations instead of outputs, and row kernels of two EP backends.
+"""Routed experts that score activations instead of outputs, and row kernels for two EP backends.
 
-An expert's output is linear in its activation, so scoring the activation gives the same sum over a
-token's experts, up to rounding. No gradient then needs the outputs: they are not kept, and
-recomputation skips the last GEMM. Megatron Core has "probs on activations" since v0.13. The option
-is `deepep.score_activations` for `deepep`, `cookbook.row_kernels` for `standard` and `mxfp8_a2a`.
+An expert's output is linear in its activation. Multiplying the activation by the routing score thus
+gives the same sum over a token's experts, up to rounding, and no gradient needs the outputs: they
+are not kept, and recomputation skips the last GEMM. Megatron Core has had this since v0.13, as
+"probs on activations". The option is `deepep.score_activations` for the EP backend `deepep`, and
+`cookbook.row_kernels` for `standard` and `mxfp8_a2a`.
 
-For the latter two backends, TorchTitan gathers rows by an index, scores outputs by a batched GEMM
-in float32 and scatters them by another index. The row kernels need one pass in each direction.
+For the latter two, TorchTitan gathers rows by one index, scores outputs by a batched GEMM in
+float32, and scatters them by another index. The row kernels take one pass in each direction.
 """
 
 import functools
@@ -37,9 +38,9 @@ from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, no
 
 
 class Groups(SimpleNamespace):
-    """Rows grouped by expert.
+    """The scores and group boundaries of rows that are grouped by expert.
 
-    It is neither a tuple nor a dataclass because FSDP would cast the scores inside those to BF16.
+    Not a tuple or a dataclass, because FSDP casts tensors inside those to BF16, even the scores.
     """
 
     scores: Tensor  # (rows, 1) float32
@@ -48,9 +49,9 @@ class Groups(SimpleNamespace):
 
 
 class RowExperts(nn.Module):
-    """A mixin for the routed experts that scores activations.
+    """A mixin that makes routed experts score activations.
 
-    With EP it also sends rows to the ranks of their experts and back.
+    With EP it also sends rows to their experts' ranks and back.
     """
 
     cookbook_ep: DeviceMesh | None
@@ -66,7 +67,7 @@ class RowExperts(nn.Module):
             activity.dispatches.add("standard")
         with torch.no_grad():
             received, (there, here) = exchange_counts(groups.sizes, group, ranks)
-            # Rows arrive ordered by rank, then by expert.
+            # Rows arrive ordered by sending rank, then by expert.
             num_local = len(received) // ranks
             experts = torch.arange(num_local, device=rows.device).repeat(ranks)
             experts = experts.repeat_interleave(received, output_size=sum(here))
@@ -93,8 +94,8 @@ class RowExperts(nn.Module):
         dtype = torch.bfloat16 if grouped else rows.dtype
         rows = rows.to(dtype)
         if grouped and type(w1) not in (Tensor, nn.Parameter):
-            # Quantized weights use the compiled path, because TorchAO casts to FP8 by several
-            # unfused operators.
+            # Quantized weights take the compiled path, which fuses the several operators of
+            # TorchAO's FP8 cast.
             return experts_with_probs(experts, rows, groups.scores, ends)
         gate_up = group_products(rows, join(dtype, w1, w3), ends, grouped)
         if w2.dtype != dtype:
@@ -107,11 +108,11 @@ class RowExperts(nn.Module):
 class RowMoE(MoE):
     """TorchTitan's MoE layer with `RowExperts` and the row kernels."""
 
-    # Set if EP also spans the TP ranks, so that each TP rank sends its shard of the tokens.
+    # Set if EP also spans the TP ranks; each TP rank then sends only its shard of the tokens.
     cookbook_shard_mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output for (batch, length, features)."""
+        """Return the layer's output for `x` (batch, length, features)."""
         length, features = x.shape[1:]
         tokens = x.view(-1, features)
         scores, chosen, counts = self.router(tokens, self.expert_bias)
@@ -122,8 +123,8 @@ class RowMoE(MoE):
             whole = tokens, scores, chosen
             mine, scores, chosen = (shard_tokens(one, length, tp_mesh) for one in whole)
         if experts.cookbook_tp is not None:
-            # Each TP rank has one term of the gradient. Sum it here, over tokens, because there are
-            # `top_k` times as many rows.
+            # Each TP rank has one term of the gradient. Sum the tokens' gradients here, because
+            # there are `top_k` times as many rows as tokens.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
         # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
@@ -184,13 +185,13 @@ class ProbsOnActivations:
     def __call__(self, experts: Any, rows: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
         """Return scored outputs (rows, features); their values are undefined in recomputation.
 
-        Rows are in padded groups by expert, which end at `ends`; `scores` are (rows, 1) float32.
+        Rows are in padded groups, one per expert, ending at `ends`; `scores` (rows, 1) are float32.
         """
         w1, w2, w3 = local_weights(experts)
         if not experts.use_grouped_mm:
             activations = _activate(w1, w3, rows, scores, ends, grouped=False)
             return group_products(activations, w2, ends, grouped=False)
-        # The number of rows differs in each layer and step.
+        # The number of rows differs between layers and steps.
         torch._dynamo.mark_dynamic(rows, 0)
         torch._dynamo.mark_dynamic(scores, 0)
         activations = self._activate(w1, w3, rows, scores, ends)

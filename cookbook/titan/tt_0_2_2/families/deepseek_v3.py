@@ -1,8 +1,8 @@
-"""DeepSeek-V3: multi-head latent attention, shared experts, dense layers at the start.
+"""DeepSeek-V3: multi-head latent attention, shared experts, and dense first layers.
 
 TorchTitan's smallest flavors are a debug model of 6 narrow layers, and 16B, which needs four GPUs.
 `proxy` fits on one GPU and is large enough to learn: it shows within minutes how a precision
-affects the loss. `16B_8layers` is 16B with 8 of its 27 layers, to time its kernels on two GPUs.
+affects the loss. `16B_8layers` is 16B with 8 of its 27 layers, for timing its kernels on two GPUs.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from cookbook.titan.tt_0_2_2.families.parts import (
 
 
 class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):
-    """TorchTitan's arguments of DeepSeek-V3."""
+    """TorchTitan's DeepSeek-V3 model arguments, extended for the cookbook."""
 
     def own_sizes(self) -> dict[str, Any]:
         return {
@@ -37,7 +37,7 @@ class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):
         }
 
     def transformers_config(self, seq_len: int) -> dict[str, Any]:
-        """Return the `config.json` keys of DeepSeek-V3, or of V2 if the scores are a softmax."""
+        """Return DeepSeek-V3's keys of `config.json`, or V2's if the router scores by softmax."""
         moe = self.moe_args
         is_v3 = moe.score_func == "sigmoid"
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}

@@ -1,8 +1,8 @@
-"""The code that model families share: the choice of attention, arguments, and `FamilyParts`.
+"""Code that the model families share: the choice of attention, model arguments, and `FamilyParts`.
 
-TorchTitan builds the cookbook's model class, gets masks from it and splits it over pipeline stages
-like its own; all layers are TorchTitan's. Under FlashAttention-4 (`common/varlen_attention.py`) the
-mask is a tensor of document ends, computed by the same rule as TorchTitan's mask.
+TorchTitan builds the cookbook's model class, gets masks from it, and splits it into pipeline stages
+like its own. All layers are TorchTitan's. Under FlashAttention-4 (`common/varlen_attention.py`) the
+mask is a tensor of document ends, which follow the same rule as TorchTitan's mask.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,8 +30,8 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 FLAVOR = "flavor"
 FLASH_ATTENTION_4 = varlen_attention.FLASH_ATTENTION_4
 
-# The families' head dimensions (queries and keys, values). FlashAttention-4 supports more, but
-# their gradients have been wrong on some GPUs and the cookbook does not test them.
+# The families' head dimensions, as (queries and keys, values). FlashAttention-4 supports more, but
+# their gradients have been wrong on some GPUs, and the cookbook does not test them.
 _HEAD_DIMS = ((192, 128), (128, 128))
 
 # TorchTitan's attention modules and their names in reports.
@@ -41,15 +41,15 @@ _attended = varlen_attention.AttendedLength()
 
 
 def observe_attention() -> tuple[frozenset[str], float | None]:
-    """Return the kinds of attention in this rank's first step, and the mean attended length.
+    """Return the attention kinds of this rank's first step, and the mean number of keys per token.
 
-    This waits for the GPU and stops counting attended lengths.
+    This waits for the GPU and stops the counting of keys.
     """
     return frozenset(varlen_attention.ran), _attended.close()
 
 
 def chosen_attention(model_parts: Iterable[nn.Module]) -> frozenset[str]:
-    """Return the kinds of attention that a model contains, whether or not it has run."""
+    """Return the kinds of attention in a model's layers; the model need not have run."""
     kinds = {**_OWN, DocumentAttentionKernel: FLASH_ATTENTION_4}
     modules = (module for part in model_parts for module in part.modules())
     return frozenset(kinds[type(module)] for module in modules if type(module) in kinds)
@@ -76,19 +76,19 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
             f"model.attention={FLASH_ATTENTION_4}: {reason}; leave it out, or set "
             f"model.attention={FLAVOR}"
         )
-    # TorchTitan requests masks only from models of this type.
+    # TorchTitan requests masks only from models with this attention type.
     model_args.attn_type = "flex"
 
 
 class DocumentMask(BlockMask):
-    """Cumulative document lengths of a folded batch, as the BlockMask that layers require."""
+    """Cumulative document lengths of a folded batch; a BlockMask because the layers require one."""
 
     def __init__(self, cu_seqlens: Tensor) -> None:
         self.cu_seqlens = cu_seqlens
 
 
 class DocumentAttentionKernel(nn.Module):
-    """FlashAttention-4 in place of FlexAttentionWrapper; under TP it gets local tensors."""
+    """FlashAttention-4 in place of FlexAttentionWrapper; under TP, callers pass local tensors."""
 
     def forward(
         self,
@@ -121,14 +121,14 @@ class AttentionChoice(ModelProtocol):
     def get_attention_masks(
         self, input_batch: Tensor, tokenizer: Any, extra_inputs: dict[str, Tensor] | None = None
     ) -> Any:
-        """Return the mask of a batch (batch, length): a BlockMask, or the document ends.
+        """Return a BlockMask for a batch (batch, length), or document ends for FlashAttention-4.
 
         Document ends are (batch, documents), so that every pipeline stage can split them by rows
         into microbatches.
 
         Raises:
-            TypeError: SDPA takes no mask. TorchTitan's validator asks for one all the same, and
-                expects this error.
+            TypeError: the model uses SDPA, which takes no mask. TorchTitan's validator asks for
+                one anyway, and expects this error.
         """
         if self.model_args.attn_type == "sdpa":
             raise TypeError("SDPA takes no mask")
@@ -141,7 +141,7 @@ class AttentionChoice(ModelProtocol):
             _attended.add(ends)
         if not self.flash_attention_4:
             return super().get_attention_masks(input_batch, tokenizer, extra_inputs)
-        # This synchronizes with the GPU, at no cost: it is idle after the step's first all-reduce.
+        # Waiting for the GPU costs nothing here: it is idle after the step's first all-reduce.
         documents = int(ends.sum(dim=1).max())
         return varlen_attention.document_bounds(
             ends, varlen_attention.bounds_capacity(documents, ends.shape[1])
@@ -153,7 +153,7 @@ class AttentionChoice(ModelProtocol):
         """Run TorchTitan's forward of a whole model or of one pipeline stage."""
         if self.flash_attention_4:
             cu_seqlens = varlen_attention.cumulative_lengths(attention_masks)
-            # A batch with very many documents has longer rows: recompile, but keep shapes static.
+            # More documents than usual lengthen this tensor: recompile, but keep its shape static.
             torch._dynamo.mark_static(cu_seqlens, 0)
             attention_masks = DocumentMask(cu_seqlens)
         else:
@@ -167,17 +167,17 @@ class AttentionChoice(ModelProtocol):
 
 @dataclass(frozen=True)
 class FamilyParts:
-    """One model family."""
+    """Everything that is specific to one model family."""
 
     name: str  # TorchTitan's `model.name`
     title: str
     released: Callable[[], TrainSpec]  # TorchTitan's own spec
-    infra: ModuleType  # module of TorchTitan's `parallelize_fn`; patched while it runs
-    flavors: Mapping[str, Any]  # model arguments by flavor, subclasses of CookbookArgs
+    infra: ModuleType  # the module of TorchTitan's `parallelize_fn`; patched while that runs
+    flavors: Mapping[str, Any]  # each flavor's model arguments, as CookbookArgs
     model: type[nn.Module]  # TorchTitan's model with `AttentionChoice`
     attention: type[nn.Module]  # TorchTitan's attention layer
     scale: str  # attribute of the attention layer that holds the softmax scale
-    # The fields below are those of `Family`.
+    # `Family` describes the fields below.
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
     has_pipelines: bool = True
@@ -213,7 +213,7 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
-    """Return copies of flavors as instances of `kind`; `shorter` {"16B": 8} adds `16B_8layers`."""
+    """Copy flavors to instances of `kind`; `shorter` {"16B": 8} adds a flavor `16B_8layers`."""
     found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()
@@ -224,11 +224,11 @@ def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) 
 
 
 class CookbookArgs:
-    """A mixin for TorchTitan's model arguments, the first of our classes to see a job's options.
+    """A mixin for TorchTitan's model arguments, where the cookbook first sees a job's options.
 
-    A family's class adds `own_sizes`, the sizes whose arguments are named differently in each
-    family, and `transformers_config(seq_len)`, the family's keys of `config.json`. `seq_len` is
-    training's sequence length, which decides whether RoPE is scaled.
+    Each family's class adds `own_sizes`, the sizes whose argument names differ between families,
+    and `transformers_config(seq_len)`, the family's keys of `config.json`. `seq_len` is the
+    training sequence length, which decides whether RoPE is scaled.
     """
 
     def sizes(self: Any) -> Model:

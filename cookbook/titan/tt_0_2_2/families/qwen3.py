@@ -1,8 +1,8 @@
 """Qwen3-MoE: grouped-query attention with QK norm, routed experts in every layer.
 
-As released, TorchTitan's `qwen3` ignores the EP backend, recomputes the all-to-all even under
+TorchTitan's released `qwen3` ignores the job's EP backend, recomputes the all-to-all even under
 selective recomputation, and never updates the routing bias. It does not support pipelines.
-`30B-A3B_4layers` is 30B-A3B with 4 of its 48 layers, to time its kernels on one GPU.
+`30B-A3B_4layers` is 30B-A3B with 4 of its 48 layers, for timing its kernels on one GPU.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from cookbook.titan.tt_0_2_2.families.parts import (
 
 
 class ModelArgs(CookbookArgs, Qwen3ModelArgs):
-    """TorchTitan's arguments of Qwen3."""
+    """TorchTitan's Qwen3 model arguments, extended for the cookbook."""
 
     def own_sizes(self) -> dict[str, Any]:
         return {
