@@ -90,7 +90,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "gone": (lambda path: (path / FILES[0]).unlink(), "__0_0.distcp is missing"),
     "unfinished": (
         lambda path: (path / ".metadata").rename(path / ".metadata.tmp"),
-        "has no .metadata, so it was not written to its end",
+        "has no .metadata, so it was never finished",
     ),
     "cut metadata": (lambda path: cut(path / ".metadata", 100), ".metadata cannot be read: "),
     "foreign": (

@@ -138,7 +138,7 @@ def test_a_dry_run_submits_nothing_and_shows_the_plan(runs: Path) -> None:
     for cell in ("bf16-standard", "bf16-deepep", "mxfp8-standard", "mxfp8-deepep"):
         assert f"debug-{cell}" in answer.stdout
     answer = submit("sweep", "convergence", "--dry-run", "--cluster", "local", runs=runs)
-    assert "left out, being made for the large recipe: training.steps" in answer.stdout
+    assert "left out, meant for the large recipe: training.steps" in answer.stdout
     assert listing(runs) == before
 
 

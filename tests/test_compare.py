@@ -173,7 +173,7 @@ def test_nothing_to_compare_is_an_error(two: Two, tmp_path: Path) -> None:
     for words, names, said in (
         ((), ("old",), "compare old: names 1 run; name one run with --with published, else two"),
         ((), ("old", "new"), "there is nothing to compare: no cell is in both"),
-        (("--with", "published"), ("new",), "no cell is just what was published"),
+        (("--with", "published"), ("new",), "no cell is exactly as published"),
         (("--tolerance", "-1"), ("old", "new"), "--tolerance: found -1, allowed: 0 to 100 percent"),
     ):
         answer = two.compare(*words, names=names)

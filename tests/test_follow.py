@@ -144,7 +144,7 @@ def test_without_a_name_it_is_said_first_which_run_is_cancelled(
     monkeypatch.setattr(slurm, "scancel", lambda jobs: said.append(capsys.readouterr().out))
     name = run.folder.name
     assert cancel(Namespace(run=name if is_named else None)) == 0
-    assert said == ["" if is_named else f"{name}, the newest run: cancels 2 jobs\n"]
+    assert said == ["" if is_named else f"{name}, the newest run: cancelling 2 jobs\n"]
     assert capsys.readouterr().out == "cancelled: a, b, c\n"
 
 

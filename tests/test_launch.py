@@ -72,7 +72,7 @@ def test_what_builds_is_submitted(machine: Machine, capsys: pytest.CaptureFixtur
     assert main([*SWEEP, "soperator-b200"]) == 1
     said = capsys.readouterr()
     assert machine.built == NAMES
-    assert "checking 4 cell(s) before 32 GPUs are asked for (--no-check skips this)" in said.err
+    assert "checking 4 cell(s) before requesting 32 GPUs (--no-check skips this)" in said.err
     assert machine.submitted == [NAMES[0], *NAMES[2:]]
     (run,) = machine.waited_for
     assert [cell.name for cell in run.cells] == NAMES

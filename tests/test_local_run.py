@@ -178,7 +178,7 @@ def test_ctrl_c_leaves_the_job_to_cancel(started: tuple[Path, subprocess.Popen[s
     output, _ = driver.communicate(timeout=30)
     assert driver.returncode == 130, output
     assert "Traceback" not in output
-    assert "The jobs go on." in output
+    assert "The jobs keep running." in output
     for verb in ("status", "logs", "report", "cancel"):
         assert f"python submit.py {verb} {run.name}" in output
     # Supervisor, script, torchrun and two ranks at least.

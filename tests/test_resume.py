@@ -84,8 +84,8 @@ def test_a_dry_run_says_where_each_cell_goes_on_and_writes_nothing() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["debug"], "goes on with the cell's own recipe, found 'debug'"),
-        (["--ep-backend=deepep"], "goes on with the cell's own ep backend"),
+        (["debug"], "continues with the cell's own recipe, found 'debug'"),
+        (["--ep-backend=deepep"], "continues with the cell's own ep backend"),
         (["--set=training.step=9"], "nearest: training.steps"),
         (["--set=training.steps=4"], "has made all of its 4 steps; ask for more: --set training"),
         (["--set=checkpoint.enable=false"], "checkpoint.enable: is off, so nothing is loaded"),

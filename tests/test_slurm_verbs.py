@@ -53,7 +53,7 @@ def test_status_shows_what_waits_for_plain_sbatch(
     job = slurm.submit(script, options=["--hold"], cwd=tmp_path)
     slurm.run("sbatch", "--hold", "--wrap=sleep 9", cwd=tmp_path)
     assert main(["status"]) == 0
-    expected = f"waits, started by sbatch {script}: job {job}: JobHeldUser\n"
+    expected = f"pending, submitted by sbatch {script}: job {job}: JobHeldUser\n"
     assert capsys.readouterr().out == expected
 
 
@@ -82,6 +82,6 @@ def test_of_several_resumes_at_the_same_moment_one_submits(
     resumes = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     refusals = [resume.communicate(timeout=120)[1] for resume in resumes]
     assert sorted(resume.returncode for resume in resumes) == [0, 2, 2], refusals
-    said = "submits its cells; wait until it has\n", "is queued; wait for its end, or: "
+    said = "submits its cells; wait until it is done\n", "is queued; wait for its end, or: "
     assert sum(any(words in text for words in said) for text in refusals) == 2, refusals
     assert len(slurm.run("squeue", "--noheader").stdout.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Show the progress of a run's cells: a table redrawn in place, or lines if not on a terminal."""
+"""Show the progress of a run's cells: a table redrawn in place on a terminal, else log lines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-# The first states take precedence if not all cells fit on the screen.
+# If not all cells fit on the screen, cells in the states listed first are shown.
 _STATES = ("running", "failed", "cancelled", "queued", "finished", "refused")
 _STYLES = {"failed": "red", "cancelled": "yellow", "refused": "yellow", "finished": "green"}
-# A cell's columns after name and state, and their headings if those differ from the names.
+# The columns after a cell's name and state, and those headings that differ from the column name.
 _COLUMNS = ("sparks", "bar", "step", "speed", "loss", "elapsed", "left", "note")
 _HEADINGS = {"sparks": "", "bar": "", "speed": "tokens/s now", "elapsed": "time", "note": ""}
-# Columns that a narrow terminal drops, in this order.
+# Columns to drop on a narrow terminal, in this order.
 _SPARE = ("elapsed", "sparks", "loss", "speed", "note", "left", "bar")
 _BAR = 10
-_EVERY_STEPS = 10  # steps between two lines if not on a terminal
+_EVERY_STEPS = 10  # steps between two log lines of a cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Progress:
         console = Console(file=stream, highlight=False, emoji=False, markup=False)
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
-            # Leave the output of other code unchanged.
+            # Do not let rich redirect the output of other code.
             as_is: Any = {"redirect_stdout": False, "redirect_stderr": False}
             self._live = Live(console=console, auto_refresh=False, **as_is)
             self._live.start()
@@ -61,7 +61,7 @@ class Progress:
         for cell in cells:
             before = self._written.get(cell.name)
             made = (cell.step or 0) - ((before.step or 0) if before else 0)
-            # Fewer steps than before: the cell was resumed from a checkpoint.
+            # A step lower than the last one shown: the cell was resumed from a checkpoint.
             is_moved = made < 0 or made >= _EVERY_STEPS
             if before is None or words(before) != words(cell) or is_moved:
                 print(describe_cell(cell), file=self._stream, flush=True)
@@ -85,8 +85,8 @@ def describe_cell(cell: CellProgress) -> str:
 
 
 def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
-    """Return a summary and one line per cell that fits the terminal, and count the other cells."""
-    # Reserve rows for the summary, headings, count, and a free row: a full screen may scroll.
+    """Return a summary, a row for each cell that fits on the screen, and a count of the others."""
+    # Reserve rows for the summary, headings, count, and a blank row: a full screen may scroll.
     room, columns = console.height - 4, console.width - 1
     order = {state: place for place, state in enumerate(_STATES)}
     first = sorted(cells, key=lambda cell: order.get(cell.state, 0))[: max(room, 0)]
@@ -116,7 +116,7 @@ def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
 
 
 def _fields(cell: CellProgress, is_ascii: bool) -> dict[str, str]:
-    """Return the text of each column; empty if there is nothing to show."""
+    """Return the text of each column, empty if it has nothing to show."""
     is_running = cell.state == "running"
     fields = dict.fromkeys(_COLUMNS, "")
     if cell.step is not None:
@@ -144,7 +144,7 @@ def _fields(cell: CellProgress, is_ascii: bool) -> dict[str, str]:
 
 
 def summarize(cells: Sequence[CellProgress]) -> str:
-    """Return the number of cells in each state, and their progress in total."""
+    """Return one line: the number of cells in each state, the total steps, and the time left."""
     states = [cell.state for cell in cells]
     order = sorted({*states}, key=lambda state: [*_STATES, state].index(state))
     counts = ", ".join(f"{states.count(state)} {state}" for state in order)
@@ -153,7 +153,7 @@ def summarize(cells: Sequence[CellProgress]) -> str:
     if len(counted) > 1:
         done = sum(min(cell.step or 0, cell.total_steps or 0) for cell in counted)
         text += f"; {done:,}/{sum(cell.total_steps or 0 for cell in counted):,} steps"
-    # Estimate the time until all cells end, if as many cells run at a time as now.
+    # Estimate the time left, assuming that as many cells keep running at once as now.
     running = [cell for cell in cells if cell.state == "running"]
     paces = [
         cell.left / (cell.total_steps - cell.step)

@@ -1,4 +1,4 @@
-"""Run the verbs that follow a run: `status`, `logs`, `cancel`, `report` and `compare`."""
+"""Run the verbs that act on existing runs: `status`, `logs`, `cancel`, `report` and `compare`."""
 
 import argparse
 import contextlib
@@ -25,9 +25,9 @@ from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import SETTLED, CellState, cancel_deleted, cancel_run, cell_states
 from cookbook.run.status import FAILED, OPEN, RUNNING, read_resumptions
 
-_LEAST_STEPS = 4  # steps needed to estimate the time left
+_LEAST_STEPS = 4  # logged steps needed to estimate the time left
 POLL_S = {"local": 1.0, "slurm": 5.0}
-_PATIENCE_S = 20.0  # seconds: --watch waits longer for a busy controller than `status`
+_PATIENCE_S = 20.0  # seconds: `status --watch` waits longer for Slurm than plain `status`
 
 
 def show_status(arguments: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 
 def _pending_scripts() -> list[str]:
-    """Return a line for each pending plain-sbatch job, which has no run until it starts."""
+    """Return a line for each pending job that plain sbatch submitted; it has no run folder yet."""
     jobs, lines = list[slurm.JobInfo](), []
     with contextlib.suppress(JobError):
         jobs = slurm.own_jobs()
@@ -78,7 +78,7 @@ def _pending_scripts() -> list[str]:
         is_ours = job.state in slurm.WAITING and script.name != "submission.sh"
         if is_ours and script.is_file() and "cookbook.supervise" in script.read_text():
             why = f": {job.reason}" if job.reason else ""
-            lines.append(f"waits, started by sbatch {script}: job {job.job_id}{why}")
+            lines.append(f"pending, submitted by sbatch {script}: job {job.job_id}{why}")
     return lines
 
 
@@ -91,7 +91,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         if not ended and time.monotonic() - asked >= POLL_S[run.scheduler]:
             asked = time.monotonic()
             ended = _state(run, cell).has_ended
-        # A requeued cell continues in a new attempt, with a new log; the old log is complete then.
+        # A requeued cell gets a new log. Look for it before printing: then the old log is complete.
         newest = cell.newest_log()
         if log is not None:
             offset = _print_from(log, offset)
@@ -110,9 +110,9 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
 
 def named_cell(name: str | None) -> tuple[Run, CellFolder]:
-    """Find the cell that `name` means.
+    """Find the cell that the user named: RUN/CELL, a CELL of the newest run, or a RUN.
 
-    RUN/CELL, a CELL of the newest run, a RUN (its running cell), or None (the newest run's).
+    For a RUN, or None (the newest run), return its running cell, else the last one that started.
     """
     if name and "/" not in name and name not in (names := run_names()) and names:
         newest = find_run(None)
@@ -157,9 +157,9 @@ def cancel(arguments: argparse.Namespace) -> int:
     states = [state for state in cell_states(run) if state.is_known and not state.has_ended]
     num_jobs = len({state.job_id for state in states if state.job_id})
     if arguments.run is None and num_jobs:
-        # Without a name, show which run is meant before a command that may be slow.
+        # The user named no run: say which one it is first, since cancelling may be slow.
         jobs = "1 job" if num_jobs == 1 else f"{num_jobs} jobs"
-        print(f"{run.name}, the newest run: cancels {jobs}", flush=True)
+        print(f"{run.name}, the newest run: cancelling {jobs}", flush=True)
     cells = cancel_run(run)
     ending = [one.cell for one in states if one.is_ending and one.cell not in cells]
     if cells:
@@ -176,7 +176,7 @@ class Watcher:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # `report` explains a damaged record; here only the total number of steps is missing.
+        # Tolerate a damaged record: `report` explains it; here only the step total is missing.
         self._records = {cell.name: earlier_record(cell) or CellRecord() for cell in run.cells}
         self._tails: dict[Path, Tail] = {}
 
@@ -224,7 +224,7 @@ def watch_run(run: Run) -> bool:
             while True:
                 if not is_run(run.folder):
                     raise JobError(
-                        f"{shown_path(run.folder)}: was deleted, and its jobs may go on; "
+                        f"{shown_path(run.folder)}: was deleted, but its jobs may still run; "
                         f"stop them: python submit.py cancel {run.name}"
                     )
                 cells = watcher.look(_PATIENCE_S)
@@ -235,7 +235,7 @@ def watch_run(run: Run) -> bool:
                 time.sleep(POLL_S[run.scheduler])
     except KeyboardInterrupt:
         print(
-            f"\nThe jobs go on. To follow them:\n"
+            f"\nThe jobs keep running. To follow them:\n"
             f"  python submit.py status {run.name} --watch\n"
             f"  python submit.py logs {run.name} -f\n"
             f"  python submit.py report {run.name}\n"
@@ -262,7 +262,7 @@ def show_report(arguments: argparse.Namespace) -> int:
 
 
 def print_report(run: Run, form: str) -> dict[str, str]:
-    """Print the results in `form`, save them as files, and return the cells' states."""
+    """Print the results in the format `form`, save them as files, and return the cells' states."""
     # Import lazily: `run --dry-run` and `status` must not wait for NumPy.
     from cookbook.results.report import FIGURES, MARKDOWN, PAGE, render_markdown, save_report
 
@@ -277,9 +277,9 @@ def print_report(run: Run, form: str) -> dict[str, str]:
     except OSError as error:
         if form == "html":
             raise
-        # The run may be a colleague's, or the disk full; the results are printed already.
+        # The run may be a colleague's, or the disk may be full. The results are already printed.
         path = Path(error.filename or run.folder / MARKDOWN)
-        print(f"submit.py: not kept: {shown_path(path)}: {error.strerror}", file=sys.stderr)
+        print(f"submit.py: not saved: {shown_path(path)}: {error.strerror}", file=sys.stderr)
     else:
         page = shown_path(run.folder / PAGE)
         if form == "html":
@@ -308,7 +308,7 @@ def show_comparison(arguments: argparse.Namespace) -> int:
     else:
         comparison = compare.compare_runs(first, others[0], arguments.tolerance)
     if not comparison.slower and all(row.speed is None for row in comparison.rows):
-        missing = "no cell is just what was published" if arguments.other else "no cell is in both"
+        missing = "no cell is exactly as published" if arguments.other else "no cell is in both"
         reasons = [row.incomparable for row in comparison.rows if row.incomparable] or [missing]
         place = f"compare {' and '.join(run.name for run in runs)}"
         raise InputError(place, f"there is nothing to compare: {reasons[0]}")

@@ -20,7 +20,7 @@ from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_o
 
 
 def requested_cell(arguments: argparse.Namespace, settings: Settings | None = None) -> Cell:
-    """Return the one cell of a recipe; options from the command line override `settings`."""
+    """Return the cell that the command line asks for, whose options override `settings`."""
     request = cell_request(arguments)
     request = replace(request, overrides={**(settings or {}), **request.overrides})
     (cell,) = expand_sweep(sweep_of_recipe(arguments.recipe), request)
@@ -49,7 +49,7 @@ def cell_request(arguments: argparse.Namespace) -> CellRequest:
 
 
 def check_figure(name: str) -> None:
-    """Raise InputError early if the figure could not be written after the work."""
+    """Raise InputError before the work starts if the figure could not be written at the end."""
     if not name.endswith(".svg"):
         raise InputError("--figure", f"found {name!r}, allowed: a file that ends with .svg")
     if not Path(name).absolute().parent.is_dir():
@@ -57,13 +57,13 @@ def check_figure(name: str) -> None:
 
 
 def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644) -> None:
-    """Write the file given by `option` atomically; write a device or a pipe in place."""
+    """Write the file that `option` names: atomically, or in place if it is a device or a pipe."""
     path = Path(name)
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(content.encode() if isinstance(content, str) else content)
         else:
-            write_whole(path.resolve(), content, mode)  # keep a symbolic link
+            write_whole(path.resolve(), content, mode)  # do not replace a symbolic link
     except OSError as error:
         raise InputError(f"{option} {name}", f"cannot be written: {error.strerror}") from None
 
@@ -149,9 +149,9 @@ def new(arguments: argparse.Namespace) -> int:
         raise InputError(shown_path(target), "exists already", "choose another name")
     text = find_file(kind, arguments.source).read_text(encoding="utf-8")
     if kind == "":
-        # Cells are named after this key. Quote it, since `1e5` and `true` are not strings in YAML.
+        # Quote the value, which names the cells: in YAML, a bare `1e5` or `true` is not a string.
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
-    # A copy has no published numbers and no synonyms: drop the key and the comment above it.
+    # A copy has no published numbers or synonyms: drop such a key and the comment above it.
     block = r"(?m)^(?:#[^\n]*\n)*(?:published|synonyms):[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"
     write_whole(target, re.sub(block, "", text, count=1))
     print(f"wrote {shown_path(target)}; edit it, then:")
@@ -160,7 +160,7 @@ def new(arguments: argparse.Namespace) -> int:
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """Return the kind from --kind, else the only kind with a file of the source's name."""
+    """Return the kind of file to copy: --kind, else the only kind that has a file of this name."""
     if arguments.kind is not None:
         return "" if arguments.kind == "recipe" else str(arguments.kind).replace("-", "_")
     source = Path(arguments.source)

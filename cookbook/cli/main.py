@@ -1,6 +1,6 @@
 """Parse the command line of `submit.py` and run its verb.
 
-Exit status: 0 done; 1 the work failed; 2 wrong input, and nothing was submitted or written.
+Exit status: 0, success; 1, the work failed; 2, wrong input: nothing was submitted or written.
 """
 
 import argparse
@@ -23,8 +23,8 @@ examples:
   python submit.py run --resume RUN --set training.steps=200
   python submit.py logs -f                    follow the newest run
   python submit.py report                     its results
-  python submit.py compare OLD NEW            status 1 where a cell is slower
-  python submit.py profile debug              where a step goes
+  python submit.py compare OLD NEW            exit status 1 if a cell is slower
+  python submit.py profile debug              where a step's time goes
 """
 
 
@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser for all verbs; each sets `handler`, `module:function` from cookbook.cli."""
+    """Return the parser of all verbs; each sets `handler`: `module:function` below cookbook.cli."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=as_written
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     values = "an option, precision or ep_backend, with the values to try; --set holds one"
     plan.add_argument("--vary", metavar="KEY=V,V,...", action="append", default=[], help=values)
     plan.add_argument("--best", metavar="N", type=int, default=10, help="how many to print (10)")
-    plan.add_argument("--documents", metavar="MEAN:MEDIAN", help="tokens of the texts' documents")
+    plan.add_argument("--documents", metavar="MEAN:MEDIAN", help="document lengths, in tokens")
     walk = "walk from one layout to another, term by term; 0 is the recipe (0,1)"
     plan.add_argument("--explain", metavar="FROM,TO", nargs="?", const="0,1", help=walk)
     plan.add_argument("-o", "--output", metavar="FILE.yaml", help="write the first as a recipe")
@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = verb("run", "train one cell, or resume one that has ended", "run:run")
     run.add_argument("recipe", metavar="RECIPE", nargs="?")
-    newest = "go on from its newest checkpoint; --set and --nodes change its options"
+    newest = "continue from its newest checkpoint; --set and --nodes change its options"
     run.add_argument("--resume", metavar="RUN[/CELL]", help=newest)
     sweep = verb("sweep", "train every cell of a sweep", "run:run_sweep")
     sweep.add_argument("sweep", metavar="SWEEP")
@@ -120,14 +120,14 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--tokenizer", metavar="FOLDER", required=True)
     data.add_argument("--text-key", metavar="KEY", default="text")
     data.add_argument("--seq-len", metavar="N", type=int, default=8192)
-    two = "compare two runs; status 1 where a cell got slower"
+    two = "compare two runs; exit status 1 if a cell got slower"
     compare = verb("compare", two, "follow:show_comparison")
     compare.add_argument("runs", metavar="RUN", nargs="+", help="the reference, and the other run")
     other = "compare with the published numbers instead of another run"
     compare.add_argument("--with", dest="other", choices=("published",), help=other)
     percent = "how much slower a cell may be (default: 5)"
     compare.add_argument("--tolerance", metavar="PERCENT", type=float, default=5.0, help=percent)
-    profile = verb("profile", "print where a training step goes", "profile:profile")
+    profile = verb("profile", "print where a training step's time goes", "profile:profile")
     of = "a recipe, trained for a few steps; or RUN, RUN/CELL, a folder, or rank0_trace.json"
     profile.add_argument("target", metavar="RECIPE-or-TRACE", help=of)
     profile.add_argument("--ranks", metavar="R,R,...", help="ranks whose traces to read, or: all")
@@ -178,11 +178,11 @@ def _run(words: Sequence[str]) -> int:
         remedy = f"see: python submit.py {arguments.verb} --help"
         raise InputError(arguments.verb, f"takes no {' '.join(unknown)!r}", remedy)
     if arguments.verb in ("show", "render") and isinstance(sys.stdout, io.TextIOWrapper):
-        # The cookbook's files are UTF-8, even if the terminal's encoding is not.
+        # Print UTF-8, as in the cookbook's files, even if the terminal has another encoding.
         sys.stdout.reconfigure(encoding="utf-8")
     module, _, function = arguments.handler.partition(":")
     try:
-        # Import lazily: `--help` must not import submitit, and `doctor` runs without any package.
+        # Import lazily: `--help` must not import submitit, and `doctor` must run without packages.
         handler = getattr(importlib.import_module(f".{module}", "cookbook.cli"), function)
         status: int = handler(arguments)
     except ModuleNotFoundError as error:

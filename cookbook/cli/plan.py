@@ -36,7 +36,7 @@ def plan(arguments: argparse.Namespace) -> int:
     # Do not validate the recipe's own layout, which may not fit this cluster.
     parts = (recipe, *requested_pair(recipe, request), request.cluster, request.nodes)
     base = merge_config(*parts, overrides=request.overrides)
-    # Before the search, raise an error for an unsupported model or a GPU without known specs.
+    # Fail before the search if the model is not supported or the GPU's specs are not known.
     model_of(base)
     hardware_of(base)
     if arguments.output:
@@ -86,7 +86,7 @@ def plan(arguments: argparse.Namespace) -> int:
 def _walk(
     words: str, base: Cell, ranked: list[Candidate], documents: Documents | None
 ) -> list[Stop]:
-    """Compare two layouts term by term; `words` is FROM,TO: rows of the table, 0 for the recipe."""
+    """Compare two layouts term by term; `words` is FROM,TO: table rows, where 0 is the recipe."""
     known: list[Cell] = [base, *(one.cell for one in ranked)]
     start, end = map(int, words.split(","))
     if 0 in (start, end) and validation_errors(base):

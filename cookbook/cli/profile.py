@@ -1,4 +1,4 @@
-"""Run the verb `profile`: show where a training step's time goes, from a recipe or traces."""
+"""Run the verb `profile`: show where a training step's time goes, for a recipe or for traces."""
 
 import argparse
 import contextlib
@@ -27,19 +27,19 @@ from cookbook.run.run import find_cell, is_run, run_names
 from cookbook.run.states import cell_states
 from cookbook.run.status import FINISHED
 
-# Of every `profile_freq` steps, TorchTitan's profiler skips some, warms up, and records the last
-# ones. By then, compilation and the allocator's growth are over.
+# Out of every `profile_freq` steps, TorchTitan's profiler skips some, warms up, and records the
+# last ones. By then, compilation is over and the allocator has stopped growing.
 _SETTINGS = {
     "profiling.enable_profiling": True,
     "profiling.profile_freq": 8,
     "profiling.profiler_warmup": 3,
     "profiling.profiler_active": 2,
     "training.steps": 8,
-    # Reading the loss after every step keeps the host from running ahead into the next step.
+    # Log every step: reading the loss keeps the host from running ahead into the next step.
     "metrics.log_freq": 1,
     "checkpoint.enable": False,
 }
-# These options choose what to train, so they are errors if the target is a trace.
+# These options choose what to train, so they are rejected if the target is a trace.
 _OF_RECIPES = (
     *("precision", "ep_backend", "cluster", "nodes"),
     *("set", "dry_run", "no_check", "detach"),
@@ -52,7 +52,7 @@ def profile(arguments: argparse.Namespace) -> int:
     name = arguments.target
     if name.endswith((".yaml", ".yml")) or name in names_in(""):
         arguments.recipe = name
-        # Keep the progress of training out of the profile's JSON.
+        # Keep the progress of training out of the JSON on stdout.
         with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             cell = _trained(arguments)
         if isinstance(cell, int):
@@ -76,16 +76,16 @@ def profile(arguments: argparse.Namespace) -> int:
 
 
 def _trained(arguments: argparse.Namespace) -> CellFolder | int:
-    """Train the cell with the profiler on; return its folder, or an exit status."""
+    """Train and profile the cell; return its folder, or an exit status if it did not finish."""
     settings = {name: Setting(value, "profile") for name, value in _SETTINGS.items()}
     steps = command_line_settings(arguments.set).get("training.steps")
     if steps:
-        # Trace the last steps, for any number of steps.
+        # Trace the last steps, however many steps there are.
         settings["profiling.profile_freq"] = steps
     cell = requested_cell(arguments, settings)
     frequency = cell.options["profiling.profile_freq"]
     needed = cell.options["profiling.profiler_warmup"] + cell.options["profiling.profiler_active"]
-    # The option rules check the lower limit of this value.
+    # The option rules check this value's lower limit.
     if frequency > cell.steps:
         found = f"found {frequency}, allowed: {needed} to {cell.steps}"
         remedy = "TorchTitan's profiler warms up and then traces the last steps"
@@ -105,7 +105,7 @@ def _trained(arguments: argparse.Namespace) -> CellFolder | int:
 
 
 def _left_traces(name: str) -> tuple[str, dict[int, Path]]:
-    """Return a title, and the traces by rank of a run, cell, folder or file."""
+    """Return a title, and each rank's trace, of a run, a cell, a folder or a single trace."""
     path = Path(name)
     if path.is_file():
         return shown_path(path), {0: path}

@@ -2,7 +2,7 @@
 
 `run --resume` starts the next attempt of cells that have ended. `check-line` validates an sbatch
 command without submitting it. It runs the script up to the script's own check, so that edits in a
-copy count. A script without that check could do anything, such as train, so it is refused.
+user's copy are validated too. A script without that check is refused, since it might train.
 """
 
 import argparse
@@ -57,16 +57,16 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def judged_cells(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> list[Cell]:
-    """Validate the cells and print the plan; return them, with `refused` set.
+    """Validate the cells and print the plan; return the cells, with `refused` set on rejected ones.
 
-    Warnings go to stderr. TorchTitan builds only cells that would wait in a Slurm queue: a dry run
-    must answer at once, and a local job reports TorchTitan's errors at once anyway.
+    Warnings go to stderr. TorchTitan builds the cells only before they wait in a Slurm queue: a dry
+    run must answer at once, and a local job reports TorchTitan's errors at once anyway.
     """
     cluster, is_checked = cells[0].cluster, not arguments.no_check
     gpus = sum(cell.world for cell in cells if cell.cluster.gpu and not cell.refused)
     build = is_checked and not arguments.dry_run and gpus > 0 and cluster.scheduler == "slurm"
     if build:
-        asked = f"before {gpus} GPUs are asked for (--no-check skips this)"
+        asked = f"before requesting {gpus} GPUs (--no-check skips this)"
         print(f"checking {len(cells)} cell(s) {asked} ...", file=sys.stderr, flush=True)
     checks = check_cells(cells, build=build, is_submitted=not arguments.dry_run)
     findings = [finding for one in checks for finding in one.findings if is_checked]
@@ -103,7 +103,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> Run | int:
-    """Print the plan and submit the cells; return the run to watch, else the exit status."""
+    """Print the plan, submit the cells, and return the run to watch, else the exit status."""
     judged, cluster = judged_cells(name, cells, arguments), cells[0].cluster
     cells = in_rounds(judged, arguments.repeat)
     accepted = [cell.name for cell in cells if not cell.refused]
@@ -121,7 +121,7 @@ def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -
     from cookbook.launch.submit import create_run, submit_run
 
     if cluster.scheduler == "slurm":
-        # Read the list first, so that a mistake in it is found before anything is written.
+        # Read the exclusion list first: a mistake in it must be found before anything is written.
         for node in read_excluded():
             print(f"left out: {node}")
     run = create_run(name, cells)
@@ -146,7 +146,7 @@ def describe_plan(name: str, cells: Sequence[Cell]) -> str:
     for original, stand_in in stand_ins.items():
         lines.append(f"  {original} is too large here: its stand-in {stand_in} runs instead")
     if first.left_out:
-        lines.append(f"  left out, being made for the large recipe: {', '.join(first.left_out)}")
+        lines.append(f"  left out, meant for the large recipe: {', '.join(first.left_out)}")
     if len(cells) == 1 and first.own_pair:
         lines.append(f"  {first.recipe.name} is made for {first.own_pair}; this is {first.pair}")
     rows = []
@@ -163,14 +163,14 @@ def describe_plan(name: str, cells: Sequence[Cell]) -> str:
 def _resume(arguments: argparse.Namespace) -> int:
     for name in ("recipe", "precision", "ep_backend", "cluster"):
         if given := getattr(arguments, name):
-            own = f"goes on with the cell's own {name.replace('_', ' ')}, found {given!r}"
+            own = f"continues with the cell's own {name.replace('_', ' ')}, found {given!r}"
             place = f"--resume {arguments.resume}"
             raise InputError(place, own, "leave that out, or start a new run")
     run, named = find_cell(arguments.resume)
     folders = run.cells if named is None else [named]
     if arguments.dry_run:
         return 0 if _resumable(run, folders, arguments) else 1
-    # Hold the lock until the new jobs are recorded: two resumes at once would train twice.
+    # Hold the lock until the new jobs are recorded: two resumes at once would train a cell twice.
     take_submit_lock(run.folder)
     try:
         if not (cells := _resumable(run, folders, arguments)):
@@ -213,7 +213,7 @@ def _resumable(
             print(f"  {cell.name} continues after step {checkpoint.step} of {cell.steps}")
     cells = [cell for cell in cells if not cell.refused]
     if not cells:
-        print(f"{run.name}: no cell can go on; nothing was submitted", file=sys.stderr)
+        print(f"{run.name}: no cell can be resumed; nothing was submitted", file=sys.stderr)
     return cells
 
 
@@ -223,7 +223,7 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     # A local or one-allocation job trains several cells in turn, so check its other cells too.
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
-        # Queued without a job, the cell is idle: only the holder of the lock could submit it.
+        # A queued cell without a job is idle: only the lock's holder could be submitting it.
         is_idle = state.state == QUEUED and state.job_id is None
         has_ended = is_idle or (state.state in ENDED and state.is_known)
         if has_ended or not (state.cell in names or state.job_id in jobs):
@@ -253,7 +253,7 @@ def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-# Lines of every rendered script that make it call the supervisor's checks.
+# The lines with which every rendered script calls the supervisor's checks.
 _CHECKS = (
     "set -euo pipefail",
     'if [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]]; then',
@@ -301,7 +301,7 @@ def check_line(arguments: argparse.Namespace) -> int:
     if status == 2:
         return 2  # the script has printed the reason
     if status != CHECKED:
-        print(f"submit.py: {script} would end with status {status}", file=sys.stderr)
+        print(f"submit.py: {script} would exit with status {status}", file=sys.stderr)
         return 1
     if runner == "bash" or not node_groups():
         print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
@@ -315,7 +315,7 @@ def check_line(arguments: argparse.Namespace) -> int:
 
 def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, list[str]]:
     """Split `NAME=VALUE ... sbatch OPTIONS SCRIPT WORDS` into its parts."""
-    # A quoted line arrives as one word.
+    # A line that the user quoted as a whole arrives as one word.
     words = shlex.split(line[0]) if len(line) == 1 and not Path(line[0]).is_file() else list(line)
     variables = {}
     while words and _VARIABLE.match(words[0]):
@@ -334,7 +334,7 @@ def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, l
 
 
 def _header(script: Path, lines: Sequence[str]) -> list[str]:
-    """Return the options of the `#SBATCH` lines; raise InputError if one follows a command."""
+    """Return the options in `#SBATCH` lines; raise InputError if such a line follows a command."""
     is_command = [bool(text.strip()) and not text.lstrip().startswith("#") for text in lines]
     command = is_command.index(True)
     for number, text in enumerate(lines[command:], command + 1):
@@ -349,8 +349,8 @@ def _header(script: Path, lines: Sequence[str]) -> list[str]:
 def _options(words: Sequence[str]) -> argparse.Namespace:
     """Parse the sbatch options that matter for the check; the last occurrence counts.
 
-    `gpus` has a pair for each option: whether it counts GPUs `in all` or `a node`, and its value,
-    which ends with the number (`b200:8`). The value is empty for a `--gres` without GPUs.
+    `gpus` has a pair for each GPU option: whether it counts GPUs `in all` or per node (`a node`),
+    and its value, which ends with that number (`b200:8`) or is empty for a `--gres` without GPUs.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nodes", "-N", default="1")

@@ -1,4 +1,4 @@
-"""Run the verbs `export` (write a cell's weights) and `data` (count the tokens of texts)."""
+"""Run the verbs `export` (write a cell's weights) and `data` (count the tokens in text files)."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from cookbook.run.record import read_record
 
 
 def export_weights(arguments: argparse.Namespace) -> int:
-    """Write a cell's newest complete checkpoint, or that of `--step`, as safetensors files."""
+    """Write a cell's newest complete checkpoint, or the one at `--step`, as safetensors files."""
     run, cell = named_cell(arguments.cell)
     record, stack = read_record(cell.record), load_stack()
 
@@ -36,7 +36,7 @@ def export_weights(arguments: argparse.Namespace) -> int:
         allowed = ", ".join(map(str, sorted(whole)))
         raise InputError("--step", f"found {step}, allowed: {allowed}")
     if find_spec("torch") is None:
-        raise InputError(place, "exports with torch, which is not installed", "run: bash setup.sh")
+        raise InputError(place, "cannot be exported without torch", "run: bash setup.sh")
     request = {
         "checkpoint": str(saved[step].resolve()),
         "to": str(Path(arguments.to).resolve()),
@@ -68,7 +68,7 @@ def count_texts(arguments: argparse.Namespace) -> int:
         raise InputError("--tokenizer", f"{path} is no tokenizer ({error})", remedy) from None
     sources, key = find_sources(arguments.files), arguments.text_key
     lengths: list[int] = []
-    # The weight of each document; a source's weighted tokens sum to the source's weight.
+    # One weight per document, such that a source's weighted tokens sum to the source's weight.
     weights: list[float] = []
     for source in sources:
         first = len(lengths)

@@ -50,7 +50,7 @@ _ENVIRONMENT.filters["shquote"] = shquote
 def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") -> str:
     """Render a cell's script; `submit.py render` prints the same bytes that the job runs.
 
-    The script's messages call it `file_name`, or `train.sh` if bash would expand that name.
+    In messages, the script calls itself `file_name`, or `train.sh` if bash would expand that name.
     """
     runner = "sbatch" if cell.cluster.scheduler == "slurm" else "bash"
     if not re.fullmatch(r"[\w.+-]+", file_name, re.ASCII):
@@ -88,12 +88,12 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
 
 
 def _render(cell: Cell, header: list[str], overlays: Sequence[Overlay], **context: Any) -> str:
-    """Render the template for a cell, or for a launcher, which has choices instead of a name."""
+    """Render the template for a cell, or for a launcher, whose user chooses the cell."""
     cluster = cell.cluster
     mounts = cluster.container.mounts if cluster.container else ()
     needed = [(file, True) for file in cluster.source]
     optional = [(file, False) for file in cluster.source_if_exists]
-    # A launcher copies a variable only if its overlay is chosen.
+    # A launcher copies an overlay's environment variables only if that overlay is chosen.
     condition = '"${{{kind}}}" == {name} && ' if context["choices"] else ""
     copied = [
         (condition.format(kind=overlay.kind.upper(), name=overlay.name), name, other)
@@ -126,9 +126,9 @@ def sbatch_options(
 ) -> dict[str, OptionValue]:
     """Return sbatch's options by long name; True marks an option without a value.
 
-    Each node runs one task, since torchrun starts the ranks. GPUs are requested per node, because a
-    task must see all of them, and without a type, because GRES names differ among clusters.
-    `leave_out`: nodes to exclude in addition to the profile's.
+    Each node runs one task, since torchrun starts the ranks. GPUs are requested per node, so that
+    this task sees all of them, and without a type, since the names of types differ among clusters.
+    `leave_out`: nodes to exclude in addition to those of the cluster's profile.
     """
     cluster = cell.cluster
     options: dict[str, OptionValue | None] = {
@@ -228,7 +228,7 @@ def _examples(recipe: Recipe, file_name: str) -> list[str]:
 def _choice(summary: str, default: str, overlays: Sequence[Overlay]) -> dict[str, Any]:
     stack, values = load_stack(), []
     for overlay in overlays:
-        # The script itself adds the overlay's name.
+        # The option with the overlay's name is missing here: the script itself adds it.
         words = argv_of(stack, {**overlay.expect, **overlay.settings})
         text = " ".join(map(shquote, words))
         value = {

@@ -1,4 +1,4 @@
-"""Create a run, submit its cells to Slurm or this machine through submitit, and resume them.
+"""Create a run, submit its cells through submitit (to Slurm or this machine), and resume them.
 
 submitit pickles the supervisor, names the job's files and reads the job id back. The batch file has
 the cell's #SBATCH options, and its last line starts the supervisor.
@@ -36,7 +36,7 @@ from cookbook.supervise.supervisor import Supervisor
 
 
 def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
-    """Write the run of `cells` under a hidden name, and rename it once it is complete."""
+    """Write the run's folder under a hidden name, and rename it once it is complete."""
     stamp, first = time.strftime("%Y%m%d-%H%M%S"), cells[0]
     building = runs_folder() / f".{sweep}-{stamp}-{os.getpid()}"
     asked = RunRecord(
@@ -69,16 +69,16 @@ class CellSlurmExecutor(SlurmExecutor):
 
     def __init__(self, run: Run, cells: Sequence[Cell]) -> None:
         self.run, self.cells, self.choice = run, cells, leave_out(cells[0])
-        # A job of one cell keeps its files in the cell's folder.
+        # A job with only one cell keeps its files in the cell's folder.
         alone = run.cell(cells[0].name).job_files
         super().__init__(folder=alone if len(cells) == 1 else run.folder / "job")
 
-    # Always report Slurm as available: the call of a missing sbatch raises an error with a remedy.
+    # Always report Slurm as available: if sbatch is missing, calling it gives a more helpful error.
     @classmethod
     def affinity(cls) -> int:
         return 2
 
-    # submitit's own batch file adds a wckey, a signal and an srun; its sbatch inherits variables.
+    # submitit's own method adds a wckey, a signal and an srun, and lets sbatch inherit variables.
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
         cell, begin = self.cells[0], self.choice.begin
         title, name = f"{cell.name}/train.sh", cell.name
@@ -95,7 +95,7 @@ class CellSlurmExecutor(SlurmExecutor):
             *(f"#SBATCH {option_word(option, value)}" for option, value in options.items()),
             "export SUBMITIT_EXECUTOR=slurm",
             f"export PYTHONPATH={shlex.quote(python_path())}",
-            # The job uses the virtual environment that submitted it.
+            # The job uses the virtual environment of its submitter.
             f"export VENV={shlex.quote(sys.prefix)}",
             # exec, so that Slurm's signals reach the supervisor instead of a shell.
             f"exec {command}\n",
@@ -108,7 +108,7 @@ class CellSlurmExecutor(SlurmExecutor):
 
 
 class RunLocalExecutor(LocalExecutor):
-    """Run a whole sweep on this machine, as one job that survives the closing of its terminal."""
+    """Run a whole sweep on this machine, as one job that outlives its terminal."""
 
     # submitit's own process would end with the terminal, and keep the terminal's output open.
     def _submit_command(self, command: str) -> LocalJob[Any]:
@@ -125,8 +125,8 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "1",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
-        # Start a new session: Ctrl-C in the terminal must not reach the training. Discard output:
-        # a reader of ours (`| tee`, ssh) would wait for the job, and the job logs to a file.
+        # Start a new session: Ctrl-C in the terminal must not reach the training. Discard the
+        # output, which is also logged: a reader of ours (`| tee`, ssh) would wait for the job.
         silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         words = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
         process = subprocess.Popen(words, env=environment, start_new_session=True, **silent)
@@ -136,8 +136,8 @@ class RunLocalExecutor(LocalExecutor):
 def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) -> list[str]:
     """Submit every cell of `run` that is not refused; return the job ids in that order.
 
-    Each cell is one sbatch call. With `one_allocation`, or locally, one job runs the cells in turn.
-    If Slurm refuses a cell (JobError), earlier cells stay queued; it and all later cells fail.
+    Each cell is its own job; with `one_allocation`, or locally, one job runs the cells in turn.
+    If Slurm refuses a cell (JobError), earlier cells stay queued; it and later ones are `failed`.
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")
@@ -167,7 +167,8 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
 def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     """Prepare the next attempt of each cell, and submit them; return the job ids.
 
-    The caller holds the submit lock; this releases it. A cell whose submission fails is restored.
+    This releases the submit lock, which the caller must hold. A cell that could not be submitted
+    gets its old files back.
     """
     before: dict[CellFolder, dict[Path, bytes]] = {}
     try:
@@ -195,7 +196,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
 def leave_out(cell: Cell) -> Choice:
     """Choose the nodes on the exclusion list that a new job must not get.
 
-    Raise JobError if too few nodes are left and the recipe does not wait for them.
+    Raise JobError if too few nodes are left and the recipe says not to wait for more.
     """
     excluded = read_excluded()
     if not excluded:

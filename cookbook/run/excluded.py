@@ -48,7 +48,7 @@ def excluded_file(runs: Path | None = None) -> Path:
 
 
 def read_excluded(runs: Path | None = None) -> list[Excluded]:
-    """Read the nodes that are excluded now; entries whose time is over are ignored."""
+    """Read the nodes that are excluded now; ignore expired entries."""
     path = excluded_file(runs)
     if not path.exists():
         return []
@@ -98,14 +98,14 @@ class Choice:
 
     nodes: tuple[str, ...]
     begin: float | None = None
-    short: int = 0  # how many nodes the job lacks now, because others are excluded
+    short: int = 0  # how many nodes the job lacks now because of exclusions
 
 
 def choose(needed: int, nodes: Sequence[str], excluded: Sequence[Excluded]) -> Choice:
-    """Choose which of `excluded` a job of `needed` nodes excludes from a partition's `nodes`.
+    """Choose which of a partition's `nodes` to exclude from a job that needs `needed` of them.
 
-    Names outside `nodes` are dropped, since sbatch refuses names that Slurm does not know. If too
-    few nodes are left, the job starts once enough exclusions have ended.
+    Excluded names not in `nodes` are dropped, since sbatch refuses names unknown to Slurm. If too
+    few nodes are left, the job waits for those whose exclusion ends first.
     """
     listed = sorted((one for one in excluded if one.node in set(nodes)), key=lambda one: one.until)
     short, names = needed - (len(nodes) - len(listed)), tuple(one.node for one in listed)

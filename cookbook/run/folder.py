@@ -1,9 +1,9 @@
-"""Name every path in a cell's folder and its attempts' folders, and read its checkpoints.
+"""Define every path in a cell's folder and its attempts' folders, and read its checkpoints.
 
-PyTorch writes the data files of `step-N` first and `.metadata` last, which lists the file and byte
-range of each tensor. So a checkpoint without `.metadata` was never finished, and one with shorter
-files was damaged later; changed bytes are not detected. `.metadata` is a pickle, read here without
-torch.
+PyTorch writes the data files of `step-N` first. It writes `.metadata` last, which lists the file
+and byte range of each tensor. So a checkpoint without `.metadata` was never finished, and one with
+files shorter than listed was damaged later; changed bytes are not detected. `.metadata` is a
+pickle, read here without torch.
 """
 
 import pickle
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Below(str):
-    """A file name as a class attribute; reading it gives the full path below the owner's `path`."""
+    """Descriptor of a file name: `attempt.log` is the path of `train.log` below `attempt.path`."""
 
     __slots__ = ()
 
@@ -30,8 +30,8 @@ class Attempt:
     path: Path
     number: int
 
-    log = _Below("train.log")  # torchrun's output: the lines of the ranks shown on every node
-    # This attempt's script and request, kept if later attempts have different ones.
+    log = _Below("train.log")  # torchrun's output on all nodes, with the lines of a few ranks each
+    # This attempt's script and request, saved here if those of a later attempt differ.
     script, record = _Below("train.sh"), _Below("cell.yaml")
     # Versions, GPUs, nodes and active features, reported by the training process.
     environment = _Below("environment.json")
@@ -46,7 +46,7 @@ class Attempt:
     traces = _Below("profile_traces")  # TorchTitan's profiler: one folder per traced step
 
     def logs(self) -> list[Path]:
-        """Return every log that may contain metrics lines, for all ranks."""
+        """Return every log, of any rank, that may contain lines with metrics."""
         return [self.log, *self.path.glob("ranks/*/attempt_*/*/stdout.log")]
 
 
@@ -59,7 +59,7 @@ class CellFolder:
     record = _Below("cell.yaml")  # the newest request for the cell (`run.record`)
     script = _Below("train.sh")  # the script that the job runs, exactly as `render` prints it
     status = _Below("status.json")  # the state; once submitted, only the job writes it
-    job = _Below("job.json")  # the job's id, written by the submitter, or by the job if that failed
+    job = _Below("job.json")  # the job's id, written by the submitter, else by the job itself
     end = _Below("end.json")  # how the job ended, kept because Slurm forgets jobs
     job_files = _Below("job")  # the batch file, submitit's files and the batch step's output
     wandb_id = _Below("wandb-id")  # the id of the W&B run that all attempts share
@@ -89,9 +89,9 @@ class CellFolder:
 
 
 _METADATA = ".metadata"
-# TorchTitan also takes a folder with this file for a checkpoint, but cannot load it.
+# TorchTitan also treats a folder with this file as a checkpoint, but cannot load it.
 _HUGGING_FACE = "model.safetensors.index.json"
-# State that training needs in addition to the model: prefixes of the entries' names.
+# Name prefixes of the entries that training needs in addition to the model's.
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
@@ -107,7 +107,7 @@ class Checkpoint:
 
 
 def saved_steps(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and path of each `step-N` in `folder`, complete or not, newest first."""
+    """Return the step and path of each `step-N` in `folder`, complete or not, newest first."""
     names = ((re.fullmatch(r"step-([0-9]+)", path.name), path) for path in folder.glob("step-*"))
     found = [(int(match[1]), path) for match, path in names if match and path.is_dir()]
     return sorted(found, reverse=True)
@@ -117,7 +117,7 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
     """Read which state the checkpoint in `path` contains, and whether it is complete."""
     if not (path / _METADATA).is_file():
         is_exported = (path / _HUGGING_FACE).is_file()
-        damage = None if is_exported else f"has no {_METADATA}, so it was not written to its end"
+        damage = None if is_exported else f"has no {_METADATA}, so it was never finished"
         return Checkpoint(path, step, damage)
     needed: dict[str, int] = {}
     try:
@@ -144,13 +144,13 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
 
 
 class _Inert:
-    """Stand-in for every object of the pickle, so that torch's classes are not imported."""
+    """Stand-in for every object in the pickle, so that torch's classes are not imported."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        # Frozen dataclasses with slots have a list as state; no field of theirs is read here.
+        # The state of a frozen dataclass with slots is a list; none of its fields is read here.
         self.__dict__.update(state if isinstance(state, dict) else {})
 
 

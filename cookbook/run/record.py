@@ -39,15 +39,15 @@ class CellRecord:
     published_source: Text | None = None
     baseline: Text | None = None  # the cell that speed-ups are relative to
     prediction: Text | None = None  # the sweep's text: expected speed, and how to read a deviation
-    repeat_of: Text | None = None  # the cell that this cell repeats, as number `repeat`
+    repeat_of: Text | None = None  # the cell that this one repeats; `repeat` is then 2 or more
     repeat: Count = 1
     max_restarts: Natural = 3  # restarts of the cell within one job
     environment: Words = field(default_factory=Words)
     options: dict[str, Any] = field(default_factory=dict)  # TorchTitan's options, by dotted name
-    # The user's own YAML files, by `recipe`, `cluster`, ...; other names refer to `recipes/`.
+    # Paths of the user's own YAML files, by `recipe`, `cluster`, ...; the rest are in `recipes/`.
     files: Words = field(default_factory=Words)
-    too_few_nodes: Text | None = None  # action on too few nodes: `wait` in the queue, or `stop`
-    # The content of the cluster's YAML file; a job never reads the file again.
+    too_few_nodes: Text | None = None  # if nodes are too few: `wait` in the queue, or `stop`
+    # The content of the cluster's YAML file, so that a job never reads the file again.
     profile: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -67,7 +67,7 @@ class CellRecord:
 
     @property
     def tokens_per_step_per_gpu(self) -> float | None:
-        """Tokens per step and GPU, as in TorchTitan's `tps`: TP, CP and PP ranks share a batch."""
+        """Tokens per step per GPU, as in TorchTitan's `tps`: TP, CP and PP ranks share a batch."""
         length = self._count("training.seq_len")
         local = self._count("training.local_batch_size")
         total = self._count("training.global_batch_size")
@@ -79,7 +79,7 @@ class CellRecord:
 
     @property
     def asked_options(self) -> dict[str, Any]:
-        """The options without those that every script sets to load the cookbook's own code."""
+        """All options except those that every script sets to load the cookbook's own code."""
         hidden = {name for name in self.options if name.startswith("cookbook.")} | _OF_SCRIPTS
         return {name: value for name, value in self.options.items() if name not in hidden}
 
@@ -100,7 +100,7 @@ class CellRecord:
 
 
 def read_record(path: Path) -> CellRecord:
-    """Read the record at `path`; ignore unknown keys, which another version wrote."""
+    """Read the record at `path`; ignore unknown keys, which another version may have written."""
     file = read_yaml(path)
     return fill(CellRecord, file, beside=[key.partition(".")[0] for key in file.content])
 
@@ -113,7 +113,7 @@ def earlier_record(folder: CellFolder) -> CellRecord | None:
 
 
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
-    """Write the next attempt's record and script; keep changed ones with the last attempt."""
+    """Write the next attempt's record and script; keep old versions with the last attempt."""
     first, attempts = earlier_record(folder), folder.attempts()
     record = asked
     if first and attempts and first.cluster == asked.cluster:

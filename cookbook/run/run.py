@@ -89,7 +89,7 @@ def write_run(folder: Path, asked: RunRecord) -> None:
 
 
 def publish_run(building: Path, name: str, asked: RunRecord) -> Run:
-    """Record and lock the run in `building`, and rename it to `name`, or `name-2` if it exists."""
+    """Record and lock the run in `building`; rename it to `name`, or to `name-2`, ... if taken."""
     # Lock before the run is visible: while it is locked, cells without a job count as queued.
     take_submit_lock(building)
     folder, number = building.with_name(name), 1
@@ -119,8 +119,8 @@ def read_run(folder: Path) -> Run:
             "cells are found by their folders"
         )
         raise InputError(error.place, error.found, remedy) from None
-    # Scripts with CELL_DIR=runs/mine/... share a run and may start in the same second. They do not
-    # update the list, which would be a race, so their cells are found by their folders.
+    # Scripts with CELL_DIR=runs/mine/... share a run and may start in the same second. Updating the
+    # record's list of cells would be a race, so their cells are found by their folders.
     found = sorted(path.parent.name for path in folder.glob("[!.]*/cell.yaml"))
     names = [*record.cells, *(name for name in found if name not in record.cells)]
     record = replace(record, run=folder.name)  # the folder may have been renamed
@@ -143,7 +143,7 @@ def find_run(name: str | None) -> Run:
 
 
 def find_cell(name: str | None) -> tuple[Run, CellFolder | None]:
-    """Return the run of RUN or RUN/CELL, and the cell if one is named; paths work too."""
+    """Return the run that RUN or RUN/CELL names, and the cell if one is given; paths work too."""
     # Shell completion adds a slash to a folder's name.
     name = name.rstrip("/") if name else None
     run_name, _, cell = (name or "").rpartition("/")
@@ -160,8 +160,8 @@ def run_names() -> list[str]:
 
 
 def note_new_job(folder: Path) -> None:
-    """Mark the run as the newest; plain sbatch also starts jobs in existing run folders."""
-    now = time.time_ns()  # the kernel's own timestamps may be milliseconds old
+    """Mark the run as the newest because of a new job, even if its folder is old."""
+    now = time.time_ns()  # the kernel's file timestamps may lag by milliseconds
     # The run may belong to a colleague.
     with contextlib.suppress(PermissionError):
         os.utime(folder / _FILE, ns=(now, now))
@@ -182,7 +182,7 @@ _held: list[int] = []  # file descriptors of the locks that this process holds
 
 
 def take_submit_lock(folder: Path) -> None:
-    """Lock the run in `folder`; raise InputError if another process submits its cells."""
+    """Lock the run in `folder`; raise InputError if another process is submitting its cells."""
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -190,9 +190,9 @@ def take_submit_lock(folder: Path) -> None:
         holder = os.read(handle, 1000).decode(errors="replace").strip()
         os.close(handle)
         found = f"{holder or 'another process'} submits its cells"
-        raise InputError(folder.name, found, "wait until it has") from None
+        raise InputError(folder.name, found, "wait until it is done") from None
     except OSError as error:
-        # Continue without a lock if the file system has none; Lustre without `flock` gives ENOSYS.
+        # Continue unlocked if the file system has no locks; Lustre without `flock` gives ENOSYS.
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     os.ftruncate(handle, 0)

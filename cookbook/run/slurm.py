@@ -1,4 +1,4 @@
-"""Run Slurm's commands; apart from the rendered scripts, only this module and `doctor` do."""
+"""Run Slurm's commands; elsewhere, only the rendered scripts and `doctor` run any."""
 
 import functools
 import os
@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from cookbook.base.errors import JobError
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"})
-WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}  # a user must release these
+WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}  # held until a user releases them
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"})
 # These jobs keep their nodes, but their processes are stopped.
 HALTED = frozenset({"SUSPENDED", "STOPPED"})
 ACTIVE |= HALTED
-# Set by an enclosing job or the user's defaults; SQUEUE_PARTITION, for example, would hide jobs.
+# Variables that an enclosing job or the user may set: SQUEUE_PARTITION, say, would hide jobs.
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
 # A trailing `*` marks a node that does not respond.
 _LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
@@ -31,7 +31,7 @@ _PASSING = re.compile(
 )
 # squeue truncates fields without a width. The command comes last: it may contain line breaks.
 _FIELDS = "JobID:64|,State:64|,Reason:64|,RestartCnt:64|,Command:4096|"
-# Seconds a user waits for an answer; squeue itself retries for 9 s if the controller is away.
+# Seconds a user waits for an answer; squeue itself retries for 9 s if the controller is down.
 PATIENCE_S = 2.5
 _COMMAND_S = 60.0
 
@@ -52,7 +52,7 @@ class JobInfo:
 
 
 def submit_environment() -> dict[str, str]:
-    """Return the environment without variables that change a new job or hide jobs."""
+    """Return the environment without variables that would alter a new job or hide jobs."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -80,7 +80,7 @@ def sbatch(script: Path, folder: Path) -> str:
 
 
 def refusal_of(words: Sequence[str], variables: Mapping[str, str]) -> str | None:
-    """Return why sbatch refuses these arguments, without submitting; None if it accepts them."""
+    """Return why sbatch would refuse these arguments, or None; nothing is submitted."""
     answer = _run(["sbatch", "--test-only", *words], variables=variables)
     return answer.stderr.strip() if answer.returncode else None
 
@@ -96,7 +96,7 @@ def requeue(job_id: str, leave_out: Sequence[str] | None, begin: float | None) -
     `leave_out`: nodes to exclude (None: no change); `begin`: earliest start (None: now).
 
     Slurm changes a job's excluded nodes only while it is pending, so they are set after the
-    requeue. A caller inside the job must therefore survive Slurm's signal.
+    requeue. A caller inside the job must therefore survive the signal that the requeue sends.
     """
     _output_of(["scontrol", "requeue", job_id])
     changes = [] if leave_out is None else [f"ExcNodeList={','.join(leave_out)}"]
@@ -144,19 +144,18 @@ def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str,
 
 
 def own_jobs() -> list[JobInfo]:
-    """Return this user's jobs, sorted by id."""
     return sorted(_squeue(f"--user={os.getuid()}", PATIENCE_S), key=lambda job: int(job.job_id))
 
 
 def _squeue(of: str, patience: float) -> list[JobInfo]:
     answer = _run(["squeue", "--states=all", "--noheader", of, f"--Format={_FIELDS}"], patience)
-    # squeue fails for a single id that it has forgotten, but not for one among several.
+    # squeue fails if the only id asked for is forgotten, but skips a forgotten id among several.
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise JobError(f"squeue: {answer.stderr.strip() or 'no answer'}")
     infos = []
     for line in answer.stdout.splitlines():
         job_id, *fields = (field.strip() for field in line.split("|"))
-        # Other lines continue a command with line breaks.
+        # Any other line continues the previous job's command, which has line breaks.
         if job_id.isdecimal() and len(fields) > 3:
             state, reason, restarts, script, *_ = fields
             reason = "" if reason == "None" else reason
@@ -172,13 +171,13 @@ def partition_nodes(partition: str | None) -> list[str]:
     rows = _rows(_run(["sinfo", "--noheader", "--Node", "--format=%N %P"]), 2)
     if not partition:
         partition = ",".join(where.rstrip("*") for _, where in rows if where.endswith("*"))
-    # A job may name several partitions, and gets one of them.
+    # A job may name several partitions, and runs in one of them.
     return sorted({name for name, where in rows if where.rstrip("*") in partition.split(",")})
 
 
 @functools.cache
 def node_groups() -> list[tuple[int, str]] | None:
-    """Return (number of nodes, generic resources) for each group of equal nodes.
+    """Return (number of nodes, generic resources) for each group of identical nodes.
 
     Empty if Slurm does not answer; None if Slurm is not installed or not configured.
     """
@@ -198,21 +197,21 @@ def nodes_in(node_list: str) -> list[str]:
 
 
 def node_addresses(nodes: Sequence[str]) -> dict[str, str]:
-    """Return each node's address in Slurm; its host name may resolve to loopback."""
+    """Return each node's address as Slurm knows it; its host name may resolve to loopback."""
     shown = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)]).stdout
     found = dict(re.findall(r"^NodeName=(\S+).* NodeAddr=(\S+)", shown, re.MULTILINE))
     return {name: found.get(name, name) for name in nodes}
 
 
 def drained(nodes: Sequence[str]) -> dict[str, str]:
-    """Return the reason for each of `nodes` that Slurm gives no new jobs."""
+    """Return those of `nodes` that Slurm gives no new jobs, each with the reason."""
     answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
     if answer.returncode and _PASSING.search(answer.stderr):
         raise NoAnswerError(f"scontrol show node: {answer.stderr.strip()}")
     found = {}
     shown = re.findall(r"^NodeName=(\S+).*? State=(\S+)(.*)", answer.stdout, re.MULTILINE)
     for name, state, rest in shown:
-        # A node that stops responding (`*`) counts only once Slurm marks it DOWN.
+        # A node that has stopped responding (`*`) counts only once Slurm marks it DOWN.
         if re.search("DRAIN|FAIL|DOWN", state):
             reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", rest)
             found[name] = f"Slurm: {state}" + (f": {reason[1].strip()}" if reason else "")
@@ -241,7 +240,7 @@ def _run(
 def _rows(
     answer: subprocess.CompletedProcess[str], columns: int, separator: str | None = None
 ) -> list[list[str]]:
-    """Return the lines with `columns` fields; empty if the command failed."""
+    """Return the fields of each line that has `columns` of them; empty if the command failed."""
     lines = [] if answer.returncode else answer.stdout.splitlines()
     rows = [line.strip().split(separator, columns - 1) for line in lines]
     return [row for row in rows if len(row) == columns]
@@ -263,7 +262,7 @@ T = TypeVar("T")
 # Slurm may not answer for minutes while its controller restarts or is busy.
 _BUSY_S = 600.0
 _PAUSE_S = 5.0
-# The first output of each task; srun's time limit counts from the first task's line.
+# Each task prints this first. A step's time limit counts from the first such line.
 _STARTED = "cookbook: task started"
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
 _GRACE_S = 3.0  # seconds for srun to end its tasks
@@ -278,7 +277,7 @@ class StepEnd:
 
 
 def retry_while_busy(ask: Callable[[float], T]) -> T:
-    """Call `ask` with the seconds left and return its answer; retry for up to ten minutes."""
+    """Call `ask` with the seconds left; while Slurm is busy, retry for up to ten minutes."""
     deadline, is_logged = time.monotonic() + _BUSY_S, False
     while True:
         try:
@@ -300,16 +299,16 @@ def run_step(
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
-    """Run `python -m module question` on each node, for `limit_s` after its first task starts."""
+    """Run `python -m module question` on each node; stop `limit_s` after the first task starts."""
     venv = os.environ.get("VENV")
     python = f"{venv}/bin/python" if venv else sys.executable
     cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE") or "1"
     command = [
         *("srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"),
         *(f"--nodelist={','.join(nodes)}", f"--cpus-per-task={cpus}"),
-        "--export=ALL",  # `sbatch --export=NONE` would leave the tasks without an environment
+        "--export=ALL",  # without it, `sbatch --export=NONE` would leave the tasks no environment
         "--overlap",  # a step that hangs on a bad node must not block the next step
-        # If one node fails, the other nodes still answer.
+        # If one node fails, the others must still answer.
         *("--kill-on-bad-exit=0", "--wait=0", "--input=none", "--quit-on-interrupt"),
         *("sh", "-c", f'echo "{_STARTED}"; exec "$@"', "sh", python, "-m", module, question),
     ]

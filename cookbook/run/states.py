@@ -31,20 +31,20 @@ def process_job(pid: int) -> Job:
     with contextlib.suppress(OSError):
         # Fields of proc(5), from the third on. psutil's start times shift when the clock is set.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # A process that is still freeing its memory (PF_EXITING) is not a zombie yet.
+        # A process also counts as ended while it frees its memory (PF_EXITING), not yet a zombie.
         is_exiting = fields[0] in "ZX" or int(fields[6]) & 0x4
         started = None if is_exiting else fields[19]
     return Job(str(pid), host=socket.gethostname(), boot=boot, started=started)
 
 
 def is_alive(job: Job) -> bool:
-    """Whether the job's process still runs here; compare boot and start, since ids are reused."""
+    """Whether the job's process still runs here: compare boot and start time, as ids are reused."""
     now = process_job(int(job.job_id))
     return now.started is not None and (now.boot, now.started) == (job.boot, job.started)
 
 
 def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
-    """Return this user's processes of a run, with the cell each trains (None: a supervisor)."""
+    """Return the run's processes that this user owns, and the cell of each (None: a supervisor)."""
     mark, found = str(folder.resolve()), dict[psutil.Process, Path | None]()
     for process in psutil.process_iter(["environ"]):
         variables = process.info["environ"] or {}
@@ -70,7 +70,7 @@ def stop_processes(folder: Path, job: Job | None = None) -> int:
 
 COMPLETING = "Slurm: COMPLETING"
 SETTLED = frozenset({status.FINISHED, status.REFUSED})
-_NEVER_SUBMITTED = "never submitted: submit.py ended before it reached this cell; start it anew"
+_NEVER_SUBMITTED = "never submitted: submit.py ended before it reached this cell; start it again"
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class CellState(Status):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the cell has ended for good, as far as is known."""
+        """Whether the cell is known to be neither queued nor running."""
         return self.state not in status.OPEN and self.is_known
 
 
 def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]:
-    """Return the state of every cell; use only files if Slurm is silent for `patience` seconds."""
+    """Return every cell's state; use only files if Slurm does not answer in `patience` seconds."""
     if run.scheduler == "local":
         return [_local_state(run, cell) for cell in run.cells]
     before = {cell: _read(cell)[0] for cell in run.cells}
@@ -138,7 +138,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
 
 
 def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
-    """Read the cell's files; a damaged file does not affect the others."""
+    """Read the cell's state and job; if one file is damaged, still use the other."""
     job = None
     try:
         written = status.read_status(cell)
@@ -171,7 +171,7 @@ def _settle_end(
 
 
 def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """Return state and reason from the job's file and Slurm; a requeue makes the file obsolete."""
+    """Return the state and its reason; ignore what the job wrote before Slurm requeued it."""
     said = _since_start(written, info)
     if info.state in slurm.WAITING:
         return status.QUEUED, info.reason
@@ -180,7 +180,7 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
     if info.state in slurm.HALTED:
         return status.RUNNING, f"suspended (Slurm: {info.state}): its processes are stopped"
     if info.state in slurm.ACTIVE:
-        # The end counts only once Slurm has seen it: until then the job may be requeued.
+        # The job has ended only once Slurm has noticed: until then it may be requeued.
         return status.RUNNING, COMPLETING if said.state in status.ENDED else None
     if info.state == "CANCELLED":
         return status.CANCELLED, None
@@ -194,7 +194,7 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
 
 
 def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """Return state and reason of a cell that shares its job with other cells."""
+    """Return the state, and its reason, of a cell that shares its job with other cells."""
     said = _since_start(written, info)
     if said.state in status.ENDED:
         ended_with_job = said.state == status.CANCELLED or (said.reason or "").startswith("Slurm: ")
@@ -205,13 +205,13 @@ def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, s
     if said.state == status.QUEUED and info.state in slurm.ACTIVE:
         return status.QUEUED, "waits for its turn in the allocation"
     if said.state == status.QUEUED and info.state not in slurm.WAITING | {"CANCELLED"}:
-        # The job's exit status belongs to the cells that ran before.
+        # The job's exit status comes from the cells that ran before this one.
         return status.CANCELLED, f"the allocation ended before its turn ({_in_slurms_words(info)})"
     return merge_slurm_state(written, info)
 
 
 def _since_start(written: Status, info: slurm.JobInfo) -> Status:
-    """Return the job's written status; state QUEUED if Slurm has restarted the job since."""
+    """Return what the job wrote, but as QUEUED if Slurm has restarted the job since."""
     return written if info.restarts <= written.restarts else replace(written, state=status.QUEUED)
 
 
@@ -249,7 +249,7 @@ def cancel_run(run: Run) -> list[str]:
     """Ask the scheduler to stop all waiting and running cells; return the names of those cells.
 
     A job that is ending is cancelled too, since Slurm may requeue it. Raises JobError if Slurm does
-    not answer, or if the job runs on another machine.
+    not answer, or if a local job runs on another machine.
     """
     active = [state for state in cell_states(run) if not state.has_ended and state.job_id]
     for state in active:

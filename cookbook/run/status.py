@@ -83,7 +83,7 @@ class Status:
     exit_code: int | None = None
     started: float | None = None
     ended: float | None = None
-    restarts: int = 0  # Slurm's requeues of the job when this was written
+    restarts: int = 0  # how often Slurm had requeued the job when this was written
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class Job:
     """The job of a cell: a Slurm job id, or a process on this or another machine."""
 
     job_id: Annotated[str, StringConstraints(pattern=r"^[0-9]+$")]
-    # Set for a process only, because its id may be reused.
+    # Set only for a process: its id alone does not identify it, since ids are reused.
     host: str | None = None
     boot: str | None = None
-    started: str | None = None  # in clock ticks since that boot
+    started: str | None = None  # the start time, in clock ticks since that boot
 
 
 def read_status(cell: CellFolder) -> Status:
@@ -108,7 +108,7 @@ def write_status(cell: CellFolder, status: Status) -> None:
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        # The old file already has a disk block: overwrite it, then truncate it.
+        # A full disk cannot hold a new file, but the old one owns a disk block to overwrite.
         with cell.status.open("r+b", buffering=0) as file:
             file.write(json.dumps(asdict(status)).encode())
             file.truncate()
@@ -142,7 +142,7 @@ class Cause(enum.StrEnum):
     SAVED = "saved"  # saved a checkpoint and exited on request (time limit, preemption)
     TOO_LATE = "too late"  # did not exit in time after a request to stop
     STOPPED = "stopped"  # by the user, a time limit, a preemption or a requeue; see the reason
-    CUT_SHORT = "cut short"  # the supervisor was killed, or its node lost, before it wrote an end
+    CUT_SHORT = "cut short"  # the supervisor was killed or its node lost, so it wrote no end
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class AttemptEnd:
 
     attempt: int
     cause: Cause
-    reason: str | None = None  # the log line that explains the end best, with its rank
+    reason: str | None = None  # the log line that best explains the end, with its rank
     exit_code: int | None = None
     started: float | None = None
     seen: float | None = None  # when the failure was first noticed
@@ -160,12 +160,12 @@ class AttemptEnd:
     first_step: int | None = None  # first step in the attempt's log
     last_step: int | None = None
     last_good_step: int | None = None  # last step with finite loss and gradient
-    decision: str | None = None  # the supervisor's reaction, and why
+    decision: str | None = None  # what the supervisor did next, and why
     left_out: tuple[str, ...] = ()  # nodes excluded by this attempt's preflight
 
 
 def write_attempt_end(attempt: Attempt, end: AttemptEnd) -> None:
-    """Write the end into the attempt's folder; skip it if the disk is full."""
+    """Record the attempt's end in its folder, unless the disk is full."""
     try:
         write_json(attempt.end, end)
     except OSError as error:
