@@ -1,4 +1,4 @@
-"""Find this Python's packages as files, without importing them, so that no GPU driver is needed."""
+"""Locate this Python's packages on disk. Importing them would load the GPU driver."""
 
 import os
 import shlex
@@ -12,14 +12,14 @@ from cookbook.base.paths import ROOT
 from cookbook.config.stack import read_pins
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
-# Import names that differ from the package's name in more than capitals and hyphens.
+# Import names that differ from the package name by more than case and hyphens.
 _IMPORT_NAMES = {"PyYAML": "yaml", "nvidia-ml-py": "pynvml"}
 
 
 def explain_missing(error: ModuleNotFoundError) -> Exception:
-    """Return an InputError that recommends setup.sh, if the missing module is a pinned package.
+    """Return an InputError that recommends setup.sh if the missing module is a pinned package.
 
-    Otherwise return `error` itself, which keeps its traceback: it is a bug of the cookbook.
+    Otherwise the cookbook has a bug: return `error` unchanged, to show its traceback.
     """
     names = [pin.name for pin in read_pins()]
     if error.name not in {_IMPORT_NAMES.get(x, x.lower().replace("-", "_")) for x in names}:
@@ -33,11 +33,11 @@ def explain_missing(error: ModuleNotFoundError) -> Exception:
 
 
 def package_folder(name: str, path: Sequence[str] = sys.path) -> Path | None:
-    """Return the folder of the dotted package `name`; None if it is not on `path`."""
+    """Return the folder of the package `name`, such as `a.b`; None if it is not on `path`."""
     folders = (Path(entry, *name.split(".")) for entry in path)
     return next(filter(Path.is_dir, folders), None)
 
 
 def find_distribution(name: str, path: Sequence[str] = sys.path) -> Distribution | None:
-    """Return pip's metadata of the package `name`; None if it is not installed."""
+    """Return pip's metadata for the package `name`; None if it is not installed."""
     return next(iter(distributions(name=name, path=list(path))), None)

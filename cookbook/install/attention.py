@@ -1,10 +1,11 @@
 """Installs FlashAttention-4 at its pins, and compiles its kernels for the GPUs of jobs.
 
     python -m cookbook.install.attention packages [--local]      install it for this Python
-    python -m cookbook.install.attention kernels [--arch LIST]   compile what is missing
+    python -m cookbook.install.attention kernels [--arch LIST]   compile the missing kernels
 
-A job compiles missing kernels at its first step. Exit status: 0 done or already present, 1 failed,
-3 not needed here. With --plan, which only prints what it would do, 4 if there is something to do.
+Kernels that are not compiled here are compiled by a job at its first step. --plan only prints what
+would be done. Exit status: 0 done or already present, 1 failed, 3 not needed here, 4 (with --plan)
+something would be done.
 """
 
 import argparse
@@ -31,26 +32,26 @@ from cookbook.titan.common import kernel_cache
 
 FAILED, NOT_NEEDED, TO_DO = 1, 3, 4
 PACKAGE = "flash-attn-4"
-# This package has a compiler per CUDA major version, and loads the newest that the driver supports.
+# This package has one compiler per CUDA major version, and loads the newest the driver supports.
 _COMPILER = "nvidia_cutlass_dsl.dsl_packages.cutlass._mlir._mlir_libs"
 _COMPILE = "cookbook.titan.common.compile_attention"
-# FlashAttention-4 reads the GPU's number of SMs, but no kernel of the recipes depends on it.
+# SMs per GPU. FlashAttention-4 asks for the number, but no kernel of the recipes depends on it.
 _PROCESSORS = {9: "132", 10: "148"}
 
 
 def flash_attention_pins(requirements: Path = REQUIREMENTS) -> list[Pin]:
-    """Return the pins of FlashAttention-4 and of its dependencies beyond torch."""
+    """Return the pins of FlashAttention-4 and its dependencies other than torch."""
     return [pin for pin in read_pins(requirements) if pin.extra == "flash_attention"]
 
 
 def differences(pins: Iterable[Pin], path: Sequence[str] = sys.path) -> list[str]:
-    """Describe each of `pins` that is missing on `path` or another version."""
+    """Describe each pinned package that is missing on `path` or has another version."""
     found = []
     for pin in pins:
         installed = find_distribution(pin.name, path)
         if installed is None:
             found.append(f"{pin.name} is missing")
-        # Ignore local versions: 2.10.0+cu130 is torch 2.10.0 from another index.
+        # Ignore the local part of a version: 2.10.0+cu130 is torch 2.10.0 from another index.
         elif installed.version.partition("+")[0] != pin.value:
             found.append(f"{pin.name} is {installed.version}, pinned {pin.value}")
     return found
@@ -73,7 +74,7 @@ def _capabilities_here() -> list[float]:
 
 
 def install(local: bool, plan: bool) -> int:
-    """Install the packages or, with `plan`, print what is to do; return the exit status."""
+    """Install the packages or, with `plan`, print what would be done; return the exit status."""
     pins = flash_attention_pins()
     version = next(pin.value for pin in pins if pin.name == PACKAGE)
     if not differences(pins):
@@ -101,7 +102,7 @@ def install(local: bool, plan: bool) -> int:
 
 
 def compile_missing(arch: str, plan: bool, into: Path) -> int:
-    """Compile missing kernels or, with `plan`, print what is to do; return the exit status."""
+    """Compile missing kernels or, with `plan`, print which ones; return the exit status."""
     if differences(flash_attention_pins()):
         print("FlashAttention-4's kernels are not compiled: it is not installed at its pins")
         return NOT_NEEDED
@@ -115,7 +116,7 @@ def compile_missing(arch: str, plan: bool, into: Path) -> int:
             "--arch 9.0 for H100 and H200"
         )
         return NOT_NEEDED
-    # Kernels made from the same versions are kept. CuTe DSL selects its compiler by the driver.
+    # Recompile kernels if any of these versions changed. CuTe DSL selects its compiler by driver.
     made_from = {
         "packages": {pin.name: pin.value for pin in flash_attention_pins()},
         "python": platform.python_version(),
@@ -127,7 +128,7 @@ def compile_missing(arch: str, plan: bool, into: Path) -> int:
         there = "" if missing else " are compiled"
         print(f"FlashAttention-4's kernels for GPUs {gpus}{there}")
         return TO_DO if missing else 0
-    # Compile for all kinds of GPUs, even if one fails.
+    # If one kind of GPU fails, still compile for the others.
     failed = [one for one in missing if not _compile(into, one, made_from)]
     if failed:
         gpus = " and ".join(f"{one / 10:.1f}" for one in failed)
@@ -136,7 +137,7 @@ def compile_missing(arch: str, plan: bool, into: Path) -> int:
 
 
 def _is_compiled(into: Path, capability: int, made_from: Mapping[str, Any]) -> bool:
-    """Return whether `into` has all kernels for a kind of GPU, made from the same versions."""
+    """Return whether `into` has all kernels for a kind of GPU, compiled with the same versions."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         stamp = json.loads((into / f"sm{capability}.json").read_text(encoding="utf-8"))
         kernels = [Path(stamp["folder"], kernel) for kernel in stamp["kernels"]]
@@ -145,11 +146,11 @@ def _is_compiled(into: Path, capability: int, made_from: Mapping[str, Any]) -> b
 
 
 def _compile(into: Path, capability: int, made_from: Mapping[str, Any]) -> bool:
-    """Compile in a subprocess, which imports torch; keep all kernels or none."""
-    # Drop the user's variables: they would change the kernels or their cache keys.
+    """Compile in a subprocess that imports torch. Keep all kernels and return True, or none."""
+    # Drop the user's variables for these packages: they could change kernels or their cache keys.
     tried = ("FLASH_ATTENTION_", "FA_", "CUTE_DSL_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(tried)}
-    # The cache locks its files, so avoid shared file systems. The kernels take a megabyte.
+    # The cache needs file locks, so use a local file system. The kernels take only a megabyte.
     with tempfile.TemporaryDirectory(dir="/tmp") as cache:
         environment |= {
             "FLASH_ATTENTION_ARCH": f"sm_{capability}",

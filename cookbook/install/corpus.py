@@ -35,7 +35,7 @@ TOKENIZER_CONFIG = {
 
 # Enough text for stable merges; the tokenizer trains on it in about two seconds.
 TOKENIZER_CHARACTERS = 4_000_000
-# Many distributions lack the standard library's tests; the other folders differ between machines.
+# Exclude tests, which many Python distributions lack, and folders that differ between machines.
 LEFT_OUT = frozenset({"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib"})
 SMALLEST_CORPUS = 1_000_000
 
@@ -51,12 +51,12 @@ def is_made(folder: Path) -> bool:
 def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
     """Write the corpus and the tokenizer into `folder`; return the files' sizes in bytes.
 
-    The same Python version gives the same bytes: documents are ordered by a hash of their name,
-    which mixes topics as a shuffle would. The stamp comes last, and marks the files as complete.
+    The same Python version gives the same bytes: documents are ordered by a hash of their names,
+    which mixes topics like a shuffle. The stamp, written last, marks the other files as complete.
     """
     root = sources or Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
-    # Exclude _sysconfigdata, which holds paths of the machine that built this Python.
+    # Exclude _sysconfigdata, which contains paths from the machine that built this Python.
     names = [
         path.as_posix()
         for path in paths

@@ -1,7 +1,7 @@
-"""Builds DeepEP at its pin, or says why this machine cannot build it; inspects an installed build.
+"""Builds DeepEP at its pin, or says why this machine cannot; inspects an installed build.
 
     python -m cookbook.install.deepep [--arch 10.0]          build it for this Python
-    python -m cookbook.install.deepep [--arch 10.0] --plan   say what it would do
+    python -m cookbook.install.deepep [--arch 10.0] --plan   print what it would do
 
 Exit status: 0 built or already present, 1 failed, 3 cannot be built here, 4 would be built. Imports
 neither torch nor DeepEP, because they load the GPU driver, which login nodes lack.
@@ -30,7 +30,7 @@ FAILED, IMPOSSIBLE, TO_BUILD = 1, 3, 4
 STAMP = Path(sys.prefix) / ".cookbook" / "deep_ep.json"
 # The first CUDA release whose nvcc can compile for Blackwell.
 BLACKWELL_CUDA = (12, 8)
-# Limit of parallel compilations: one nvcc takes up to 2 GB of a shared login node's memory.
+# Limit on parallel compilations: each nvcc takes up to 2 GB of memory on a shared login node.
 MOST_JOBS = 16
 
 
@@ -55,25 +55,23 @@ def find_nvshmem(path: Sequence[str] = sys.path) -> tuple[Path, str] | None:
 
 
 class DeepEp(NamedTuple):
-    """An installed DeepEP."""
-
     version: str
-    commit: str  # the commit that pip built; empty for another source
+    commit: str  # what it was built from; empty if pip did not build it from a commit
     library: Path | None
     internode: bool  # whether it can send between nodes
 
 
 def find_deepep(path: Sequence[str] = sys.path) -> DeepEp | None:
-    """Return the installed DeepEP.
+    """Return the installed DeepEP; None if there is none.
 
-    A build with NVSHMEM links `libnvshmem_host.so`. In a build without it, the inter-node functions
-    only raise an error, whose message the library contains.
+    The library's content tells whether it was built with NVSHMEM. If so, it is linked with
+    `libnvshmem_host.so`; if not, it contains the error message of the inter-node functions.
     """
     found = find_distribution("deep_ep", path)
     if found is None:
         return None
     commit = ""
-    # A damaged file, and a wheel that was not built from a commit, count as another source.
+    # The commit stays empty if the file is damaged or pip did not build from a commit.
     with contextlib.suppress(ValueError, KeyError):
         commit = json.loads(found.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"]
     libraries = (one for folder in path for one in sorted(Path(folder).glob("deep_ep_cpp*.so")))
@@ -100,7 +98,7 @@ class Toolkit(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All inputs of a build; a build with the same plan need not be repeated."""
+    """All inputs of a build. If none has changed, the build need not be repeated."""
 
     commit: str
     torch: str
@@ -137,7 +135,7 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
             "CUDA_HOME, or take torch for the other version with --torch-index"
         )
     if not arch:
-        # Ignore CUDA_VISIBLE_DEVICES, which is one job's: the build serves all jobs.
+        # Ignore CUDA_VISIBLE_DEVICES: it applies to one job, but the build serves all jobs.
         here = sorted({gpu.model.compute_capability for gpu in installed_gpus()})
         if old := ", ".join(str(one) for one in here if one < 9):
             raise CannotBuildError(f"DeepEP needs Hopper or Blackwell GPUs; here are GPUs {old}")
@@ -163,7 +161,7 @@ def _find_toolkits(cuda: str) -> list[Toolkit]:
     ]
     found = []
     for home in (Path(one) for one in homes if one):
-        # Skip an nvcc without headers, or a script that calls an nvcc elsewhere: it is no toolkit.
+        # Skip an nvcc outside a toolkit: it has no headers, or is a script that calls another nvcc.
         if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
             command = [str(home / "bin/nvcc"), "--version"]
             answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
@@ -173,7 +171,7 @@ def _find_toolkits(cuda: str) -> list[Toolkit]:
 
 
 def is_built(arch: str) -> bool:
-    """Return whether the pin is installed and built for this torch and, if given, for `arch`."""
+    """Return whether DeepEP is installed at its pin, built for this torch and, if given, `arch`."""
     installed, torch = find_deepep(), find_distribution("torch")
     if installed is None or torch is None or installed.library is None:
         return False
@@ -186,7 +184,7 @@ def is_built(arch: str) -> bool:
 
 
 def build(plan: Plan, toolkit: Toolkit) -> None:
-    """Build and install; raise CannotBuildError if the library is not as planned."""
+    """Build and install; raise CannotBuildError if the library does not match the plan."""
     STAMP.unlink(missing_ok=True)
     tools = [pin.requirement for pin in read_pins() if pin.extra == "deepep" and not pin.source]
     if tools:
@@ -215,15 +213,15 @@ def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
         "TORCH_CUDA_ARCH_LIST": plan.arch,
         "GIT_TERMINAL_PROMPT": "0",
     }
-    # Login nodes lack the driver's library, so link with the toolkit's stub.
+    # Login nodes lack the driver's library, so link against the toolkit's stub.
     libraries = os.environ.get("LIBRARY_PATH"), f"{toolkit.home}/lib64/stubs"
     environment["LIBRARY_PATH"] = ":".join(filter(None, libraries))
     environment.setdefault("MAX_JOBS", str(min(os.cpu_count() or 1, MOST_JOBS)))
-    # Since CUDA 13, cuda/std/tuple is in a folder that nvcc searches only for its own sources.
+    # Since CUDA 13, nvcc finds cuda/std/tuple by itself, but the host compiler needs its folder.
     if (cccl := toolkit.home / "include/cccl").is_dir():
         environment["CPATH"] = before(str(cccl), "CPATH")
-    # Without NVSHMEM_DIR, DeepEP finds torch's NVSHMEM wheel and its versioned libraries. A second
-    # NVSHMEM in one process would clash with torch's.
+    # Without NVSHMEM_DIR, DeepEP finds torch's NVSHMEM wheel, whose library names have versions.
+    # Linked with another NVSHMEM, DeepEP would clash with torch in the same process.
     for name in ("NVSHMEM_DIR", "DISABLE_SM90_FEATURES"):
         environment.pop(name, None)
     return environment

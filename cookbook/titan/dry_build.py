@@ -5,8 +5,8 @@
 STACK is the package that the cells' jobs import, such as `cookbook.titan.tt_0_2_2`. Each JSON line
 on standard input describes a cell and is answered with one JSON line. TorchTitan's Trainer is built
 from the cell's argv for the first rank of every pipeline stage, in a fake process group of the
-cell's size, with parameters on the meta device. A forked child builds each rank: it inherits all
-imports, and its patches end with it.
+cell's size, with parameters on the meta device. Each rank is built in a forked child, which
+inherits all imports and keeps its patches to itself.
 """
 
 import functools
@@ -37,7 +37,7 @@ from torchtitan.train import Trainer
 from cookbook.titan.common.varlen_attention import FLASH_ATTENTION_4
 
 _LIMIT_S = 240.0
-# Words in TorchTitan's warnings that concern the dry build's process, not the cell.
+# Words that identify TorchTitan's warnings about the dry build itself, rather than the cell.
 _OWN_WARNINGS = ("already initialized", "env[", "peak flops", "lspci", "fake")
 _FORK = multiprocessing.get_context("fork")
 Answer = dict[str, Any]
@@ -80,11 +80,11 @@ def _read(rank: int, folder: Path, status: int) -> Answer:
 
 def _answer(request: Answer, rank: int, folder: Path) -> None:
     """Build one rank in the child process, and write the answer to `folder`."""
-    # The default action of an alarm ends the process, even in a call that Python cannot interrupt.
+    # SIGALRM's default action ends the process, even in a call that Python cannot interrupt.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)
     folder.mkdir()
-    # If tyro or the cookbook exits, its last output is the reason to report.
+    # Capture the output: if tyro or the cookbook exits, its last lines are the reason to report.
     descriptor = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -120,7 +120,7 @@ def _failed(rank: int, message: str, kind: str, place: str = "") -> Answer:
 
 
 def _place(filename: str, line: int | None) -> str:
-    """Return a machine-independent place, such as `torchtitan/train.py:120`."""
+    """Return a location without this machine's folders, such as `torchtitan/train.py:120`."""
     found = re.search(r".*/((?:torchtitan|cookbook|torchao|torch)/.+)", filename)
     return f"{found[1] if found else Path(filename).name}:{line}"
 
@@ -143,7 +143,7 @@ def main(stack: str) -> None:
 
 
 class Build(NamedTuple):
-    """A Trainer, TorchTitan's warnings, and notes on everything replaced or not run."""
+    """A Trainer, TorchTitan's warnings, and notes on everything that was replaced or not run."""
 
     trainer: Any
     warnings: list[str]
@@ -151,7 +151,7 @@ class Build(NamedTuple):
 
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
-    """Return one rank's answer; `active` holds the values of the job's own report at step 1."""
+    """Return one rank's answer; `active` holds what the job itself would report at step 1."""
     # Import the modules that the job itself uses for that report.
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.families.parts")
@@ -173,13 +173,13 @@ def warm_up(stack: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    # Parse once: tyro reads the sources of all option classes and caches them.
+    # Parse once here: tyro reads the source code of all option classes and caches it.
     ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
-    # A mesh checks its layout for every parameter that FSDP shards, but it has only a few layouts.
+    # FSDP checks the mesh's layout for every parameter. Layouts are few, so cache the results.
     layout: Any = _MeshLayout
     layout.check_non_overlap = functools.cache(layout.check_non_overlap)
 
-    # Use DTensor and FSDP once, which imports their lazily imported modules.
+    # Use DTensor and FSDP once, which triggers their lazy imports.
     dist.init_process_group("fake", rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     with torch.device("meta"):
@@ -227,7 +227,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     spec = get_train_spec(config.model.name)
     spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(config.model.name) is not spec:
-        # TorchTitan creates a built-in spec at every call, so register the changed one.
+        # get_train_spec creates a built-in spec anew at each call, so register the changed one.
         register_train_spec(config.model.name, spec)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:
@@ -243,7 +243,7 @@ def _keep_parameters_on_meta() -> None:
     for one in [one for module in _own_modules() for one in vars(module).values()]:
         if isinstance(one, type) and issubclass(one, nn.Module) and "init_weights" in vars(one):
             one.init_weights = lambda self, *args, **kwargs: None  # type: ignore[attr-defined]
-    # Fused optimizers reject the meta device, although they support the job's device.
+    # Let fused optimizers accept the meta device, since they support the job's device.
     optimizer: Any = sys.modules["torch.optim.optimizer"]
     optimizer._get_fused_kernels_supported_devices = lambda: ["cpu", "cuda", "meta"]
 

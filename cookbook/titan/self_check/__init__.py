@@ -1,7 +1,7 @@
-"""A kernel's test case: its errors against a reference in higher precision, and their bounds.
+"""Test cases for kernels: errors against a reference in higher precision, and their bounds.
 
 An error is the norm of the difference divided by the norm of the reference. It is computed for each
-whole tensor and for every part (a row, a group's column, ...), so that one wrong row shows.
+whole tensor and for every part (a row, a group's column, ...), so that a single wrong row shows.
 """
 
 import math
@@ -16,19 +16,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest allowed errors of a whole tensor and of each part."""
+    """The largest allowed error of a whole tensor and of each part."""
 
     whole: float
     part: float
     least: float = 0.0  # smallest plausible error: below it, the operands were not quantized
 
 
-# One rounding to BF16 makes an error of 0.0017 on average; the bounds allow a few roundings.
+# One rounding to BF16 causes an error of 0.0017 on average; the bounds allow a few roundings.
 BF16 = Bound(0.006, 0.012)
-# E4M3 has 3 mantissa bits: a product of two quantized operands has an error of about 0.036, with
-# one scale per row as well as with one per block of 32.
+# E4M3 has 3 mantissa bits: a product of two quantized operands has an error of about 0.036, whether
+# there is one scale per row or one per block of 32.
 FP8 = Bound(0.048, 0.09, least=0.008)
-# Only one of two factors is rounded to E4M3; summing over 8 experts cuts the error to a third.
+# Only one of the two operands is rounded to E4M3. Summing 8 experts cuts the error to a third.
 FP8_ONCE = Bound(0.036, 0.06, least=0.004)
 
 
@@ -43,7 +43,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The larger of both errors' ratios to their bounds; above 1 the tensor is wrong."""
+        """The larger of the two errors' ratios to their bounds; above 1, the tensor is wrong."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property
@@ -101,7 +101,7 @@ class CaseResult:
 
 
 def run_case(case: KernelCase, device: str) -> CaseResult:
-    """Run one case; if the kernel raises, only its own case fails."""
+    """Run one case; an exception in the kernel fails this case only."""
     began, failure = time.perf_counter(), None
     errors: tuple[Error, ...] = ()
     try:
@@ -126,9 +126,9 @@ def error_of(
     """Return the errors of a whole tensor and of its worst part.
 
     Each tuple in `parts` names the dimensions that index the parts: (0,) for rows, (0, 1) for each
-    matrix's rows. Errors are relative to the norm of `expected` or, where its sums may cancel to
-    zero, of `sizes`. A part's squared norm counts as at least `floor` times the mean over the last
-    of its dimensions. A part whose reference is zero must be zero.
+    matrix's rows. Errors are relative to the norm of `expected`, or to that of `sizes` if the sums
+    in `expected` may cancel to zero. The squared norm of a part counts as at least `floor` times
+    the mean over the last of these dimensions. A part whose reference is zero must be zero.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
@@ -149,7 +149,7 @@ def error_of(
 
 
 def worst_ratio(squares: Tensor) -> float:
-    """Return the root of the largest ratio of squares; infinite if any is NaN."""
+    """Return the square root of the largest of these squared ratios; infinite if any is NaN."""
     worst = float(squares.amax().sqrt())
     return math.inf if math.isnan(worst) else worst
 
@@ -157,7 +157,7 @@ def worst_ratio(squares: Tensor) -> float:
 def with_gradients(
     function: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor
 ) -> list[Tensor]:
-    """Return `function(*leaves)` and the gradients of the leaves; `grad` is the result's."""
+    """Return `function(*leaves)` and the leaves' gradients; `grad` is the result's gradient."""
     out = function(*(leaf.requires_grad_() for leaf in leaves))
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
@@ -168,7 +168,7 @@ def run_both(
     leaves: Sequence[Tensor],
     grad: Tensor,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a found and an expected tensor: the result, then each leaf's gradient.
+    """Return (found, expected) pairs: first of the result, then of each leaf's gradient.
 
     The reference gets the same leaves and the same gradient of the result, in float32.
     """
@@ -177,8 +177,8 @@ def run_both(
     return list(zip(found, exact, strict=True))
 
 
-# --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each has a generator
-# of its own, so that the check does not change the training's random numbers.
+# --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each has its own
+# generator, so that the check does not change the training's random numbers.
 
 
 def generator(device: str, seed: int) -> torch.Generator:
@@ -206,8 +206,8 @@ def uneven_values(rows: int, columns: int, device: str, seed: int) -> Tensor:
 def uneven_counts(experts: int, rows: int) -> list[int]:
     """Return the number of rows per expert, about `rows` in all.
 
-    Some experts have no row, one row, or one more than a tile. The last expert has rows, so that a
-    kernel that stops early shows.
+    Some experts have no row, one row, or one more than a tile. The last expert has rows, so that
+    it shows if a kernel stops early.
     """
     unusual = (0, 1, 31, 33, 129, 7)[:experts]
     counts = [max(1, rows // experts)] * experts

@@ -1,10 +1,10 @@
 """Errors of attention and of matrix products, and of their gradients.
 
 The references are plain PyTorch in float32. Attention is compared per document and head, on random
-and on trained-like inputs and in all packings: FlashAttention-4 kernels have had correct outputs
-with wrong gradients, only with several sequences or only on activations of trained models
-(NVIDIA/TransformerEngine#3216). Products of linear layers and experts are compared per row and
-column, the experts' weight gradients per group too.
+and trained-like inputs and for all packings of documents. FlashAttention-4 kernels have returned
+correct outputs but wrong gradients, some only with several sequences, some only on a trained
+model's activations (NVIDIA/TransformerEngine#3216). Products of linear layers and experts are
+compared per row and column, and the experts' weight gradients also per group.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ from cookbook.titan.self_check import (
 RANDOM = Bound(0.01, 0.05)
 # With peaked scores, gradients are small differences of large numbers.
 TRAINED = Bound(0.02, 0.1)
-# Scores that the reference computes at once: 1 GiB in float32, or more if query heads share a key.
+# Number of scores the reference computes at once: 1 GiB in float32, more if query heads share keys.
 SCORES = 1 << 28
 # Document lengths: the shortest, and those around FlashAttention-4's tiles (64, 96, 128 rows) and
 # their common multiples.
@@ -44,7 +44,7 @@ _EDGES = (
     *(1, 1, 2, 63, 64, 65, 95, 96, 97, 127, 128, 129, 1, 191, 192, 193),
     *(255, 256, 257, 383, 384, 385, 3, 511),
 )
-# Attention of q, k and v, each (tokens, heads, head_dim), within fixed documents.
+# Computes attention within given documents from q, k and v, each (tokens, heads, head_dim).
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -52,8 +52,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class AttentionShape:
     """The shape of one TP rank's attention; `groups` query heads share a key and value head.
 
-    `max_documents` counts the whole batch's documents and empty ones: FlashAttention-4 runs another
-    kernel above 256. `max_length` bounds one document. None means the value that training computes.
+    `max_documents` counts a batch's documents, including the empty ones that pad it: above 256,
+    FlashAttention-4 runs another kernel. `max_length` is the limit for one document. If either is
+    None, it is computed as in training.
     """
 
     batch: int
@@ -114,7 +115,7 @@ def attention_errors(
     attend_by: Callable[[AttentionShape, Tensor], Attend],
     device: str,
 ) -> Iterator[Error]:
-    """Compare one packing; `attend_by` gets the shape and document ends, (batch, length) bool."""
+    """Compare one packing; `attend_by` makes the attention from the shape and the document ends."""
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
     *leaves, grad = attention_inputs(shape, like_trained, device)
@@ -169,14 +170,14 @@ BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
     "fp8_rowwise": (FP8, FP8, FP8),
-    # Linear layers. No least error for float8: one of its recipes computes this gradient in BF16.
+    # Linear layers. One float8 recipe has weight gradients in BF16, so they get no least error.
     "mx": (FP8, FP8, FP8),
     "float8": (FP8, FP8, replace(FP8, least=0)),
     # One scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
     "float8 tensorwise": (Bound(0.1, 0.5), Bound(0.1, 0.5), Bound(0.1, 0.5)),
 }
 NAMES = ("output", "input gradient", "weight gradient")
-# LOSS: a sum over a few thousand tokens. GRADIENT: computed from logits that are rounded to BF16.
+# LOSS is for a sum over a few thousand tokens, GRADIENT for gradients computed from BF16 logits.
 LOSS = Bound(5e-4, 5e-4)
 GRADIENT = Bound(0.012, 0.04)
 
@@ -195,7 +196,7 @@ def grouped_errors(
 
     `multiply` returns these three, given x (rows, K), weights (experts, N, K), the groups' ends
     (experts,) int32, and the output's gradient (rows, N). All but the ends are BF16. There are
-    about `rows` rows, without those that pad groups to a multiple of `alignment`.
+    about `rows` rows, not counting those that pad groups to a multiple of `alignment`.
     """
     counts = uneven_counts(experts, rows)
     starts = [0, *accumulate(padded_sizes(counts, alignment))]
@@ -219,7 +220,7 @@ def grouped_errors(
 
 
 def linear_errors(layer: nn.Module, rows: int, kind: str, device: str) -> Iterator[Error]:
-    """Compare output and gradients of a linear layer without bias, given on the meta device."""
+    """Compare output and gradients of `layer`, a linear layer without bias, on the meta device."""
     layer = layer.to_empty(device=device).bfloat16()
     weight = next(layer.parameters())
     n, k = weight.shape
@@ -246,7 +247,7 @@ def loss_errors(
     """
     random = generator(device, 21)
     hidden = torch.randn(tokens, dim, device=device, generator=random).bfloat16()
-    # Logits with a standard deviation of 2, so that some tokens are likely.
+    # Logits get a standard deviation of 2, so that some tokens are much likelier than others.
     weight = torch.randn(vocabulary, dim, device=device, generator=random) * (2 / dim**0.5)
     weight = weight.bfloat16()
     labels = torch.randint(vocabulary, (tokens,), device=device, generator=random)
@@ -272,7 +273,7 @@ def loss_errors(
     own_dw, wanted_dw = (one[words] for one in dw)
     yield error_of("gradient of the weight", own_dw, wanted_dw, GRADIENT, [(0,)], floor=0.1)
     if group is not None:
-        # Each rank has one term of the gradient of the hidden states: sum the terms.
+        # Each rank has one term of the hidden states' gradient: sum the terms.
         dx = dx.float()
         dist.all_reduce(dx, group=group)
     yield error_of("gradient of the hidden states", dx, wanted_dx, GRADIENT)

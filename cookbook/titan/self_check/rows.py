@@ -1,7 +1,7 @@
-"""Errors of moving tokens to their experts' groups and back, on one rank and between ranks.
+"""Errors in moving tokens to their experts' groups and back, on one rank and between ranks.
 
 Each test expert multiplies its rows by its own factor. So the reference needs no communication: it
-multiplies each token by the sum of its experts' factors, weighted with their scores.
+multiplies each token by the sum of its experts' factors, weighted by their scores.
 """
 
 from collections.abc import Iterator
@@ -38,24 +38,25 @@ from cookbook.titan.self_check import (
 
 # A token's row is rounded to BF16 three or four times up to the expert, and three times back.
 MOVED = Bound(0.006, 0.012)
-# Gradients of scores, relative to the mean: dot products of two rows, whose terms nearly cancel.
-# SCORES_FP8 is for rows sent in FP8.
+# A score's gradient is a dot product of two rows, whose terms nearly cancel. So its error is taken
+# relative to the mean over all tokens. SCORES_FP8 is for rows sent in FP8.
 SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
-# Gradient of an expert's factor: a sum over its rows of products of either sign. On a rank with one
-# expert it is a single number, so bounds are eight times the usual error: 0.0025, or 0.05 in FP8.
+# The gradient of an expert's factor sums terms of both signs over the expert's rows. On a rank with
+# one expert, it is a single number, whose error varies widely. So the bounds are eight times the
+# usual error: 0.0025, or 0.05 in FP8.
 FACTOR = Bound(0.02, 0.04)
 FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
 
 
 def expert_factors(experts: int, device: str) -> Tensor:
-    """Return factors (experts,) float32 that differ between experts a power of two apart."""
+    """Return factors (experts,) float32, different if expert indices are a power of two apart."""
     return 0.5 + (torch.arange(experts, device=device) * 5 % 13) / 8
 
 
 def weighted_sum(x: Tensor, scores: Tensor, factors: Tensor) -> Tensor:
-    """Return tokens (..., features) after their experts, given scores and factors (..., top k)."""
+    """Multiply tokens (..., features) by the sum of scores times factors, both (..., top k)."""
     return x * (scores * factors).sum(-1, keepdim=True)
 
 
@@ -69,12 +70,12 @@ def row_errors(
     counted: bool,
     device: str,
 ) -> Iterator[Error]:
-    """Compare a round trip of tokens: to their groups, times each group's factor, and back.
+    """Compare a round trip: move tokens to their groups, multiply by a factor per group, move back.
 
-    In between, padding rows get large values, so that a sum that includes one shows. Scores
-    multiply the groups' rows (`on_activations`), or else the rows on their way back. If `counted`,
-    the host knows the counts, and a third of the copies belong to other ranks' experts, as with
-    DeepEP. Otherwise all experts are local, and the tokens are float32.
+    In between, padding rows get large values, so that it shows if a sum includes one. With
+    `on_activations`, scores multiply the groups' rows; without, the rows on their way back. With
+    `counted`, as in DeepEP, the host knows each expert's number of rows, and a third of the copies
+    belong to other ranks' experts. Without, all experts are local, and the tokens are float32.
     """
     others = num_experts // 2 + 1 if counted else 0
     experts, scores = random_routing(tokens, num_experts + others, top_k, device, 11)
@@ -105,7 +106,7 @@ def row_errors(
         outputs = outputs.bfloat16().masked_fill(fill[:, None], _POISON)
         return collect(outputs, None if on_activations else scores, plan, base=base)
 
-    # A copy for another rank's expert has index -1, which finds the factor 0.
+    # A copy for another rank's expert has index -1, which selects the appended factor 0.
     factor = nn.functional.pad(local_experts.factor.detach(), (0, 1))[experts]
     reference = partial(weighted_sum, factors=factor)
     (out, wanted), dx, ds = run_both(round_trip, reference, [x, scores], grad)
@@ -131,7 +132,7 @@ def swiglu_errors(rows: int, hidden: int, device: str) -> Iterator[Error]:
 
 
 def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterator[Error]:
-    """Compare two joined weights, and their gradients, with `torch.cat`."""
+    """Compare the joining of two weights, and its gradients, with `torch.cat`."""
     rows, shape = experts * hidden, (experts, hidden, features)
     values = [uneven_values(rows, features, device, seed).view(shape) for seed in (24, 25)]
     weights = [value.float() * 1.001 for value in values]
@@ -148,7 +149,7 @@ def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterat
 class FixedRouter(nn.Module):
     """A router with fixed scores and experts, (batch, length, top k).
 
-    The TP plan needs a module `gate`.
+    The TP plan requires a submodule `gate`.
     """
 
     def __init__(self, scores: Tensor, experts: Tensor, num_experts: int) -> None:
@@ -176,7 +177,7 @@ class FactorExperts(nn.Module):
         self.factor = nn.Parameter(expert_factors(num_experts, device))
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        """Scale rows (rows, features) in groups of `sizes`; rows after the last group become 0."""
+        """Scale rows (rows, features), grouped by `sizes`; rows after the last group become 0."""
         ends = sizes.to(torch.int64).cumsum(0)
         rows = torch.arange(len(x), device=x.device)
         expert = torch.searchsorted(ends, rows, right=True)
@@ -213,20 +214,20 @@ def exchange_errors(
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
     quantized: tuple[bool, bool],  # whether the forward's and the backward's dispatch use FP8
 ) -> Iterator[Error]:
-    """Compare the layer's output and gradients for `given`."""
+    """Compare the layer's output and gradients with a reference, for the inputs `given`."""
     num_experts = layer.router.num_experts
     x, grad, experts = (one[:, part].clone() for one in (given.x, given.grad, given.experts))
     leaves = [x, given.scores, layer.experts.factor]
     out, dx, ds, df = with_gradients(lambda x, *_: _local(layer(x)), leaves, grad)
 
-    # The reference has a factor of its own for each copy of a token.
+    # The reference has a separate factor for each copy of a token.
     factors = expert_factors(num_experts, str(x.device))[given.experts]
     exact = with_gradients(
         weighted_sum, [given.x.float(), given.scores, factors], given.grad.float()
     )
     wanted, wanted_dx, wanted_ds, by_copy = exact
-    # The gradient of an expert's factor is often close to zero, because its terms cancel: divide
-    # its error by the root of the sum of squared terms.
+    # The gradient of an expert's factor is often close to zero, because its terms cancel. So divide
+    # its error by the square root of the sum of the squared terms.
     terms = by_copy[:, part].flatten()
     of_experts = torch.zeros(num_experts, 2, device=x.device)
     of_experts.index_add_(0, experts.flatten(), torch.stack([terms, terms.square()], 1))

@@ -31,7 +31,7 @@ FILE = "self_check.json"
 
 
 def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[str, Any] | None:
-    """Check the cell's kernels on all ranks; exit every rank with one line if a kernel is wrong.
+    """Check the cell's kernels on all ranks; if one is wrong, every rank exits with one line.
 
     Return a summary for the log, with errors as fractions of their bounds. Return None if the check
     is switched off, or in a dry build.
@@ -63,10 +63,10 @@ def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[
 
 
 def check_nvshmem(maps: str) -> None:
-    """Log the NVSHMEM in `maps`, the content of /proc/self/maps; refuse any but the wheel's.
+    """Log the NVSHMEM library found in `maps` (/proc/self/maps); refuse any but the wheel's.
 
-    DeepEP was linked with the NVSHMEM wheel that torch installs. If the loader takes another one
-    from LD_LIBRARY_PATH, DeepEP hangs or fails between nodes.
+    DeepEP was linked with the NVSHMEM wheel that torch installs. If the loader finds another one
+    on LD_LIBRARY_PATH, DeepEP hangs or fails between nodes.
     """
     spec = find_spec("nvidia.nvshmem") if find_spec("nvidia") else None
     folders = (spec and spec.submodule_search_locations) or ()
@@ -82,7 +82,7 @@ def check_nvshmem(maps: str) -> None:
 
 
 def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResult]:
-    """Return each case's worst result over all ranks; every rank returns the same.
+    """Return each case's worst result over all ranks; the list is the same on every rank.
 
     Exclude the cases in `skip`, given as (kernel, shape). Skip collective cases if any rank has
     failed, because the other ranks would hang.

@@ -36,7 +36,7 @@ from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
 from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
 _NO_OPTION = "no option avoids it; try another torch"
-# By kernel: the option that avoids it.
+# How to avoid each kernel.
 _AVOID = {
     "flex": "set model.attention=flash_attention_4",
     FLASH_ATTENTION_4: "leave out model.attention, or set model.attention=flavor",
@@ -97,7 +97,7 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
         layer: Any = cell.parts.attention(cell.model_args)
     is_flash = cell.job_config.model.attention == FLASH_ATTENTION_4
     kernel = FLASH_ATTENTION_4 if is_flash else cell.model_args.attn_type
-    # Context parallelism gives each rank a shard of each sequence, for the same kernel.
+    # With context parallelism, each rank runs the same kernel on its shard of each sequence.
     whole = cell.job_config.training.seq_len // cell.dims.cp
     limits = cell.limits
     groups = layer.n_heads // getattr(layer, "n_kv_heads", layer.n_heads)
@@ -106,7 +106,7 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     while groups * length**2 > 4 * products.SCORES:
         # The reference computes all query heads of a key at once; limit its scores to 4 GiB.
         length //= 2
-    # The sequences of one forward: a pipeline's microbatch, or the whole local batch.
+    # Sequences per forward: one pipeline microbatch or, without PP, the whole local batch.
     sequences = cell.job_config.training.local_batch_size
     if cell.dims.pp_enabled:
         sequences = cell.job_config.parallelism.pipeline_parallel_microbatch_size
@@ -154,12 +154,12 @@ def flex(shape: products.AttentionShape, ends: Tensor) -> products.Attend:
 
 
 def sdpa(shape: products.AttentionShape, ends: Tensor) -> products.Attend:
-    """Return TorchTitan's SDPA, which has no document mask: `ends` are the ends of sequences."""
+    """Return TorchTitan's SDPA. It has no document mask, so `ends` must be sequences' ends."""
     return _unfolded(shape, partial(ScaledDotProductAttentionWrapper(), scale=shape.scale))
 
 
 def _unfolded(shape: products.AttentionShape, attention: Callable[..., Tensor]) -> products.Attend:
-    """Adapt an attention over (batch, heads, length, head_dim) to folded tensors."""
+    """Adapt an attention over (batch, heads, length, head_dim) to (tokens, heads, head_dim)."""
     options = {"enable_gqa": True} if shape.groups > 1 else {}
 
     def attend(*folded: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def _unfolded(shape: products.AttentionShape, attention: Callable[..., Tensor]) 
 def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
     if not cell.model_args.moe_args.use_grouped_mm:
         return
-    # Build the experts first: their converters set the alignment that is read below.
+    # Build the experts first: this runs the converters, which set the alignment read below.
     probe = _experts(cell, torch.empty(1, 32, 32, dtype=torch.bfloat16))
     quantization, _ = observe_model([probe])
     (kind,) = quantization["grouped_gemms"]
@@ -215,7 +215,7 @@ def _experts(cell: Cell, weight: Tensor) -> nn.Module:
 
 def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
     # One layer without experts and one with experts contain every kind of linear layer.
-    # Use deepcopy, not replace: TorchTitan's arguments have attributes that are not fields.
+    # Use deepcopy, as replace would drop attributes of TorchTitan's arguments that are not fields.
     args = deepcopy(cell.model_args)
     args.n_layers, args.n_dense_layers = 2, 1
     with torch.device("meta"):
@@ -299,7 +299,7 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
 
 
 def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
-    """Yield the errors of the cell's MoE layer, without shared experts, parallelized as trained."""
+    """Yield the errors of the cell's MoE layer, parallelized as in training; no shared experts."""
     dims, args, moe_args = cell.dims, cell.model_args, cell.model_args.moe_args
     tp_mesh, ep_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     assert ep_mesh is not None
@@ -314,7 +314,7 @@ def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
     layer.tokens_per_expert = torch.zeros(experts, device=cell.device)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
-    # The test experts have no activations.
+    # The test experts have no activations that scores could multiply.
     deepep = replace(cell.job_config.deepep, score_activations=False)
     apply_moe_ep_tp(
         replace(cell.job_config, deepep=deepep),

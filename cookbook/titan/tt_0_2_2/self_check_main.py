@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=N -m cookbook.titan.tt_0_2_2.self_check_main CELLS -o OUT
 
-CELLS is a JSON file, a list of `[name, TorchTitan's options]`. A case that several cells share runs
-once. Each result is a line on standard output. The exit status is 1 if any kernel is wrong.
+CELLS is a JSON file with a list of `[name, TorchTitan's options]`. A case that several cells share
+runs once. Each result is a line on standard output. The exit status is 1 if any kernel is wrong.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from cookbook.titan.tt_0_2_2.self_check_cases import Cell
 
 
 def cell_of(words: Sequence[str], device: str) -> Cell:
-    """Return the cell of TorchTitan's options `words`, laid out on the ranks of this job."""
+    """Return the cell that TorchTitan's options `words` describe, laid out on this job's ranks."""
     config = ConfigManager().parse_args(list(words))
     options = config.parallelism
     dims = ParallelDims(
@@ -41,7 +41,7 @@ def cell_of(words: Sequence[str], device: str) -> Cell:
         etp=options.expert_tensor_parallel_degree,
         world_size=dist.get_world_size(),
     )
-    # Reset the default alignment, which the previous cell's converters may have changed.
+    # Restore the default alignment, which the previous cell's converters may have changed.
     set_token_group_alignment_size_m(8)
     args = deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
     args.update_from_config(config)
