@@ -82,7 +82,7 @@ def install(local: bool, plan: bool) -> int:
         return 0
     here, reason = _capabilities_here(), ""
     if not torch_cuda():
-        reason = "torch is not here or built without CUDA"
+        reason = "torch is not installed here, or is built without CUDA"
     elif here and not any(map(runs_on, here)):
         reason = f"it needs Hopper or Blackwell GPUs; here are GPUs {', '.join(map(str, here))}"
     elif local and not here:

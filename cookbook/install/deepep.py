@@ -121,7 +121,7 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
     """Return a build's plan and toolkit; `arch` is e.g. "9.0;10.0", or empty for the GPUs here."""
     cuda, torch = torch_cuda(), find_distribution("torch")
     if torch is None or not cuda:
-        raise CannotBuildError("torch is not here or built without CUDA")
+        raise CannotBuildError("torch is not installed here, or is built without CUDA")
     found, major = _find_toolkits(cuda), int(cuda.split(".")[0])
     if not found:
         raise CannotBuildError(

@@ -61,7 +61,7 @@ class _Chunks:
     backend: str | None
 
     def run(self, hidden: Tensor, weight: Tensor, labels: Tensor, *grads: Tensor) -> Tensor:
-        """Return the loss; if `grads` are given, write the gradients of `hidden` and `weight`."""
+        """Return the loss; write the gradients of `hidden` and `weight` to `grads`, if given."""
         statistics, turn_into_gradient = _passes(self.backend)
         columns = labels if self.shard is None else labels - self.shard.first
         loss = torch.zeros((), dtype=_precise(hidden.dtype), device=hidden.device)
@@ -75,7 +75,7 @@ class _Chunks:
             ignored = labels[rows] == IGNORE_INDEX
             loss += (lse - target).masked_fill(ignored, 0).sum()
             if grads:
-                # With an infinite logsumexp, an ignored token's probabilities and gradient are 0.
+                # An infinite logsumexp makes an ignored token's probabilities and gradient 0.
                 turn_into_gradient(logits, columns[rows], lse.masked_fill(ignored, torch.inf))
                 _multiply(grads[0][rows], logits, weight, add=False)
                 _multiply(grads[1], logits.t(), chunk, add=start > 0)
@@ -119,8 +119,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
     """Return (2, tokens): each token's logsumexp, and its label's logit or 0.
 
-    `logits` are (tokens, vocabulary rows) of a chunk. `columns` are the labels' columns; a column
-    is out of range if another rank's shard holds it, and its logit is then 0.
+    `logits` are a chunk's, (tokens, vocabulary rows). `columns` are the labels' columns in it. If
+    another rank's shard holds a label, its column is out of range, and its logit counts as 0.
     """
     words = logits.shape[-1]
     values = logits.to(_precise(logits.dtype))
@@ -140,7 +140,7 @@ def _turn_into_gradient(logits: Tensor, columns: Tensor, lse: Tensor) -> None:
 
 @functools.cache
 def _passes(backend: str | None) -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    """Return both passes, compiled per shape: only the last chunk may have another shape."""
+    """Return both passes over the logits, compiled per shape: only the last chunk's may differ."""
     if backend is None:
         return _statistics, _turn_into_gradient
     compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
@@ -150,7 +150,7 @@ def _passes(backend: str | None) -> tuple[Callable[..., Tensor], Callable[..., N
 def _multiply(out: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
     """Write `left @ right` to `out`, or add it to `out`; accumulate in the dtype of `out`."""
     if left.is_cuda and left.dtype != out.dtype:
-        # cuBLAS can multiply BF16 into a float32 output; neither autograd nor the CPU supports it.
+        # cuBLAS can multiply BF16 into a float32 output; neither autograd nor the CPU can.
         torch.addmm(out, left, right, beta=int(add), out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=int(add), out=out)

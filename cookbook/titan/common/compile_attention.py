@@ -17,9 +17,9 @@ from cookbook.titan.common import kernel_cache, varlen_attention
 
 # FlashAttention-4 has separate kernels for more than 256 documents, so compile for both cases.
 DOCUMENTS = (256, 257)
-# More than two tiles: shorter sequences have separate kernels, which no recipe needs.
+# Longer than two tiles: shorter sequences have separate kernels, which no recipe needs.
 _LENGTH = 4096
-# (head dim of queries and keys, head dim of values, query heads per key head)
+# The recipes' (head dim of queries and keys, head dim of values, query heads per key head).
 _HEADS = ((192, 128, 1), (128, 128, 8), (128, 128, 16))
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     """Compile all kernels for one kind of GPU."""
     interface = import_module(varlen_attention.INTERFACE)
     empty = partial(torch.empty, device="cuda")
-    # Fake tensors: FlashAttention-4 compiles its kernels but does not launch them.
+    # Given fake tensors, FlashAttention-4 compiles its kernels but does not launch them.
     with FakeTensorMode():
         for documents, (head_dim, v_head_dim, groups) in itertools.product(DOCUMENTS, _HEADS):
             shapes = (groups, head_dim), (1, head_dim), (1, v_head_dim)

@@ -34,7 +34,7 @@ def _triton() -> Any:
 
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
-    """Round up to a multiple of `alignment`, not 0: GEMMs skip an empty group's weight gradient."""
+    """Round up to nonzero multiples of `alignment`: GEMMs skip an empty group's weight gradient."""
     return [max(1, -(-count // alignment)) * alignment for count in counts]
 
 
@@ -46,7 +46,7 @@ def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan
     """
     sizes = padded_sizes(counts, alignment)
     ends = list(itertools.accumulate(sizes))
-    # One small copy to the device carries both lists.
+    # Copy both lists to the device at once.
     host = torch.tensor([sizes, ends], dtype=torch.int32, pin_memory=experts.is_cuda)
     sizes_there, ends_there = host.to(experts.device, non_blocking=True)
     rows = _place(experts, sizes_there, ends_there, ends[-1])
@@ -56,7 +56,7 @@ def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan
 def _place(
     experts: Tensor, sizes: Tensor, ends: Tensor, num_rows: int, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return a plan's copies and slots; `sums` is the result of `count`, if already computed."""
+    """Return a plan's copies and slots; `sums` is the result of Triton's `count`, if available."""
     if experts.is_cuda:
         sums = _triton().count(experts, len(sizes)) if sums is None else sums
         return _triton().place(experts, sums, sizes, ends, num_rows)
@@ -73,7 +73,7 @@ def _place(
 
 
 def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPlan:
-    """Plan groups without counts on the host; rows after the last group's end are unused.
+    """Plan groups on the device, without host counts; rows after the last group's end are unused.
 
     `experts` are (tokens, top k). With alignment 1, groups are not padded and may be empty.
     """
@@ -92,7 +92,7 @@ def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPl
 
 
 def _spread(tokens: Tensor, scores: Tensor | None, plan: GroupPlan, dtype: torch.dtype) -> Tensor:
-    """Copy tokens to the groups' rows, times their copies' scores; padding rows are zero."""
+    """Copy tokens to the groups' rows, scaled by their copies' scores; padding rows are zero."""
     copies, slots = plan.copies, plan.slots
     if tokens.is_cuda:
         return _triton().spread(tokens, scores, copies, slots, dtype)
@@ -112,7 +112,7 @@ def _collect(
     dtype: torch.dtype,
     base: Tensor | None = None,
 ) -> Tensor:
-    """Sum the rows of each token's copies, times their scores, and add `base`."""
+    """Sum the rows of each token's copies, weighted by their scores, and add `base`."""
     copies, slots = plan.copies, plan.slots
     if grouped.is_cuda:
         return _triton().collect(grouped, scores, slots, dtype, base)
@@ -204,7 +204,7 @@ def spread(tokens: Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) ->
 
 def collect(
     grouped: Tensor,
-    scores: Tensor | None,  # (received, top k) float32, multiplied with the rows
+    scores: Tensor | None,  # (received, top k) float32, the rows' weights in the sum
     plan: GroupPlan,
     is_needed: bool = True,  # if false, the result is uninitialized memory
     base: Tensor | None = None,  # (received, features), added before the sums are rounded
@@ -287,6 +287,6 @@ def _cast(source: Tensor, target: Tensor) -> None:
 def join(dtype: torch.dtype, *weights: Tensor) -> Tensor:
     """Join weights (experts, hidden, features) into (experts, n * hidden, features).
 
-    One GEMM then computes the gate and up projections, and one their input's gradient.
+    Then one GEMM computes the gate and up projections, and one GEMM the gradient of their input.
     """
     return _Joined.apply(dtype, *weights)

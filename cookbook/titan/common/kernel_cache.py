@@ -1,7 +1,7 @@
-"""The FlashAttention-4 kernels that set-up compiled: their folder, and their copy for a job.
+"""Where set-up keeps the FlashAttention-4 kernels it compiled, and how a job gets a copy.
 
-A job copies them to FlashAttention-4's own cache in each node's /tmp: this cache locks files, which
-some shared file systems do not support. Imports no torch, because set-up runs without it.
+A job copies them to FlashAttention-4's own cache in each node's /tmp. The cache needs file locks,
+which some shared file systems lack. Does not import torch, because set-up runs without it.
 """
 
 import logging
@@ -17,7 +17,7 @@ ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 COMPILED = Path(sys.prefix) / ".cookbook" / "attention_kernels"
-# File in a folder of kernels that lists the features of the CPU that compiled them.
+# The file in a folder of kernels that lists the features of the CPU they were compiled on.
 CPU = "cpu"
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -32,7 +32,7 @@ def folder_of(capability: int, cuda: int, compiled: Path | None = None) -> Path:
     """Return the folder of kernels for a GPU's compute capability (90 for SM90) and a CUDA version.
 
     A CUDA 12 driver cannot load kernels of CUDA 13. `compiled` is the parent folder; None means
-    the one of this Python environment.
+    this Python environment's.
     """
     return (compiled or COMPILED) / f"sm{capability}-cuda{cuda}"
 

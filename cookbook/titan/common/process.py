@@ -5,7 +5,7 @@
   A forked data-loader worker that outlives its rank would hold the rank's GPU memory.
 - A rank that hangs in a collective cannot answer. So each rank sets an alarm at every step. When it
   fires, faulthandler's thread, which needs no GIL, writes the stacks, and a Python thread writes
-  torch's flight recorder. The supervisor decides whether the rank hangs.
+  the flight recorder's trace. The supervisor decides whether the rank hangs.
 - A PyArrow or gloo thread that takes the GIL during interpreter shutdown can abort the process, so
   a finished job would count as failed (huggingface/datasets#7566, pytorch/pytorch#179291).
 """
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
-# A stall is STEPS median step times plus MORE_S seconds: less than the supervisor's timeout.
+# A step stalls after STEPS median step times plus MORE_S seconds, before the supervisor's timeout.
 STEPS, MORE_S = 4.0, 8.0
 _FEWEST_STEPS = 3
 
@@ -53,7 +53,7 @@ def die_with_parent(_worker: int = 0) -> None:
 def exit_without_teardown() -> None:
     """Make `python -m torchtitan.train` skip interpreter shutdown after a successful run.
 
-    Exit handlers registered later run first. Does nothing in other programs.
+    Exit handlers registered after this one run before it. Does nothing in other programs.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None or spec.name != "torchtitan.train":
@@ -75,8 +75,8 @@ def exit_without_teardown() -> None:
             sys.stderr.flush()
             os._exit(0)
 
-    # A patch, because TorchTitan has no hook for the end of a run. It destroys the process group
-    # only after a success, whereas it closes its components after a failure too.
+    # TorchTitan has no hook for the end of a run, so patch `destroy_process_group`, which it calls
+    # only after a success. It closes its components after a failure too.
     dist.destroy_process_group = destroy_and_note
     atexit.register(leave)
 
@@ -114,7 +114,7 @@ class StallAlarm:
         seconds = STEPS * statistics.median(self._times) + MORE_S
         faulthandler.dump_traceback_later(seconds, file=self._file)
         self._timer.cancel()
-        # Wait until the stacks are written: faulthandler can crash on a running thread's frames.
+        # Start 1 s later, after the stacks are written: faulthandler can crash on a running thread.
         self._timer = threading.Timer(seconds + 1.0, self._write_trace)
         self._timer.daemon = True
         self._timer.start()
@@ -130,7 +130,7 @@ class StallAlarm:
         self.pause()
         if self._file is not None and not os.fstat(self._file.fileno()).st_size:
             self._path.unlink(missing_ok=True)
-            # Fails if other ranks' stacks remain in the folder.
+            # The folder cannot be removed while it holds other ranks' stacks.
             with contextlib.suppress(OSError):
                 self._path.parent.rmdir()
 

@@ -4,8 +4,8 @@
 
 Answers each JSON line on standard input with one JSON line: a list with each rank's `stages`,
 `in_flight` and `actions`, or the text of torch's error. An action is a list [stage, kind,
-microbatch]; its kind is F (forward), B (backward), or I or W (a backward's half for inputs or
-weights).
+microbatch]; the kinds are F (forward), B (full backward), I (backward for inputs) and W (backward
+for weights).
 """
 
 import json
@@ -43,7 +43,7 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> lis
     if is_single:
         order = schedule_class(stages[0], n_microbatches=microbatches)._get_pipeline_order()
     else:
-        # Skip the sends and receives: they are not needed, and slow to build for long schedules.
+        # Skip the sends and receives: they are not needed, and slow to add to long schedules.
         schedule_class._prepare_schedule_with_comms = lambda self, actions, format="": None
         order = schedule_class(stages, n_microbatches=microbatches).pipeline_order
     actions = [rank_actions(order[rank], is_single) for rank in range(ranks)]
@@ -72,14 +72,14 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
 
 
 def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
-    """Return the maximal numbers of microbatches in flight: lists with one count per stage.
+    """Return the peak numbers of microbatches in flight: lists with one count per stage.
 
-    There are several lists if different stages peak at different times.
+    There are several lists if the stages peak at different times.
     """
     live = dict.fromkeys(stages, 0)
     seen: set[tuple[int, ...]] = set()
     for stage, kind, _ in actions:
-        # If the backward is split, the W half frees the microbatch's activations.
+        # If the backward is split, its W half frees the microbatch's activations.
         live[stage] += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
         if kind == "F":
             seen.add(tuple(live.values()))
@@ -93,7 +93,6 @@ def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
     for line in sys.stdin:
         answer: Any
         try:

@@ -11,10 +11,10 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.language import constexpr
 
-# Copies that one program counts or places. `num_copies` is not specialized, because it differs in
-# every layer and a new value must not recompile the kernel.
+# Number of copies that one program counts or places. `num_copies` is not specialized, because it
+# differs in every layer and a new value must not recompile the kernel.
 _COPIES = 1024
-# Rows that one program checks for padding.
+# Number of rows that one program checks for padding.
 _ROWS = 64
 
 
@@ -140,7 +140,7 @@ def _dense(scores: Tensor | None) -> Tensor | None:
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """Return cumulative counts of each expert's copies, (experts, parts of 1,024 copies) int32."""
+    """Count each expert's copies cumulatively, per part of 1,024 copies: (experts, parts) int32."""
     # At least one part, so that the last column exists even without copies.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
@@ -151,10 +151,10 @@ def count(experts: Tensor, num_experts: int) -> Tensor:
 def place(
     experts: Tensor, sums: Tensor, sizes: Tensor, ends: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return copies (rows,) and slots (tokens, top k), both int32, of a group plan.
+    """Return a group plan's copies (rows,) and slots (tokens, top k), both int32.
 
-    `sums` from `count` place a part's copies after all earlier parts' copies. This takes 4 kernel
-    launches; a sort takes about 20, during which the GPU would idle.
+    `sums`, from `count`, place each part's copies after those of earlier parts. With `count`, this
+    takes 4 kernel launches; a sort takes about 20, during which the GPU would idle.
     """
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
@@ -174,7 +174,7 @@ def take(values: Tensor, places: Tensor) -> Tensor:
 def spread(
     tokens: Tensor, scores: Tensor | None, copies: Tensor, slots: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Copy tokens to their rows (rows, features), times their scores; padding rows are zero."""
+    """Copy tokens to their rows (rows, features), scaled by scores; padding rows are zero."""
     num_tokens, top_k = slots.shape
     features, num_rows = tokens.shape[1], copies.numel()
     grouped = tokens.new_empty(num_rows, features, dtype=dtype)
@@ -190,7 +190,7 @@ def spread(
 def collect(
     grouped: Tensor, scores: Tensor | None, slots: Tensor, dtype: torch.dtype, base: Tensor | None
 ) -> Tensor:
-    """Sum each token's rows, times their scores, and add `base`; return (tokens, features)."""
+    """Sum each token's rows, weighted by scores, and add `base`; return (tokens, features)."""
     num_tokens, top_k = slots.shape
     features = grouped.shape[1]
     tokens = grouped.new_empty(num_tokens, features, dtype=dtype)
@@ -282,7 +282,7 @@ def activate(gate_up: Tensor, scores: Tensor) -> Tensor:
 
 
 def gradient(grad: Tensor, gate_up: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate_up` and `scores`, given `grad` of `activate`'s result."""
+    """Return the gradients of `gate_up` and `scores`; `grad` is that of `activate`'s result."""
     rows, hidden = grad.shape
     found = torch.empty_like(gate_up), torch.empty_like(scores)
     _gradient_kernel[(rows,)](grad, gate_up, scores, *found, hidden, _block(hidden, 2048))

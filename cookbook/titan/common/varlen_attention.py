@@ -5,8 +5,8 @@ ends. A GPU runs FlashAttention-4's variable-length kernels, the CPU a reference
 Document boundaries follow TorchTitan's `get_document_mask_mod`: an end-of-document token belongs to
 the document that it ends, and no document spans two sequences.
 
-PyTorch 2.10's own operator (`torch.nn.attention.varlen`) does not fit: it supports neither a scale
-nor values whose head dimension differs from that of the keys.
+PyTorch 2.10's own operator (`torch.nn.attention.varlen`) is no substitute: it supports neither a
+scale nor values whose head dimension differs from that of the keys.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ ran: set[str] = set()
 
 
 def why_not() -> str | None:
-    """Return why FlashAttention-4 cannot run on this GPU; None if it can, or without a GPU."""
+    """Return why FlashAttention-4 cannot run on this GPU; None if it can or there is no GPU."""
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
@@ -41,7 +41,7 @@ def why_not() -> str | None:
     if major not in (9, 10):
         needed = "FlashAttention-4 needs a GPU of SM90 (H100, H200) or SM100 (B200)"
         return f"{needed}, this one is SM{major}{minor}"
-    with contextlib.suppress(ModuleNotFoundError):  # of the parent package
+    with contextlib.suppress(ModuleNotFoundError):  # if `flash_attn` itself is missing
         if find_spec("flash_attn.cute"):
             return None
     return "FlashAttention-4 (flash-attn-4) is not installed here"
@@ -57,7 +57,7 @@ def varlen_attention(
         k, v: (tokens, kv_heads, head_dim or v_head_dim); `kv_heads` divides `heads`, and
             adjacent query heads share a key head.
         cu_seqlens: (documents + 1,) int32, ascending from 0 to `tokens`; documents may be empty.
-        max_seqlen: upper bound of a document's length.
+        max_seqlen: upper bound on a document's length.
 
     Returns:
         (tokens, heads, v_head_dim), contiguous.
@@ -98,7 +98,7 @@ def backward(
     _kernels()._flash_attn_bwd(
         *(q, k, v, out, grad_out, lse),
         **_packing(cu_seqlens, max_seqlen, scale) | {"dq": dq, "dk": dk, "dv": dv},
-        # Otherwise atomic additions sum dQ in an order that differs between runs.
+        # If false, atomic additions sum dQ in an order that differs between runs.
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return dq, dk, dv
@@ -117,8 +117,8 @@ def _packing(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any
 def _kernels() -> Any:
     """Return FlashAttention-4's module; the first call imports it and copies set-up's kernels.
 
-    Compiling the kernels would take each process 6 to 10 s. FlashAttention-4's cache is in the
-    node's /tmp, because it needs file locks, which some shared file systems lack.
+    Without copies, each process would compile the kernels for 6 to 10 s. They go to
+    FlashAttention-4's cache in the node's /tmp, because some shared file systems lack file locks.
     """
     if INTERFACE in sys.modules:
         return sys.modules[INTERFACE]
@@ -180,8 +180,8 @@ def _autograd(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-# Memory-budget recomputation weighs operators by these FLOPs. The arguments are shapes and do not
-# tell document lengths: each sequence counts as one document, half a square of scores per head.
+# Memory-budget recomputation weighs operators by these FLOPs. The arguments are shapes without
+# document lengths, so each sequence counts as one document: half a square of scores per head.
 @register_flop_formula(torch.ops.cookbook.varlen_attention)
 def _forward_flops(
     q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, *_: Any, **__: Any
@@ -256,7 +256,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 @dataclass
 class AttendedLength:
-    """Counter for the mean number of keys per token over all batches before `close`."""
+    """Accumulate the mean number of keys each token attends to, over all batches until closed."""
 
     keys: Tensor | int = 0  # query-key pairs, on the batches' device
     tokens: int = 0
@@ -276,7 +276,7 @@ class AttendedLength:
         self.tokens += sequences * length
 
     def close(self) -> float | None:
-        """Stop counting; return keys per token, or None if nothing was counted."""
+        """Stop counting; return the mean number of keys, or None if nothing was counted."""
         self.is_open = False
         return int(self.keys) / self.tokens if self.tokens else None
 
@@ -294,8 +294,8 @@ def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
 def bounds_capacity(documents: int, length: int) -> int:
     """Return the padded number of documents for a sequence of `length` tokens, a power of two.
 
-    Code and kernels are compiled per shape, so capacities should rarely differ. Batches with at
-    least 128 tokens per document on average share one; others get the next power of two.
+    Code and kernels are compiled per shape, so capacities should rarely differ. All batches
+    with at least 128 tokens per document on average share one; others get the next power of two.
     """
     least = max(documents, length // 128, min(length, 16))
     return 1 << (least - 1).bit_length()

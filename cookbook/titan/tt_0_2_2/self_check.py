@@ -76,7 +76,7 @@ def check_nvshmem(maps: str) -> None:
         folder = Path(library).parent
         if wheels and folder.resolve() not in wheels:
             raise refuse(
-                f"DeepEP was linked with NVSHMEM in {wheels[0]}, and the loader took {library}; "
+                f"DeepEP was linked with NVSHMEM in {wheels[0]}, but the loader took {library}; "
                 f"take {folder} out of LD_LIBRARY_PATH"
             )
 
