@@ -1,4 +1,4 @@
-"""The purpose of each kernel: a table of rules on its name, operation and process group.
+"""Rules that assign each kernel to a category by its name, operation and process group.
 
 Only this module knows kernel names. A kernel that matches no rule counts as `other`, and the report
 names it, so that a rule can be added here.
@@ -21,7 +21,7 @@ class Category:
     colour: str
 
 
-# In the order of the report. If kernels of several categories overlap, the first category counts.
+# In report order. Where kernels of several categories overlap, the time goes to the first one.
 CATEGORIES = (
     Category("attention", "attention", COMPUTE, "#4e79a7"),
     Category("grouped_gemms", "grouped GEMMs", COMPUTE, "#59a14f"),
@@ -42,7 +42,7 @@ CATEGORIES = (
     Category("communication", "communication of an unknown group", COMMUNICATION, "#d37295"),
 )
 BY_NAME = {category.name: category for category in CATEGORIES}
-# Not a category: a host operation that only waits or calls other operations does no work itself.
+# Not a category: for host operations that only wait or call other operations.
 NO_WORK = "no work"
 NUMBERS = {category.name: number for number, category in enumerate(CATEGORIES)} | {NO_WORK: -1}
 GEMMS = ("grouped_gemms", "dense_gemms")
@@ -63,24 +63,24 @@ class Rule:
 _NCCL = r"^nccl"
 _GATHERS = r"all_?gather|reduce_?scatter"
 
-# The first rule that matches a kernel decides.
+# The first rule that matches a kernel applies.
 RULES = (
-    # --- Communication. Meshes are TorchTitan's (parallel_dims.py). If a mesh spans all ranks, it
-    # uses PyTorch's `default_pg`: then FSDP's annotations and the kind of collective decide.
-    # DeepEP: deep_ep::intranode, internode, internode_ll, layout; and NVSHMEM's barrier.
+    # --- Communication. Mesh names are TorchTitan's (parallel_dims.py). A mesh that spans all ranks
+    # uses PyTorch's `default_pg`, so FSDP's annotations and the kind of collective decide instead.
+    # DeepEP: deep_ep::intranode, internode, internode_ll, layout; also NVSHMEM's barrier.
     Rule("ep", kernel=r"\bdeep_ep::|\bnvshmem"),
     # TorchAO's quantized all-to-all: a Triton kernel over symmetric memory.
     Rule("ep", kernel=r"_mxfp8_all_to_all_v_kernel"),
     Rule("ep", kernel=_NCCL, group=r"^mesh_ep$"),
     Rule("cp", kernel=_NCCL, group=r"^mesh_cp$"),
     Rule("pp", kernel=_NCCL, group=r"^mesh_pp$", collective=r"send|recv|coalesced"),
-    # The last step of the gradient norm sums the parts of all pipeline ranks.
+    # The gradient norm is finally summed over all pipeline ranks.
     Rule("reductions", kernel=_NCCL, group=r"^mesh_pp$"),
     Rule("tp", kernel=_NCCL, group=r"^mesh_e?tp$"),
-    # HSDP also all-reduces gradients over the replicas.
+    # This includes HSDP's all-reduce of gradients over the replicas.
     Rule("fsdp", kernel=_NCCL, inside=r"^FSDP::"),
     Rule("fsdp", kernel=_NCCL, group=r"^mesh_(e?fsdp|dp_shard\w*)$", collective=_GATHERS),
-    # Loss, gradient norm and tokens per expert are reduced over fsdp, loss, batch or all ranks.
+    # Loss, gradient norm and expert loads are reduced over the fsdp, loss, batch or default group.
     Rule("reductions", kernel=_NCCL, collective=r"all_?reduce|barrier|broadcast"),
     Rule("ep", kernel=_NCCL, collective=r"all_?to_?all"),
     Rule("pp", kernel=_NCCL, collective=r"send|recv"),
@@ -88,16 +88,16 @@ RULES = (
     Rule("tp", kernel=_NCCL, collective=_GATHERS, group=r"^default_pg$"),
     # Asynchronous TP: PyTorch's collectives over symmetric memory.
     Rule("tp", kernel=r"multimem_\w+_kernel|one_shot_all_reduce|two_shot_all_reduce"),
-    # On a CPU gloo's thread records the collective but not the group.
+    # On a CPU, gloo's thread records the collective but not the group.
     Rule("ep", inside=r"^gloo:all_to_all"),
     Rule("pp", inside=r"^gloo:(send|recv)"),
     Rule("communication", inside=r"^gloo:"),
     Rule("communication", kernel=_NCCL),
-    # --- On a CPU the main thread waits in wait_tensor while the gloo thread works. Autograd's own
-    # time in a node is its hooks, mostly FSDP's.
+    # --- On a CPU, the main thread waits in wait_tensor while the gloo thread works. The time that
+    # autograd itself spends in a node is in hooks, mostly FSDP's.
     Rule(NO_WORK, kernel=r"^_c10d_functional::wait_tensor$"),
     Rule(NO_WORK, kernel=r"^autograd::engine::|^(?!Compiled)\w+Backward\d*$|^RegisterPost"),
-    # Python code of tensor subclasses such as DTensor, which an operation calls.
+    # An operation's detour through the Python code of a tensor subclass such as DTensor.
     Rule(NO_WORK, kernel=r"^Python(Subclass|TLSSnapshot|Dispatcher)$"),
     Rule("communication", kernel=r"^(_?c10d(_functional(_autograd)?)?)::"),
     # --- Attention. FlexAttention: Inductor's template kernels.
@@ -107,10 +107,10 @@ RULES = (
     Rule("attention", kernel=r"(?i)flash_?att(entio)?n|flash_(fwd|bwd)|fmha"),
     # cuDNN: cudnn_generated_fort_native_sdpa_sm90_flash_fprop and _bprop.
     Rule("attention", kernel=r"^cudnn\w*_sdpa_"),
-    # All that an attention operation launches, including the matrix products of attention on a CPU.
+    # Everything that an attention operation launches, including its matrix products on a CPU.
     # The cookbook's own operation is varlen_attention.
     Rule("attention", inside=r"(?i)scaled_?dot_?product|flex_?attention|varlen_attention"),
-    # --- Optimizer and gradient norm: listed before GEMMs and copies, which they also launch.
+    # --- Optimizer and gradient norm: listed before GEMMs and copies, which these also launch.
     Rule("optimizer", inside=r"^Optimizer\.(step|zero_grad)#"),
     # Fused AdamW, and the norms and scaling of clip_grad_norm_ (multi_tensor_apply, _foreach_*).
     # FSDP's _foreach_copy_ uses the same kernels, so its rule comes first.
@@ -182,7 +182,7 @@ def category_of(
 ) -> str:
     """Return the name of a kernel's category, or `NO_WORK`; pass empty text for unknown values.
 
-    `inside` starts with the operation that launched the kernel, then its enclosing events outwards.
+    `inside`: the operation that launched the kernel, then its enclosing events from the inside out.
     """
     texts: dict[str, tuple[str, ...]] = {"operation": inside[:1], "inside": inside}
     texts |= {"kernel": (kernel,), "collective": (collective,), "group": (group,)}

@@ -21,14 +21,14 @@ from cookbook.profile.rank import RankProfile, profile_rank
 from cookbook.profile.trace import read_header
 from cookbook.run.folder import CellFolder
 
-# Up to this many traces are all read by default; beyond it, only one rank of each pipeline stage.
+# If there are more traces, only the first rank of each pipeline stage is read by default.
 MOST_TRACES = 8
 _TRACE = re.compile(r"rank[-_]?(\d+).*\.json(\.gz)?")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """How some ranks of a job spend a step; ordered by stage and rank."""
+    """How the ranks that were read spend a step; the ranks are ordered by stage and number."""
 
     source: str
     ranks: Sequence[RankProfile]
@@ -39,7 +39,7 @@ class Profile:
         return self.ranks[0].gpu or ("GPU" if self.ranks[0].on_gpu else "CPU")
 
     def name(self, rank: RankProfile) -> str:
-        """Return `rank 128`, prefixed with its stage if there are several."""
+        """Return a name such as `rank 128`, prefixed with the stage if there are several stages."""
         number = "?" if rank.rank is None else rank.rank
         has_stages = len({rank.stage for rank in self.ranks}) > 1
         return f"stage {rank.stage}, rank {number}" if has_stages else f"rank {number}"
@@ -47,8 +47,8 @@ class Profile:
     def shown(self) -> list[tuple[RankProfile, str]]:
         """Return the ranks to report, with their roles.
 
-        From each pipeline stage these are the first rank and, if several were read, the slowest and
-        the fastest by compute time: wall time is equal, because the others wait for the slowest.
+        They are each pipeline stage's first rank and, if several were read, its slowest and fastest
+        by compute time. Wall time is equal, because the other ranks wait for the slowest.
         """
         chosen: list[tuple[RankProfile, str]] = []
         for _, group in itertools.groupby(self.ranks, key=lambda rank: rank.stage or 0):
@@ -63,13 +63,13 @@ class Profile:
 
 
 def cell_traces(cell: CellFolder) -> dict[int, Path]:
-    """Return the traces of the newest attempt that has some, by rank; empty if none has."""
+    """Return the traces of the newest attempt with traces, by rank; empty if there is none."""
     found = (_newest(attempt.traces) for attempt in reversed(cell.attempts()))
     return next((traces for traces in found if traces), {})
 
 
 def folder_traces(folder: Path) -> dict[int, Path]:
-    """Return the traces in `folder`, or in its newest folder `iteration_<step>`, by rank."""
+    """Return the traces in `folder`, or in its newest subfolder `iteration_<step>`, by rank."""
     if traces := _newest(folder):
         return traces
     remedy = "profile it: python submit.py profile RECIPE"
@@ -90,7 +90,7 @@ def _newest(folder: Path) -> dict[int, Path]:
 def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
     """Return the traces selected by `asked`: `all`, ranks separated by commas, or None.
 
-    None selects all traces up to `MOST_TRACES`, beyond that the first rank of each pipeline stage.
+    None selects all traces or, of more than `MOST_TRACES`, each pipeline stage's first rank.
     """
     if asked is None and len(traces) > MOST_TRACES:
         first = min(traces)
@@ -107,7 +107,7 @@ def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
 
 
 def make_profile(source: str, paths: Sequence[Path]) -> Profile:
-    """Read traces in parallel; raise InputError for a broken one, JobError for a killed reader."""
+    """Read traces in parallel; raise InputError if one is broken, JobError for a killed reader."""
     workers = min(len(paths), len(os.sched_getaffinity(0)))
     try:
         # Ctrl-C kills the reading processes, so that they print no tracebacks.
@@ -124,11 +124,11 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
 
 
 def set_waits(ranks: Sequence[RankProfile]) -> None:
-    """Set each rank's waits for other ranks; None if none of its calls could be matched.
+    """Set each rank's time waiting for other ranks; None if none of its calls could be matched.
 
     A collective ends on all ranks at about the same time, so the rank that arrived last spends the
-    least time in it, and any longer time of another rank is a wait. No common clock is needed. If
-    only some ranks of a group were read, this is a lower bound.
+    least time in it; what another rank spends beyond that is waiting. No common clock is needed. If
+    only some ranks of a group were read, the result is a lower bound.
     """
     waited = {rank: defaultdict[str, float](float) for rank in ranks}
     for key in dict.fromkeys(key for rank in ranks for key in rank.calls):
@@ -142,7 +142,7 @@ def set_waits(ranks: Sequence[RankProfile]) -> None:
         for rank, own in durations.items():
             waited[rank][category] += sum(own) - least
     for rank, waits in waited.items():
-        # Assume that the same share of the waits is exposed as of the category's communication.
+        # Assume that waits are exposed to the same degree as all communication of the category.
         for name in waits:
             waits[name] *= rank.counted_ms(name) / (rank.called_us[name] or 1)
         rank.waiting_for_other_ranks_ms = waits or None
@@ -260,7 +260,7 @@ def render_json(profile: Profile) -> str:
 
 
 def render_svg(profile: Profile) -> bytes:
-    """Return an SVG with a bar per reported rank, divided into the parts of its step."""
+    """Return an SVG with one bar per reported rank, divided into the parts of its step."""
     shown = profile.shown()
     longest = max(rank.step_ms for rank, _ in shown) or 1.0
 

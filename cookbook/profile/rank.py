@@ -19,7 +19,7 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS, NUMBERS
 from cookbook.profile.trace import NOTHING, Column, Trace, kernels_of, read_trace
 
-# If the first kernel was queued for longer, the device was still busy with the previous step.
+# If the first kernel was queued longer than this, the device was busy with the previous step.
 _QUEUED_US = 1000.0
 _MOST_KERNELS = 25
 _MOST_CAUSES = 8
@@ -31,12 +31,12 @@ _IS_COMMUNICATION = np.array([category.kind == COMMUNICATION for category in CAT
 
 @dataclass(frozen=True)
 class GemmRate:
-    """The rate of one kind of GEMM; None where no shape, or not the GPU's peak, is known."""
+    """The time and speed of one kind of GEMM."""
 
     ms: float  # milliseconds per step
     known_ms: float  # milliseconds per step of the GEMMs whose shapes are known
-    tflops: float | None  # TFLOP/s of the GEMMs whose shapes are known
-    peak_share: float | None  # share of the GPU's peak for the inputs' formats
+    tflops: float | None  # TFLOP/s of the GEMMs whose shapes are known; None if none are
+    peak_share: float | None  # share of the GPU's peak for the inputs' formats; None if unknown
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CategoryTime:
     """The time of a category of kernels, in milliseconds per step."""
 
     kind: str
-    ms: float  # without overlap: overlapping time counts for the first category in CATEGORIES
+    ms: float  # each moment counts only for the first category in CATEGORIES that runs
     share: float  # share of the step
     hidden_ms: float  # overlapping time that counts for another category
 
@@ -55,7 +55,7 @@ class Idle:
 
     host_ms: float  # until the host launched the next kernel
     queued_ms: float  # from the launch to the kernel's start
-    causes_ms: Mapping[str, float]  # activities of the host during `host_ms`
+    causes_ms: Mapping[str, float]  # what the host did during `host_ms`, by activity
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class RankProfile:
     rank: int | None
     stage: int | None
     trace: str
-    steps: tuple[int, ...]  # step numbers; empty if the trace has none and counts as one step
+    steps: tuple[int, ...]  # step numbers; empty if the trace marks no steps: it counts as one
     step_ms: float
     each_step_ms: Sequence[float]
-    accounted: float  # share of the step outside unknown kernels (category `other`)
+    accounted: float  # share of the step not spent in unknown kernels (category `other`)
     compute_ms: float
     exposed_communication_ms: float  # time during which only communication ran
     categories: Mapping[str, CategoryTime]
@@ -91,13 +91,13 @@ class RankProfile:
     longest_kernels: Sequence[KernelTime]
     unknown: Sequence[KernelTime]  # longest kernels of category `other`
     gpu: str | None
-    on_gpu: bool  # whether kernels were counted, or else a CPU's operations
-    # Durations of communication calls, in microseconds. Calls of one key match on all ranks.
+    on_gpu: bool  # whether GPU kernels were counted, rather than a CPU's operations
+    # Durations of communication calls, in microseconds. Calls with the same key match across ranks.
     calls: Mapping[tuple[object, ...], Sequence[float]] = field(repr=False)
     called_us: Mapping[str, float]  # sum of the durations by category
 
     def counted_ms(self, category: str) -> float:
-        """Return the time that counts for a category; 0 if none of its kernels ran."""
+        """Return the time that counts for a category, or 0 if none of its kernels ran."""
         return self.categories[category].ms if category in self.categories else 0.0
 
 
@@ -194,7 +194,7 @@ def divide(
     np.add.at(changes, (kernels.category, np.searchsorted(edges, first)), 1)
     np.add.at(changes, (kernels.category, np.searchsorted(edges, last)), -1)
     runs = changes.cumsum(axis=1)[:, :-1] > 0
-    # The first category that runs between two edges.
+    # The first category that runs between each two neighbouring edges, or NOTHING.
     counts_for = np.where(runs.any(axis=0), runs.argmax(axis=0), NOTHING)
     times = {
         category.name: (float(lengths[counts_for == number].sum()), float(lengths[own].sum()))
@@ -221,7 +221,7 @@ def explain_idle(gaps: Column, kernels: Column, trace: Trace, count: int) -> Idl
     before = trace.innermost(thread[own], start[own])
     during = trace.innermost(thread[own], (start[own] + launched[own]) / 2)
     for first, middle, us in zip(before, during, (launched - start)[own].tolist(), strict=True):
-        # The host was waiting for the device as the gap began, so it could not launch ahead.
+        # If the host was waiting for the device when the gap began, it could not launch ahead.
         waited = first != NOTHING and _BLOCKED.search(trace.inside[first][0])
         name = _activity(trace, first if waited else middle)
         causes[f"had waited for the GPU in {name}" if waited else name] += us
@@ -234,7 +234,7 @@ def explain_idle(gaps: Column, kernels: Column, trace: Trace, count: int) -> Idl
 
 
 def _activity(trace: Trace, event: int) -> str:
-    """Return the name of the operation that contains `event`, or else of the CUDA call."""
+    """Return the name of the operation around `event`; without one, that of the CUDA call."""
     if event == NOTHING:
         return "Python, in no operation"
     operation = trace.operation[event]
@@ -251,7 +251,7 @@ def _calls(trace: Trace, kernels: Column, windows: list[float]) -> dict[Any, lis
     ep_ranks = str(trace.header.groups.get("mesh_ep", []))
     calls = defaultdict[Any, list[float]](list)
     for kernel, step in zip(kernels, steps.tolist(), strict=True):
-        # DeepEP's kernels record no process group, so use the EP ranks.
+        # DeepEP's kernels record no process group, so use the EP ranks instead.
         call: tuple[str, ...] = trace.names[kernel.name].split("<")[0].split("(")[0], ep_ranks
         if kernel.collective != NOTHING:
             call = trace.collectives[kernel.collective]

@@ -47,8 +47,8 @@ class Step(NamedTuple):
     end: float
 
 
-# Operations, annotations and blocking calls, sorted by thread and start, outer before inner. `name`
-# is an index into the trace's names; annotations are not work (`is_work`), they only enclose it.
+# Host events: operations, annotations, blocking calls; by thread and start, outer before inner.
+# `name` is an index into the trace's names. `is_work` is false for annotations: they enclose work.
 # `flops` is 0 except for GEMMs with known shapes; `bits` is the size of a GEMM's input elements.
 HOST = np.dtype(
     [
@@ -56,8 +56,8 @@ HOST = np.dtype(
         *[("is_work", bool), ("flops", float), ("bits", int)],
     ]
 )
-# Kernels, copies and fills. `launched` is the time of the host's launch, NaN if unknown, and
-# `thread` the launching thread. `collective` is an index into the trace's collectives, or NOTHING.
+# Device events: kernels, copies, fills. `launched` is when the host launched one, NaN if unknown;
+# `thread` is the launching thread. `collective` is an index into `collectives`, or NOTHING.
 DEVICE = np.dtype(
     [
         *[("name", int), ("start", float), ("end", float), ("launched", float)],
@@ -75,18 +75,18 @@ class Header:
         # None on a CPU.
         self.gpu: str | None = (content.get("deviceProperties") or [{}])[0].get("name")
         self.rank: int | None = info.get("rank", int(named[1]) if named else None)
-        # The ranks of this rank's process groups by description; groups of one rank are empty.
+        # The ranks of each of this rank's process groups, by description; empty for a group of one.
         self.groups: dict[str, list[int]] = {}
         for group in info.get("pg_config", ()):
             ranks = [*group["ranks"]] if len(group["ranks"]) > 1 else []
             self.groups[group["pg_desc"]] = self.groups.get(group["pg_desc"]) or ranks
-        # The ranks of this rank's pipeline; without PP only its own rank. Empty if unknown.
+        # The ranks of this rank's pipeline; without PP, only its own rank. Empty if unknown.
         self.pipeline: list[int] = []
         if "mesh_pp" in self.groups:
             own = [] if self.rank is None else [self.rank]
             self.pipeline = self.groups["mesh_pp"] or own
         elif any(mesh.startswith("mesh_") for mesh in self.groups):
-            # A mesh that spans all ranks has no process group of its own, so PP spans all ranks.
+            # Only a mesh that spans all ranks lacks its own process group, so PP spans all ranks.
             self.pipeline = [*range(info.get("world_size", 0))]
         self.stage = self.pipeline.index(self.rank) if self.rank in self.pipeline else None
 
@@ -95,12 +95,12 @@ class Header:
 class Trace:
     """One rank's trace; if it has no kernels, the host's operations count as work.
 
-    `parent`, `operation` and `gemm` are indexed by the host's events; NOTHING gives NOTHING.
+    `parent`, `operation` and `gemm` are indexed by host event; at index NOTHING they are NOTHING.
     """
 
     header: Header
     names: Sequence[str]
-    # PyTorch's records: name, and the group's description and ranks; texts are empty for NOTHING.
+    # Each collective's name, group description and ranks, as text; empty at index NOTHING.
     collectives: Sequence[tuple[str, ...]]
     steps: Sequence[Step]
     host: Column
@@ -130,7 +130,7 @@ class Trace:
         self.parent = np.array(parent)
         # The event itself or, for a CUDA call, the operation that it belongs to.
         self.operation = np.array(operation)
-        # The outermost GEMM around each event: on a CPU, a grouped GEMM calls dense ones.
+        # The outermost GEMM around each event, because on a CPU a grouped GEMM calls dense ones.
         self.gemm = np.array(gemm)
 
     @property
@@ -207,7 +207,7 @@ class _Reader:
         self._launches: dict[int, tuple[float, float]] = {}
 
     def take(self, value: dict[str, Any]) -> dict[str, Any] | None:
-        """Keep `value` if it is an event; return anything else unchanged."""
+        """Store `value` and return None if it is an event; return anything else unchanged."""
         if "ph" not in value:
             return value
         if value["ph"] != "X":
@@ -310,7 +310,7 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Return the columns of a CPU's work and its operations, each without those nested in it."""
+    """Return a CPU's work as columns, and its operations: time in nested ones is not counted."""
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
     # Between two neighbouring edges of a thread, nothing starts or ends.

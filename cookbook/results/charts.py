@@ -1,6 +1,6 @@
 """The charts of a run: as plain numbers, which the page's script draws, and as Matplotlib files.
 
-To add a chart, add a function to CHARTS that returns a Chart, or None if there are no numbers.
+To add a chart, add a function to CHARTS. It returns a Chart, or None if there is nothing to plot.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A line over more steps than _FEW_STEPS shows the running mean over a fortieth of them.
+# A line with more than _FEW_STEPS steps is smoothed: a running mean over a fortieth of its steps.
 _FEW_STEPS = 200
 _MOST_POINTS = 400
 # The upper end of the step-time axis, as a multiple of the median step time: one very long step
 # would otherwise flatten the lines.
 _MOST_STEP_TIME = 3.0
 
-# A (light mode, dark mode) pair per cell in run order. The colours differ in lightness as well as
-# hue (after Okabe and Ito), with a contrast of at least 3:1 to the background.
+# One pair of colours per cell, in run order: (light mode, dark mode). They differ in lightness as
+# well as hue (after Okabe and Ito), with a contrast of at least 3:1 to the background.
 COLOURS = (
     ("#4a525a", "#b9c2cb"),
     ("#0a6ebd", "#5fb4f0"),
@@ -59,7 +59,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """A cell's value with its interval, the baseline's value and the published value."""
+    """A cell's throughput with its interval, and the baseline's and the published throughput."""
 
     label: str
     colour: int
@@ -74,7 +74,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of lines over steps, or of bars; `low` and `high` are the ends of its axis."""
+    """A chart of lines over steps, or of bars; `low` and `high` limit its value axis."""
 
     name: str
     title: str
@@ -103,9 +103,9 @@ class _Cell:
 
 
 def charts_of(results: RunResults) -> list[Chart]:
-    """Return every chart whose numbers are in the logs."""
+    """Return every chart for which the logs have numbers."""
     by_name = {cell.name: cell for cell in results.cells}
-    # Labels omit the words that all names start with (`671b-`).
+    # Labels omit the leading words that all cell names share (`671b-`).
     words = [name.split("-") for name in by_name]
     while len(words) > 1 and min(map(len, words)) > 1 and len({own[0] for own in words}) == 1:
         words = [own[1:] for own in words]
@@ -181,7 +181,7 @@ def validation_loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """Chart the loss of every comparable cell minus its baseline's loss, in percent."""
+    """Chart how far each comparable cell's loss is from its baseline's, in percent."""
     lines, is_mean = [], False
     for cell in cells:
         own, base = cell.result, cell.base
@@ -205,7 +205,7 @@ def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """Chart the seconds of every logged step, with stalls and restarts."""
+    """Chart the duration of every logged step, and mark stalls and restarts."""
     lines = []
     for cell in cells:
         tokens = cell.result.tokens_per_step_per_gpu or 0.0
@@ -237,7 +237,7 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """Chart the busiest expert's load over the mean, for the median layer and the worst layer."""
+    """Chart the ratio of the busiest expert's load to the mean, in the median and worst layers."""
     lines = []
     for cell in cells:
         if load := {one.step: one.busiest_over_mean for one in cell.result.loads}:
@@ -274,7 +274,7 @@ def _chart(name: str, title: str, caption: str, unit: str, lines: Sequence[Line]
 
 
 def running_mean(values: Mapping[int, float]) -> Mapping[Any, float]:
-    """Return the centred running mean over a fortieth of the steps; few steps are unchanged."""
+    """Return the centred running mean over a fortieth of the steps; a short line is unchanged."""
     if len(values) <= _FEW_STEPS:
         return values
     window = np.full(len(values) // 40, 1 / (len(values) // 40))

@@ -36,7 +36,7 @@ _OF_RECORD += "published_tokens_per_second_per_gpu published_source tokens_per_s
 
 
 def collect_results(run: Run, states: Iterable[CellState]) -> RunResults:
-    """Read the metrics and logs of a run whose cells are in `states`."""
+    """Collect the results of a run from its metrics and logs, given the states of its cells."""
     known = {state.cell: state for state in states}
     cells = [_collect_cell(folder, known[folder.name], run.record.baseline) for folder in run.cells]
     return RunResults(run.record, tuple(against_baseline(cells)))
@@ -47,7 +47,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     try:
         record = read_record(folder.record)
     except InputError as error:
-        # Report the cell in spite of its unreadable record.
+        # Report the cell even though its record is unreadable.
         record, problem = CellRecord(), str(error)
     attempts = folder.attempts()
     curve, loads = metrics.collect_steps(folder, record), metrics.collect_router_load(folder)
@@ -72,7 +72,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         reasons.append(_EMULATED if is_low_precision_emulated else None)
         reasons.append(_BY_REFERENCE if by_reference else None)
     options = record.options
-    # Profiling counts if the record has it, or if an sbatch line enabled it and there are traces.
+    # An sbatch line can also enable profiling: the record does not show it, but traces do.
     is_asked = bool(attempts) and options.get("profiling.enable_profiling") is True
     routing = None
     if record.name is not None or record.recipe is not None:
@@ -86,7 +86,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         steps=curve[-1].step if curve else None,
         tokens_per_second_per_gpu=throughput.median if throughput else None,
         tflops_per_gpu=median_of(step.tflops for step in measured),
-        # TorchTitan falls back to an A100's peak for unknown devices.
+        # TorchTitan computes a CPU's MFU too, against the peak of an A100.
         mfu=None if record.device == "cpu" else median_of(step.mfu for step in measured),
         memory_gib=metrics.read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=curve[-1].loss if curve else None,
@@ -115,15 +115,15 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
 
 
 def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
-    """Return the GPU hours of all attempts, from TorchTitan's first log line to its last.
+    """Return the GPU hours of all attempts, each from TorchTitan's first log line to its last.
 
-    None on a CPU or without logs. The minute or so before the first line does not count.
+    The minute or so before the first line is not counted. None on a CPU or without logs.
     """
     if record.device == "cpu":
         return None
     seconds = 0.0
     for attempt in reversed(folder.attempts()):
-        # Attempts before a change of the request have a record of their own.
+        # An attempt made before the request changed keeps a record of its own.
         record = read_record(attempt.record) if attempt.record.exists() else record
         seconds += (metrics.logged_seconds(attempt.log) or 0.0) * record.world
     return seconds / 3600 or None
@@ -144,16 +144,16 @@ def cost_per_billion_tokens(record: CellRecord, throughput: Throughput | None) -
 
 
 def expected_step(name: str, record: CellRecord) -> StepTime | None:
-    """Return the predicted step of the cell as last requested; None if it cannot be predicted.
+    """Return the predicted step time for the newest request; None if it cannot be predicted.
 
-    Cells that were rejected, ran on a CPU or were emulated have no meaningful time.
+    A prediction means nothing for a cell that was refused, ran on a CPU or was emulated.
     """
     if record.device != "cuda" or record.emulated or record.refused:
         return None
     try:
         return predict_step(cell_from_record(name, record, name, None, {}))
     except InputError:
-        # The cell's files are gone, or its documents or GPU are unknown.
+        # The cell's files are gone, or its document lengths or its GPU's speed are unknown.
         return None
 
 

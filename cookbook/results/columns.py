@@ -1,7 +1,7 @@
-"""The columns of every table in the terminal, Markdown, the page and `compare`.
+"""The columns of every table: in the terminal, in Markdown, on the page and in `compare`.
 
 To add a column, add a line to COLUMNS: heading, tables, alignment, value, format. `{unit}` in a
-heading is GPU, or rank for a run on CPUs. A column that is unknown in every row is omitted.
+heading becomes GPU, or rank for a run on CPUs. A column without any known value is omitted.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from cookbook.results.verdicts import LEVEL, LOSS_LEVEL, STALL, STEPS, SpeedUp
 UNKNOWN = "-"
 CELLS, PUBLISHED, SPEED = "cells", "published", "speed"
 REPEATS, LOSSES, LOAD, COMPARE = "repeats", "losses", "load", "compare"
-# The title of every table, and the text below it.
+# Each table's title, and its legend: the text below the table.
 _TITLES = {
     CELLS: (
         "Cells",
@@ -68,13 +68,13 @@ class Column(NamedTuple):
     heading: str
     tables: str  # names of the tables with this column, separated by spaces
     align: str  # l, or r for numbers
-    value: str | Callable[[Result], object]  # an attribute such as `throughput.num_steps`
+    value: str | Callable[[Result], object]  # an attribute's path (`throughput.num_steps`)
     # A format string for the value, or a function that returns its text.
     template: str | Callable[[Any], str] = "{}"
-    baseline: str = ""  # an attribute; if it is known, the baseline's row shows `baseline`
+    baseline: str = ""  # an attribute; if it is set, the baseline's row shows `baseline`
 
     def text(self, row: Result) -> str:
-        """Return the text of the column in `row`; an unknown value is a dash."""
+        """Return this column's text in `row`, or a dash if the value is unknown."""
         if self.baseline and row.is_baseline and getattr(row, self.baseline):
             return "baseline"
         found: Any = row
@@ -89,13 +89,13 @@ class Column(NamedTuple):
 
 
 def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
-    """Return the table named `table` without the columns that have no information."""
+    """Return the table named `table`, without columns that give no information."""
     shown = dict[Column, list[str]]()
     for column in COLUMNS:
         if table not in column.tables.split():
             continue
         texts = [column.text(row) for row in rows]
-        # Attention and routing that all cells share are among the report's conditions instead.
+        # If all cells share attention or routing, the report lists it as a condition instead.
         fewest = 1 if column.heading in ("attention", "attended tokens", "routing") else 0
         if len(shown) < 2 or len({*texts} - {UNKNOWN}) > fewest:
             shown[column] = texts
@@ -110,7 +110,7 @@ def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
 
 
 def report_tables(results: RunResults) -> dict[str, Table]:
-    """Return the tables of a report by name: the main table, and every other one with rows."""
+    """Return a report's tables by name: the main table, and every other table that has rows."""
     cells = results.cells
     rows: dict[str, Sequence[Result]] = {
         CELLS: cells,
@@ -128,7 +128,7 @@ def report_tables(results: RunResults) -> dict[str, Table]:
 
 
 def tokens_text(value: float | None) -> str:
-    """Format tokens/s; the small numbers of a CPU or a debug model keep decimals."""
+    """Format tokens/s; small values, as from a CPU or a debug model, keep decimals."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -174,7 +174,7 @@ def _basis(speed: SpeedUp) -> str:
 
 
 def _span(text: Callable[[float], str]) -> Callable[[Any], str]:
-    """Return a function that formats an interval, with `text` for each of its ends."""
+    """Return a function that formats an interval: `text` formats each end."""
     return lambda found: (
         UNKNOWN if found.low is None else f"{text(found.low)} to {text(found.high)}"
     )

@@ -1,6 +1,6 @@
 """Compare cells with the baseline of their run, with another run, or with published numbers.
 
-A speed-up needs finished cells with the same recipe and device, and without emulated numerics.
+Speed-ups are only for finished cells with the same recipe and device, without emulated numerics.
 """
 
 from collections import defaultdict
@@ -53,10 +53,10 @@ def against_baseline(folders: Iterable[Result]) -> list[Result]:
 
 
 def merge_repeats(runs: Sequence[Result]) -> Result:
-    """Return one result for `runs`, all repeats of a cell in order.
+    """Return one result for `runs`, which are all repeats of one cell, in order.
 
-    Throughput is over the steps of all repeats; TFLOPs, MFU and final loss are medians; memory is
-    the peak; status is the first that is not `finished`. Stalls, attempts and lost steps add up.
+    Throughput covers the steps of all repeats; TFLOPs, MFU and final loss are medians; memory is
+    the peak; status is the first that is not `finished`. Stalls, attempts, lost steps are summed.
     """
     first = runs[0]
     if len(runs) == 1:
@@ -65,7 +65,7 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
     reasons = [f"repeat {number}: {run.reason}" for number, run in enumerate(runs, 1) if run.reason]
     attempts = tuple(attempt for run in runs for attempt in run.history.attempts)
     lost = sum(run.history.steps_lost for run in runs)
-    # Weight every repeat's effective share by the time that its attempts took.
+    # Weight each repeat's share of effective time by its elapsed time.
     effective = elapsed = 0.0
     for history in (run.history for run in runs):
         if history.effective:
@@ -111,7 +111,7 @@ def _speed_up_of_steps(cell: Result, base: Result) -> SpeedUp | None:
 
 
 def _loss_verdicts(cells: dict[str, Result]) -> dict[str, list[LossVerdict]]:
-    """Return the verdicts on the finished cells whose baselines have finished, by name."""
+    """Return loss verdicts by cell name, for finished cells whose baselines have also finished."""
     curves = defaultdict[str, dict[str, list[dict[int, float]]]](dict)
     for name, cell in cells.items():
         base = cells.get(cell.baseline or "")
@@ -131,7 +131,7 @@ def _loss_verdicts(cells: dict[str, Result]) -> dict[str, list[LossVerdict]]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rows of a comparison, in the reference's order; a cell follows its reference cell."""
+    """The rows of a comparison, in the reference's order: each reference cell, then its match."""
 
     reference: str  # a run's name, or `published`
     tolerance: float  # allowed slowdown, in percent
@@ -230,7 +230,7 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 _JSON = "cell run status tokens_per_second_per_gpu reference_tokens_per_second_per_gpu speed loss "
 _JSON += "loss_last_tenth gpu_hours cost_per_billion_tokens reason is_slower"
-# JSON keys whose fields have another name in a Result.
+# JSON keys that differ from the names of their fields in Result.
 _KEYS = {"cell": "name", "reason": "incomparable"}
 _KEYS["reference_tokens_per_second_per_gpu"] = "reference_tokens"
 

@@ -33,10 +33,9 @@ from cookbook.results.run_differences import Conditions, configuration, environm
 from cookbook.run.run import Run
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
-# The predictions' worst error: a cell that is slower by more has another cause.
+# The predictions' largest error: if a cell is slower by more, the prediction is not to blame.
 _PREDICTION_MARGIN = 0.15
-# A loss spike exceeds the median of the _BEFORE logged steps before it by _SPIKE_PART of the median
-# and by _SPIKE_SPREADS spreads.
+# Limits for loss spikes; `_troubled_steps` explains them.
 _BEFORE, _SPIKE_PART, _SPIKE_SPREADS = 20, 0.1, 10
 
 
@@ -52,7 +51,7 @@ def render_markdown(results: RunResults) -> str:
 
 
 def partly_finished(results: RunResults) -> str | None:
-    """Return the number of cells by status if some have not finished; else None."""
+    """Return the number of cells by status; None if all have finished or were refused."""
     counts = Counter(cell.status or "of unknown status" for cell in results.cells)
     if not counts.keys() - {FINISHED, REFUSED}:
         return None
@@ -62,7 +61,7 @@ def partly_finished(results: RunResults) -> str | None:
 
 
 def headlines(results: RunResults) -> list[str]:
-    """Return the answer in at most three sentences: fastest cell, cells not compared, losses."""
+    """Sum up the run in at most three sentences: fastest cell, cells not compared, losses."""
     return [*_fastest(results), *_not_compared(results.cells), *_losses(results.cells)]
 
 
@@ -82,7 +81,7 @@ def _fastest(results: RunResults) -> Iterator[str]:
             text = f"no cell is faster than the baseline {base}"
             is_close = next_best is None or next_best.verdict in (verdicts.NOISE, None)
         else:
-            # The two fastest cells were not compared directly, so their intervals decide.
+            # The two fastest cells were not compared directly, so check whether intervals overlap.
             interval, is_close = "too few steps for an interval", False
             if best is not None and best.low is not None:
                 noise = ", inside the noise" if best.verdict == verdicts.NOISE else ""
@@ -183,7 +182,7 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
     kinds = {cell.attention for cell in cells if cell.attention}
     shared = [*kinds] if len(kinds) == 1 else []
     if len(shown := {f"{length:,.0f}" for length, _ in known}) == 1:
-        # The sequence lengths for which tokens attend to whole sequences.
+        # The sequence length at which causal attention to whole sequences has this mean.
         whole = {f"{2 * length - 1:.0f}" for length, _ in known}
         asked = {cell.asked.get("training.seq_len") for _, cell in known}
         is_whole = len(asked) == 1 and asked == whole
@@ -255,8 +254,8 @@ def notes(results: RunResults) -> list[str]:
 def _troubled_steps(curve: Sequence[StepMetrics]) -> Iterator[str]:
     """Yield a line about skipped steps and a line about loss spikes.
 
-    A spike exceeds the median of the 20 logged steps before it by a tenth and by ten times their
-    median absolute deviation (docs/reference/statistics.md).
+    A loss is a spike if it exceeds the median of the 20 logged steps before it by more than a tenth
+    and by more than ten median absolute deviations (docs/reference/statistics.md).
     """
     skipped = defaultdict[int, float](float)
     for one in curve:
@@ -345,7 +344,7 @@ def _render_page(
         notes=notes(results),
         facts=[fact for fact in known if fact not in alerts],
         charts=charts,
-        # Only `<` could close the script element that holds the JSON.
+        # Escape `<`: `</script>` in a text would close the script element that holds the JSON.
         chart_data=Markup(numbers.replace("<", "\\u003c")),
         tables=tables,
         source=sources.pop() if len(sources) == 1 else None,

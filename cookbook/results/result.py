@@ -11,8 +11,8 @@ from cookbook.results.verdicts import LossVerdict, SpeedUp, Throughput
 from cookbook.run.run import RunRecord
 from cookbook.run.status import Resumption
 
-# Mean attended lengths that differ by more than this factor come from different attention masks;
-# batches of one corpus differ by less.
+# If mean attended lengths differ by more than this factor, the attention masks differ; the batches
+# of one corpus vary less.
 SAME_MASK = 1.25
 
 
@@ -20,12 +20,12 @@ SAME_MASK = 1.25
 class LoadSummary:
     """The router's load over the last tenth of the logged steps."""
 
-    busiest_over_mean: float  # tokens of the busiest expert over the mean, in `layer`; 1 is even
-    layer: int  # the layer with the highest median of this ratio over the steps
+    busiest_over_mean: float  # the busiest expert's tokens over the mean, in `layer`; 1 is even
+    layer: int  # the layer whose median ratio over the steps is highest
     median_over_layers: float  # the same ratio in the median layer
-    starved_experts: int  # number of experts below a tenth of their layer's mean, in all layers
+    starved_experts: int  # experts with less than a tenth of their layer's mean, in all layers
     layers: int
-    is_forced: bool  # whether balance was forced: then the load says nothing about the router
+    is_forced: bool  # whether balance was forced, so that the load says nothing about the router
     steps: tuple[int, int]  # first and last training step
 
 
@@ -33,7 +33,7 @@ class LoadSummary:
 class Result:
     """The result of one cell; an unknown value is None, never 0.
 
-    The fields up to `profiled` are the JSON's keys. Only comparisons set the last four.
+    The fields up to `profiled` are the JSON's keys. Only comparisons set the last four fields.
     """
 
     name: str
@@ -45,15 +45,15 @@ class Result:
     steps: int | None = None  # the last step reached, of `total_steps`
     tokens_per_second_per_gpu: float | None = None
     tflops_per_gpu: float | None = None
-    mfu: float | None = None  # percent of the BF16 peak, also for quantized cells; None on a CPU
+    mfu: float | None = None  # percent of the BF16 peak, even for quantized cells; None on a CPU
     memory_gib: float | None = None
-    final_loss: float | None = None  # may be NaN or infinite, with a reason; null in JSON
+    final_loss: float | None = None  # may be NaN or infinite, as `reason` then says; null in JSON
     validation_loss: float | None = None  # the last logged validation loss
-    speedup: float | None = None  # throughput over the baseline's throughput
+    speedup: float | None = None  # throughput divided by the baseline's
     published_tokens_per_second_per_gpu: float | None = None
-    attention: str | None = None  # `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU
-    mean_attended_length: float | None = None  # tokens that a token of the first step attended to
-    emulated: bool = False  # whether software replaced a kernel, so that only the loss counts
+    attention: str | None = None  # `flex`, `sdpa`, `flash_attention_4` or, on a CPU, its reference
+    mean_attended_length: float | None = None  # mean number of tokens a token attends to, in step 1
+    emulated: bool = False  # whether software replaced a kernel, so that the speed means nothing
     active: dict[str, Any] | None = None  # active features, as reported by the training process
     resumptions: tuple[Resumption, ...] = ()
     history: History = field(default_factory=History)
@@ -66,27 +66,27 @@ class Result:
     predicted_tokens_per_second_per_gpu: float | None = None
     predicted_largest: str | None = None
     router_load: LoadSummary | None = None
-    profiled: bool = False  # whether TorchTitan's profiler was on in an attempt and slowed it down
+    profiled: bool = False  # whether an attempt ran with TorchTitan's profiler, which slows it down
     total_steps: int | None = None
-    device: str | None = None  # from `device` to `prediction`: see run/record.py
+    device: str | None = None  # the fields from here to `prediction`: see run/record.py
     stand_in_for: str | None = None
     baseline: str | None = None
     prediction: str | None = None
     published_speedup: float | None = None
     published_source: str | None = None
-    tokens_per_step_per_gpu: float | None = None  # divided by tokens/s/GPU: the seconds of a step
+    tokens_per_step_per_gpu: float | None = None  # divide by tokens/s/GPU for a step's seconds
     world: int = 1
     routing: str | None = None  # trained, round_robin or random
     repeat_of: str | None = None  # the cell that this folder repeats
     repeats: tuple[Self, ...] = ()  # the results of a repeated cell's folders
     asked: Mapping[str, str] = field(default_factory=dict)  # recipe, layout and options, as text
     seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs
-    curve: Sequence[StepMetrics] = ()  # logged steps of the loss rank, in rising order
+    curve: Sequence[StepMetrics] = ()  # logged steps of the loss rank, ascending
     loads: Sequence[LoadStep] = ()  # logged router loads
     run: str = ""
     reference_tokens: float | None = None  # throughput of the reference cell
     incomparable: str | None = None  # why the cell and its reference cannot be compared
-    is_slower: bool = False  # whether it is slower than allowed, or lacks the reference's speed
+    is_slower: bool = False  # slower than allowed, or has no speed although the reference has one
 
     @property
     def is_baseline(self) -> bool:
@@ -98,12 +98,12 @@ class Result:
         return self.repeats or (self,)
 
     def has_texts_of(self, base: Self) -> bool:
-        """Return whether both train on the same texts at the same step."""
+        """Return whether both cells train on the same texts in each step."""
         own, of_base = ((one.tokens_per_step_per_gpu or 0) * one.world for one in (self, base))
         return self.recipe == base.recipe and own == of_base
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return the fields as plain values, without repeats and the values of every step."""
+        """Return the fields as plain values; repeats and the values of each step are left empty."""
         return asdict(replace(self, repeats=(), curve=(), loads=()))
 
 
@@ -116,12 +116,12 @@ class RunResults:
 
     @property
     def unit(self) -> str:
-        """The divisor of throughput: `GPU`, or `rank` if every cell ran on a CPU."""
+        """The unit that throughput is per: `GPU`, or `rank` if every cell ran on a CPU."""
         return "rank" if {cell.device for cell in self.cells} == {"cpu"} else "GPU"
 
 
 def masks_differ(one: Result, other: Result) -> bool:
-    """Return whether two cells are known to have trained on texts of different lengths."""
+    """Return whether the mean attended lengths are known and too far apart for one mask."""
     lengths = [cell.mean_attended_length for cell in (one, other) if cell.mean_attended_length]
     return len(lengths) == 2 and max(lengths) > SAME_MASK * min(lengths)
 

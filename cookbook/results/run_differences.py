@@ -1,6 +1,6 @@
 """The conditions of cells: shared facts, and differences among cells or between two runs.
 
-An unset option counts as TorchTitan's default, so setting it to its default is no difference.
+An unset option counts as TorchTitan's default, so setting the default explicitly is no difference.
 """
 
 import functools
@@ -18,7 +18,7 @@ from cookbook.run.record import CellRecord
 
 # Up to this many nodes are named; a longer list is shortened to its first and last node.
 _MOST_NODES = 4
-# Names that belong to the configuration; an active feature of the same name may differ in meaning.
+# Active features to leave out: the configuration has the same names, perhaps with other meanings.
 _ASKED = frozenset({"precision", "ep_backend", "loss"})
 _DURATION = "self check seconds"  # varies from run to run
 # Facts that vary from run to run, or that a comparison shows elsewhere.
@@ -58,7 +58,7 @@ def environment(results: RunResults) -> Conditions:
 
 
 def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
-    """Yield a line for every difference between two runs in the cells that both have."""
+    """Yield one line per difference between two runs, over the cells that both have."""
     by_name = {cell.name: cell for cell in other.cells}
     common = [(cell, by_name[cell.name]) for cell in one.cells if cell.name in by_name]
     differing = defaultdict[tuple[str, str, str], list[str]](list)
@@ -86,7 +86,7 @@ def _asked(cell: Result, name: str) -> str:
 
 @functools.cache
 def _defaults(stack: str) -> Mapping[str, str]:
-    """Return TorchTitan's defaults as text; empty if the stack is unknown here."""
+    """Return TorchTitan's default for each option, as text; empty if the stack is unknown."""
     try:
         options = load_stack(None if stack == UNKNOWN else stack).options
     except InputError:
@@ -143,7 +143,7 @@ def seen_facts(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield facts as text; a nested fact's name is the outer name and the inner name."""
+    """Yield each fact's name and text; a nested fact is named by its outer and inner names."""
     for name, value in facts.items():
         if isinstance(value, dict):
             yield from _flat({f"{name} {key.replace('_', ' ')}": value[key] for key in value})

@@ -1,6 +1,6 @@
 """Throughput, speed-ups and loss verdicts, each with a confidence interval.
 
-Neighbouring steps are alike, so the steps are split into five batches of consecutive steps. The
+Neighbouring steps are correlated, so they are split into five batches of consecutive steps. The
 spread of the batches' statistics about the statistic of all steps gives the standard error
 (sectioning: Asmussen and Glynn, Stochastic Simulation, 2007, III.5). A loss verdict is a test of
 equivalence. The rules and their limits: docs/reference/statistics.md.
@@ -15,9 +15,9 @@ from itertools import pairwise
 from cookbook.observe.metrics import StepMetrics
 
 NUM_BATCHES = 5
-# Three values a batch: one stall among them does not move the median.
+# At least three values per batch, so that a single stall does not move the batch's median.
 LEAST_VALUES = 3 * NUM_BATCHES
-# A higher autocorrelation is a drift, which no factor corrects.
+# A cap: a higher autocorrelation means that the speed or loss drifts, which no factor corrects.
 _MOST_ALIKE = 0.95
 
 
@@ -30,7 +30,7 @@ class Spread:
 
     def half_width(self, level: float) -> float:
         """Return half the width of the two-sided confidence interval at `level`, such as 0.95."""
-        # `status` imports this module and must not wait for SciPy.
+        # Imported lazily: `status` imports this module and must not wait for SciPy.
         from scipy.special import stdtrit
 
         return float(stdtrit(self.freedom, (1 + level) / 2)) * self.error
@@ -113,8 +113,8 @@ class Throughput:
     mean: float  # all tokens over all seconds, so that stalls count
     num_steps: int  # number of measured steps
     warm_up_steps: int  # number of warm-up steps, which are excluded
-    stalls: tuple[int, ...]  # steps of at least 1.5 times the median time of their run, run by run
-    stall_share: float  # share of measured time that stalls took beyond the median: 0 to 1
+    stalls: tuple[int, ...]  # steps that took at least 1.5 times their run's median, run by run
+    stall_share: float  # share of measured time, 0 to 1, that stalls took beyond the median
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,11 @@ class SpeedUp:
     """Throughput over a reference cell's throughput, with its 95% confidence interval."""
 
     ratio: float
-    low: float | None  # None, like `high` and `verdict`, if steps are too few for an interval
+    low: float | None  # `low`, `high` and `verdict` are None if there are too few steps
     high: float | None
-    verdict: str | None  # `inside the noise` if the interval contains 1
-    basis: str  # `steps` of one run each, or `repeats` of both
-    num: int  # number of steps or repeats of the cell that has fewer
+    verdict: str | None  # `faster`, `slower`, or `inside the noise` if the interval contains 1
+    basis: str  # what was compared: `steps` of one run each, or `repeats` of both
+    num: int  # number of steps or repeats, of whichever cell has fewer
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
@@ -136,9 +136,9 @@ def median_of(values: Iterable[float | None]) -> float | None:
 
 
 def measured_steps(curve: Sequence[StepMetrics]) -> list[StepMetrics]:
-    """Return the steps after warm-up: the first quarter of each attempt, but 1 to 10 steps.
+    """Return the steps after warm-up: every attempt compiles and allocates from scratch.
 
-    Every attempt has a warm-up, since it compiles and allocates from scratch.
+    The first quarter of an attempt's steps is warm-up, but at least 1 and at most 10 steps.
     """
     kept: list[StepMetrics] = []
     for attempt in dict.fromkeys(step.attempt for step in curve):
@@ -163,7 +163,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
     lower, _, upper = statistics.quantiles(several, n=4, method="inclusive")
     stalls, lost = list[int](), 0.0
     for run in runs:
-        # Each run's own median: a repeat on a slow node would otherwise consist of stalls.
+        # Each run's own median: else every step of a repeat on a slow node would count as a stall.
         usual = statistics.median(run.values())
         stalled = {step: speed for step, speed in run.items() if speed * STALL <= usual}
         stalls += stalled
@@ -183,7 +183,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
 def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None:
     """Return the ratio of the medians of two runs' speeds.
 
-    Batches are paired: both runs trained on the same texts in them, so the texts' cost cancels.
+    Batches are paired: both runs trained on the same texts in a batch, so the texts' cost cancels.
     """
     if not own or not reference:
         return None
@@ -194,8 +194,8 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             math.log(statistics.median(one) / statistics.median(other))
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
-        # Autocorrelation of the steps' ratios, or of each run's speeds if steps do not pair. Only
-        # signs count, as in a median: a stall is one slow step, however long.
+        # Autocorrelation of the ratios step by step or, if the steps do not pair up, of each run's
+        # speeds. Only signs count, because the median ignores how long a stall is.
         usual = [[one / statistics.median(some) for one in some] for some in (own, reference)]
         if len(own) == len(reference):
             usual = [[one / other for one, other in zip(*usual, strict=True)]]
@@ -207,7 +207,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
 def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
     """Return the speed-up over pairs of (own, reference) throughputs; None for fewer than two.
 
-    A pair is measured close in time, in alternating order, so a drift of the machine cancels.
+    The runs of a pair are close in time and alternate in order, so the machine's drift cancels.
     """
     ratios = [math.log(own / reference) for own, reference in pairs]
     if len(ratios) < 2:
@@ -217,7 +217,7 @@ def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
 
 
 def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
-    """Return the speed-up over repeats that did not alternate; both cells share one variance."""
+    """Return the speed-up over repeats that did not alternate, assuming equal variances."""
     logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
     ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
     spread = pooled_spread(own, reference, logs)
@@ -256,7 +256,7 @@ class LossVerdict:
     high: float | None  # upper end of the interval
     limit: float | None  # the margin on both sides of 0: 0.25% of the reference's loss
     num_steps: int  # number of steps in the window that every run logged
-    runs: int  # number of the cell's runs; with one, the verdict is on its curve only
+    runs: int  # number of the cell's runs; if 1, the verdict is on that run's curve only
     reason: str | None = None  # why difference, interval and limit are None
 
 
@@ -265,7 +265,7 @@ def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
 
 
 def judge_curves(own: Losses, reference: Losses) -> list[LossVerdict]:
-    """Return the verdicts on two runs over the steps that both logged: all, and the last tenth."""
+    """Return verdicts on two runs over the steps that both logged: on all, and the last tenth."""
     verdicts = []
     for window, steps in _windows([own, reference]):
         pair = [own[step] for step in steps], [reference[step] for step in steps]
@@ -309,7 +309,7 @@ def _judge(
     num_steps: int,
     runs: int,
 ) -> LossVerdict:
-    """Return the verdict on the difference of two means; `reason`: why `spread` is None."""
+    """Return the verdict on the difference of two means; `reason` says why `spread` is None."""
     verdict = CANNOT_TELL
     if not all(map(math.isfinite, reference)):
         reason = "the reference's loss is no number"
@@ -328,7 +328,7 @@ def _judge(
 
 
 def _windows(runs: Sequence[Losses]) -> list[tuple[str, list[int]]]:
-    """Return the steps that all runs logged, as a whole and in the last tenth of training."""
+    """Return the steps that all runs logged: all of them, and those of training's last tenth."""
     common = sorted(set[int].intersection(*map(set, runs)))
     end = common[-1] if common else 0
     return [(WHOLE, common), (LAST_TENTH, [step for step in common if step > end - LAST * end])]
