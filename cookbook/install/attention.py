@@ -137,7 +137,7 @@ def compile_missing(arch: str, plan: bool, into: Path) -> int:
 
 
 def _is_compiled(into: Path, capability: int, made_from: Mapping[str, Any]) -> bool:
-    """Return whether `into` has all kernels for a kind of GPU, compiled with the same versions."""
+    """Return whether `into` has all kernels for a kind of GPU, compiled with these versions."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         stamp = json.loads((into / f"sm{capability}.json").read_text(encoding="utf-8"))
         kernels = [Path(stamp["folder"], kernel) for kernel in stamp["kernels"]]
@@ -146,8 +146,8 @@ def _is_compiled(into: Path, capability: int, made_from: Mapping[str, Any]) -> b
 
 
 def _compile(into: Path, capability: int, made_from: Mapping[str, Any]) -> bool:
-    """Compile in a subprocess that imports torch. Keep all kernels and return True, or none."""
-    # Drop the user's variables for these packages: they could change kernels or their cache keys.
+    """Compile in a subprocess that imports torch; return success. After a failure, keep nothing."""
+    # Drop the user's FlashAttention variables: they could change the kernels or their cache keys.
     tried = ("FLASH_ATTENTION_", "FA_", "CUTE_DSL_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(tried)}
     # The cache needs file locks, so use a local file system. The kernels take only a megabyte.

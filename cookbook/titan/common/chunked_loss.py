@@ -30,7 +30,7 @@ def chunked_cross_entropy(
     weight: Tensor,  # (vocabulary, dim), same dtype as `hidden`; under TP this rank's rows
     labels: Tensor,  # (batch, length); tokens with the label -100 are ignored
     num_chunks: int,
-    shard: VocabularyShard | None = None,  # this rank's, if TP shards the vocabulary
+    shard: VocabularyShard | None = None,  # this rank's shard, if TP shards the vocabulary
     backend: str | None = None,  # torch.compile backend for the passes over the logits
 ) -> Tensor:
     """Compute the cross-entropy of the logits `hidden @ weight.T`, summed over tokens.
@@ -119,7 +119,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
     """Return (2, tokens): each token's logsumexp, and its label's logit or 0.
 
-    `logits` are a chunk's, (tokens, vocabulary rows). `columns` are the labels' columns in it. If
+    `logits` are a chunk's, (tokens, vocabulary rows). `columns` are the labels' columns in them. If
     another rank's shard holds a label, its column is out of range, and its logit counts as 0.
     """
     words = logits.shape[-1]

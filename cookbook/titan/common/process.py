@@ -76,7 +76,7 @@ def exit_without_teardown() -> None:
             os._exit(0)
 
     # TorchTitan has no hook for the end of a run, so patch `destroy_process_group`, which it calls
-    # only after a success. It closes its components after a failure too.
+    # only after a success. Its `close` would not do: TorchTitan calls it after a failure too.
     dist.destroy_process_group = destroy_and_note
     atexit.register(leave)
 

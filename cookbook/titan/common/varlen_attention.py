@@ -117,8 +117,8 @@ def _packing(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any
 def _kernels() -> Any:
     """Return FlashAttention-4's module; the first call imports it and copies set-up's kernels.
 
-    Without copies, each process would compile the kernels for 6 to 10 s. They go to
-    FlashAttention-4's cache in the node's /tmp, because some shared file systems lack file locks.
+    Without the copies, each process would spend 6 to 10 s compiling. The copies go to the cache in
+    the node's /tmp, because the cache needs file locks, which some shared file systems lack.
     """
     if INTERFACE in sys.modules:
         return sys.modules[INTERFACE]
@@ -294,8 +294,8 @@ def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
 def bounds_capacity(documents: int, length: int) -> int:
     """Return the padded number of documents for a sequence of `length` tokens, a power of two.
 
-    Code and kernels are compiled per shape, so capacities should rarely differ. All batches
-    with at least 128 tokens per document on average share one; others get the next power of two.
+    Code and kernels are compiled per shape, so capacities should rarely differ. Batches with at
+    least 128 tokens per document on average share one capacity; others get the next power of two.
     """
     least = max(documents, length // 128, min(length, 16))
     return 1 << (least - 1).bit_length()

@@ -128,7 +128,7 @@ def error_of(
     Each tuple in `parts` names the dimensions that index the parts: (0,) for rows, (0, 1) for each
     matrix's rows. Errors are relative to the norm of `expected`, or to that of `sizes` if the sums
     in `expected` may cancel to zero. The squared norm of a part counts as at least `floor` times
-    the mean over the last of these dimensions. A part whose reference is zero must be zero.
+    the mean over the last dimension of its tuple. A part whose reference is zero must be zero.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")

@@ -31,7 +31,7 @@ FILE = "self_check.json"
 
 
 def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[str, Any] | None:
-    """Check the cell's kernels on all ranks; if one is wrong, every rank exits with one line.
+    """Check the cell's kernels on all ranks; if one is wrong, all ranks exit with a one-line error.
 
     Return a summary for the log, with errors as fractions of their bounds. Return None if the check
     is switched off, or in a dry build.
@@ -120,7 +120,7 @@ def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
 
 @contextmanager
 def _without_traces(device: str) -> Iterator[None]:
-    """Suppress logging, and restore recorded activity, settings and GPU memory afterwards."""
+    """Suppress logging; afterwards restore recorded activity and settings, and free GPU memory."""
     notes = (varlen_attention.ran, activity.dispatches, activity.rows, activity.losses)
     with ExitStack() as afterwards, torch.enable_grad():
         for noted in (*notes, activity.saved, activity.patches_applied):

@@ -282,7 +282,7 @@ def _loss(cell: Cell) -> Iterator[KernelCase]:
 
 
 def _exchange(cell: Cell) -> Iterator[KernelCase]:
-    """Yield the case of dispatch and combine; none if EP is 1 or ETP shards the experts."""
+    """Yield the case for dispatch and combine; none if EP is 1 or ETP shards the experts."""
     dims, args = cell.dims, cell.model_args
     if dims.ep == 1 or dims.etp > 1:
         return
