@@ -128,7 +128,7 @@ def test_what_is_missing_refuses_where_the_job_would_run_here(
     if is_here:
         assert str(verdict.refused).startswith(f"{TOKENIZER}: /nowhere/tokenizer.json is not there")
     else:
-        assert "no obstacle: jobs on cluster soperator-b200 run elsewhere" in str(verdict.here)
+        assert "not an error: jobs on cluster soperator-b200 run elsewhere" in str(verdict.here)
     # What is submitted from here, and a job, run here.
     assert judge(cell, is_submitted=True).refused
     monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -46,7 +46,7 @@ def named_at(place: str) -> Iterator[None]:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """Return the members of `known` closest to `name`, at most `count`; none if none is close."""
+    """Return up to `count` members of `known` that resemble `name`, most similar first."""
     written = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), written, n=count, cutoff=0.6)
     if not close and len(name) > 2:
@@ -125,6 +125,6 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        # Python flushes again at exit; another failure would change the exit status.
+        # Python flushes again at exit, and a second failure would change the exit status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status

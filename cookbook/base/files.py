@@ -12,7 +12,7 @@ from pathlib import Path
 def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
     """Write `content` to `path` atomically, through a temporary file in the same folder.
 
-    Every OSError names `path`, even for a full disk, where Python's own would name no file.
+    Every OSError names `path`. Python's own error for a full disk would not.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A cell: one recipe x precision x EP backend on a cluster; and the findings about it."""
+"""A cell (one recipe x precision x EP backend on a cluster) and the findings about it."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ from cookbook.config.recipe import (
 from cookbook.config.stack import Stack
 from cookbook.run.record import CellRecord
 
-# The cookbook's own options.
+# Options that the cookbook adds to TorchTitan's.
 ATTENTION = "model.attention"
 NUM_CHUNKS = "loss.num_chunks"
 EP_CHUNKS = "deepep.num_chunks"
@@ -32,10 +32,10 @@ SAVE_LIST = "activation_checkpoint.op_sac_save_list"
 LAYERS_KEPT = "activation_checkpoint.num_layers_kept"
 # The options that do nothing unless TorchTitan imports the cookbook's hooks.
 OF_HOOKS = (NUM_CHUNKS, EP_CHUNKS, LAYERS_KEPT, SAVE_LIST, SCORE_ACTIVATIONS, ATTENTION)
-# The parts of a cell that are read from files: the kind of each file by the part's key in the
-# cell's record. Recipes are in `recipes/` itself.
+# The parts of a cell that are read from files. Keys are those of the cell's record; values are the
+# folders below `recipes/`, where recipes themselves are at the top.
 PARTS = {"recipe": "", "precision": "precision", "ep_backend": "ep_backend", "cluster": "cluster"}
-# The operators that SAVE_LIST may name; the first three are TorchTitan's own list.
+# The operators that SAVE_LIST may name; the first three are TorchTitan's default.
 SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
 
 
@@ -51,14 +51,14 @@ class Cell:
     nodes: int
     options: Options
     hooks: str  # the module that TorchTitan imports in every training process
-    emulated: bool  # whether software emulates precision or EP backend on this cluster
+    emulated: bool  # whether software emulates the precision or EP backend on this cluster
     stand_in_for: str | None = None  # the requested recipe, if `recipe` replaces it
     refused: str | None = None  # why the cell cannot run
     published: float | None = None  # tokens/s/GPU published for exactly this cell
     baseline: str | None = None
-    prediction: str | None = None  # the sweep's text on the expected speed and on deviations
-    left_out: tuple[str, ...] = ()  # the sweep's options that do not apply to a stand-in
-    repeat_of: str | None = None  # the name of the repeated cell
+    prediction: str | None = None  # the sweep's text: expected speed, and what a deviation means
+    left_out: tuple[str, ...] = ()  # the sweep's options that were dropped for the stand-in
+    repeat_of: str | None = None  # name of the cell that this one repeats
     repeat: int = 1  # number of the repeat, from 1
 
     @property
@@ -79,7 +79,7 @@ class Cell:
 
     @property
     def description(self) -> str:
-        """One line for headers, with the steps and nodes of the cell instead of the recipe's."""
+        """One line for headers: the recipe's title with the cell's own steps and nodes."""
         title = self.recipe.description.partition(":")[0]
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         return f"{self.name}: {title}, {self.steps} steps on {nodes} x {self.cluster.ranks}"
@@ -95,14 +95,14 @@ class Cell:
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """How tokens travel to their experts; the all-to-all if the options mix two kinds."""
+        """How tokens reach their experts; the standard all-to-all if the options mix two kinds."""
         return EXCHANGES.get(implied(self.options)["dispatch"], STANDARD)
 
     @property
     def own_pair(self) -> str:
-        """The pair that the recipe is designed for; empty if it is the cell's own pair."""
+        """The pair that the recipe is designed for; empty if the cell uses it or any pair suits."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
-        # A recipe without `precision` and `ep_backend` is for every pair.
+        # A recipe that sets neither `precision` nor `ep_backend` suits any pair.
         return "" if own in (self.pair, "bf16+standard") else own
 
     @property
@@ -112,7 +112,7 @@ class Cell:
 
     @property
     def attends_by_reference(self) -> bool:
-        """Whether FlashAttention-4's reference runs: equal numerics, meaningless speed."""
+        """Whether FlashAttention-4's CPU reference runs: same numerics, but a meaningless speed."""
         return self.uses_flash_attention and self.cluster.gpu is None
 
     @property
@@ -131,7 +131,7 @@ class Cell:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the job exports; precision overrides EP backend overrides cluster."""
+        """The variables that the job exports; those of precision win, then those of EP backend."""
         parts = (self.cluster, self.ep_backend, self.precision)
         return exported(Words(itertools.chain(*(part.environment.items() for part in parts))))
 
@@ -155,18 +155,18 @@ class Cell:
             published_source=published.source if published else None,
             environment=Words(self.environment),
             options=self.options.values,
-            # Parts that come from the user's own files.
+            # Parts read from the user's own files instead of `recipes/`.
             files={key: name for key, name in names.items() if name != parts[key].path.stem},
         )
 
     def job_record(self) -> CellRecord:
-        """Return the record with everything that a job needs without reading the recipe."""
+        """Return the record with all that a job would otherwise read from other YAML files."""
         profile = dict(self.cluster.content)
         return replace(self.record(), too_few_nodes=self.recipe.too_few_nodes, profile=profile)
 
 
 def train_argv(cell: Cell) -> list[str]:
-    """Return all of the cell's training arguments except the folders of the run."""
+    """Return the cell's arguments for TorchTitan, all but the folders of the run."""
     stack = cell.options.stack
     words = launch_argv(stack, cell.description)
     for overlay in (cell.precision, cell.ep_backend):
@@ -178,7 +178,7 @@ def train_argv(cell: Cell) -> list[str]:
 
 
 def launch_argv(stack: Stack, description: str) -> list[str]:
-    """Return the arguments that enable the cookbook's options and hooks in a job of the stack."""
+    """Return the arguments that make TorchTitan load the cookbook's options and hooks."""
     values = {
         "job.custom_config_module": f"{stack.hooks}.job_config",
         "experimental.custom_import": stack.hooks,
@@ -192,15 +192,15 @@ ERROR, WARNING, HINT = "error", "warning", "hint"
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a cell before it runs; an error rejects the cell, other levels inform."""
+    """A finding about a cell before it runs. Errors reject the cell; other levels only inform."""
 
     level: str
     rule: str
     option: str  # the TorchTitan option to look at; empty if no option is to blame
     reason: str
     remedy: str = ""
-    reference: str = ""  # URL of a source file of TorchTitan, TorchAO, DeepEP, ..., or of a page
-    is_input: bool = False  # whether the input is wrong (exit status 2), not only the cell rejected
+    reference: str = ""  # URL of the source file (of TorchTitan, ...) or page that supports it
+    is_input: bool = False  # whether it is wrong input (exit status 2), not just a refused cell
 
     def as_mapping(self) -> dict[str, str]:
         return {key: value for key, value in asdict(self).items() if key != "is_input"}
@@ -218,9 +218,9 @@ Rule = Callable[..., Iterator[Finding]]
 def rule(
     rules: list[Rule], *, level: str = ERROR, reference: str = "", is_input: bool = False
 ) -> Callable[[Callable[..., Problems]], Rule]:
-    """Decorate a generator of (option, reason, remedy) as a rule and append it to `rules`.
+    """Turn the decorated generator of (option, reason, remedy) into a rule; append it to `rules`.
 
-    The rule yields findings and takes the generator's arguments. Its name is the generator's.
+    The rule takes the generator's arguments and yields findings that bear the generator's name.
     """
 
     def register(problems: Callable[..., Problems]) -> Rule:
@@ -243,12 +243,12 @@ def unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings about a cell in three parts; `built` is None if TorchTitan did not build it."""
+    """The findings about a cell, in three parts; `built` is None if its model was not built."""
 
     rules: tuple[Finding, ...]  # errors in any environment
     # Packages and files missing here: errors if the job would run here, else warnings.
     here: tuple[Finding, ...]
-    built: tuple[Finding, ...] | None = None  # findings of TorchTitan's build on the CPU
+    built: tuple[Finding, ...] | None = None  # from TorchTitan building the model on the CPU
 
     @property
     def findings(self) -> tuple[Finding, ...]:

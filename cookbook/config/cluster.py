@@ -46,7 +46,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The minimum bus bandwidth in the test before training, in GB/s as in nccl-tests."""
+    """The lowest bus bandwidths that pass the test before training, in GB/s as in nccl-tests."""
 
     all_reduce: Number
     all_to_all: Number
@@ -76,7 +76,7 @@ class Cluster:
     max_restarts: Natural = 3
     seconds_to_stop: Count = 300
     node_failure_days: Number | None = None  # mean time between failures of a node
-    write_gb_per_s: Number | None = None  # write bandwidth to shared storage, all nodes together
+    write_gb_per_s: Number | None = None  # write bandwidth of all nodes together to shared storage
     sbatch: Words = field(default_factory=Words)
     environment: Words = field(default_factory=Words)
     source: Texts = ()  # shell files that a job sources, which must exist
@@ -95,12 +95,12 @@ class Cluster:
 
     @property
     def late_seconds(self) -> int:
-        """Seconds from the stop signal to an unconditional requeue, before the time limit."""
+        """Seconds from the stop signal until the job is requeued even if ranks are still saving."""
         return self.grace_seconds * 3 // 4
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of torchrun workers per node: one per GPU."""
+        """The number of torchrun workers per node: one per GPU or CPU rank."""
         return self.gpus_per_node or self.cpu_ranks_per_node
 
     @property
@@ -109,11 +109,11 @@ class Cluster:
 
     @property
     def ranks(self) -> str:
-        """A node's devices for messages: `8 B200` or `2 CPU ranks`."""
+        """A node's devices as messages show them: `8 B200` or `2 CPU ranks`."""
         return f"{self.ranks_per_node} {self.gpu.name if self.gpu else 'CPU ranks'}"
 
 
-# sbatch options that the cookbook sets, from keys of the profile or to a fixed value.
+# sbatch options that users may not set: they come from the profile's keys or are fixed.
 _TAKEN = frozenset(
     {"partition", "account", "time", "exclude", "cpus-per-task", "exclusive", "requeue", "nodes"}
     | {"gpus-per-node", "job-name", "ntasks", "ntasks-per-node", "mem", "no-requeue", "output"}
@@ -122,7 +122,7 @@ _TAKEN = frozenset(
 
 
 def default_cluster() -> str:
-    """Return COOKBOOK_CLUSTER, `local` without Slurm, or the only profile that fits its nodes."""
+    """Return COOKBOOK_CLUSTER if set, `local` without Slurm, else the profile for Slurm's nodes."""
     if name := os.environ.get("COOKBOOK_CLUSTER"):
         return name
     groups = slurm.node_groups()
@@ -162,7 +162,7 @@ def _slurm_has(cluster: Cluster, nodes: int) -> bool:
 
 @functools.cache
 def load_cluster(name: str) -> Cluster:
-    """Read the profile with the name or path `name`; `local` gets this machine's GPUs."""
+    """Read a profile by name or path; `local` gets this machine's GPUs."""
     cluster = _read_cluster(read_yaml(find_file("cluster", name)))
     gpus = visible_gpus() if cluster.scheduler == "local" else ()
     # Use only GPUs of the first GPU's type: in a mixed job the slowest GPU would set the pace.
@@ -187,7 +187,7 @@ def _read_cluster(file: YamlFile) -> Cluster:
 
 
 def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Yield keys, reason and remedy of invalid values that pydantic accepts."""
+    """Yield (keys, reason, remedy) for each invalid value that pydantic accepts."""
     if cluster.scheduler == "slurm" and (cluster.gpus_per_node is None) != (cluster.gpu is None):
         yield ("gpus_per_node",), "goes with `gpu`", "set both, or neither for CPU"
     if "ranks_per_node" in file.content and cluster.gpu is not None:
@@ -197,7 +197,7 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
         found = f"found {cluster.gpu.compute_capability:g}, allowed: MAJOR.MINOR"
         remedy = f"write {cluster.gpu.compute_capability / 10:.1f}"
         yield ("gpu", "compute_capability"), found, remedy
-    # sbatch accepts both words in upper or lower case.
+    # sbatch accepts these two words in upper or lower case.
     is_word = cluster.time and cluster.time.upper() in ("INFINITE", "UNLIMITED")
     if cluster.time and not is_word and seconds_of(cluster.time) is None:
         allowed = "MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED"
@@ -228,7 +228,7 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
 
 
 def seconds_of(limit: str) -> int | None:
-    """Return an sbatch time limit (`90`, `1:30:00`, `1-12`) in seconds; None for no limit."""
+    """Return an sbatch time limit (`1:30:00`, `1-12`) in seconds; None if unlimited or invalid."""
     match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+(?::[0-9]+){0,2})", limit)
     if match is None:
         return None

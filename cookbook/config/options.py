@@ -1,4 +1,4 @@
-"""TorchTitan's options: as set by files and command lines, and as effective in a job."""
+"""TorchTitan's options, as files and command lines set them and as a job uses them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -41,18 +41,18 @@ class Options:
         return {name: setting.value for name, setting in self.settings.items()}
 
     def override(self, *layers: Settings) -> "Options":
-        """Return the options overridden by `layers`; later layers win."""
+        """Return these options with `layers` laid over them; later layers win."""
         over = {name: setting for layer in layers for name, setting in layer.items()}
         return Options(self.stack, {**self.settings, **over})
 
     def origin(self, name: str) -> str:
-        """Return the place that set `name`, to start a message; the place ends with the name."""
+        """Return where `name` was set, to start a message; the text always ends with `name`."""
         place = self.settings[name].origin if name in self.settings else name
         return place if place.endswith(name) else f"{place}: {name}"
 
     @property
     def family(self) -> Family | None:
-        """The model's family; None, as is `model`, if the stack does not know it."""
+        """The model's family. Like `model`, it is None if the stack does not know it."""
         return self.stack.families.get(self["model.name"])
 
     @property
@@ -78,12 +78,12 @@ DEGREES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The parallel degrees of a job; each is at least 1."""
+    """The parallel degrees of a job; in a valid job each is at least 1."""
 
     world: int
     pp: int
     dp_replicate: int
-    # TorchTitan's -1 (the remaining ranks) is resolved; 0 if the other degrees leave no ranks.
+    # -1 (all remaining ranks) is already resolved here; 0 if the other degrees leave no ranks.
     dp_shard: int
     cp: int
     tp: int
@@ -112,9 +112,9 @@ def read_sections(file: YamlFile) -> Settings:
 def read_options(
     file: YamlFile, mapping: Mapping[str, Any], within: tuple[str, ...] = ()
 ) -> Settings:
-    """Read options from a mapping that stands in `file` under the keys `within`.
+    """Read options from `mapping`, which is found in `file` at the path `within`.
 
-    `a: {b: 1}` equals `a.b: 1`.
+    `a: {b: 1}` means the same as `a.b: 1`.
     """
     stack, settings = load_stack(), dict[str, Setting]()
 
@@ -159,7 +159,7 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
     while left:
         word = left.pop(0)
         if not (word.startswith("--") and "." in word.partition("=")[0]):
-            remedy = "TorchTitan's begin with --section.key, sbatch's stand before the script"
+            remedy = "TorchTitan's begin with --section.key, sbatch's go before the script"
             if (own := re.sub("=.*", "", word)) in ("--precision", "--ep-backend"):
                 remedy = f"write {own[2:].replace('-', '_').upper()}=NAME before sbatch"
             raise InputError(place, f"found {word!r}", remedy)
@@ -189,7 +189,7 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
     return Options(stack, settings)
 
 
-# Bash's read-only variables and the scripts' variables; tests/test_overlay.py checks the list.
+# Variables that bash makes read-only or the scripts use; tests/test_recipe.py checks the list.
 RESERVED = frozenset(
     {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "IFS", "SECONDS", "ATTEMPT"}
     | {"CELL", "CELL_DIR", "EP_BACKEND", "EP_BACKEND_ARGS", "HEAD_ADDRESS", "LOG_RANK", "NUM_NODES"}

@@ -1,4 +1,4 @@
-"""Find the files of `recipes/` by name; read recipes, and the overlays that modify recipes.
+"""Find files in `recipes/` by name; read recipes and the overlays that modify them.
 
 A new kind of dispatch needs a row in `EXCHANGES`, a dispatcher in `titan/` and its speed in
 `predict/`. Any other precision or EP backend needs only a YAML file.
@@ -41,8 +41,8 @@ from cookbook.config.options import (
 )
 from cookbook.config.stack import load_stack
 
-# Kinds of files by their folder below `recipes/`: the kind's name in messages, and the remedy if
-# a name of this kind was given for another kind.
+# The kinds of files, by folder below `recipes/`: the kind's name in messages, and the remedy if a
+# file of this kind is named where another kind is expected.
 KINDS = {
     "": ("recipe", "write: python submit.py run {}"),
     "precision": ("precision", "it is a precision: --precision {}"),
@@ -50,23 +50,23 @@ KINDS = {
     "cluster": ("cluster", "it is a cluster: --cluster {}"),
     "sweep": ("sweep", "write: python submit.py sweep {}"),
 }
-# Names are safe in shells and paths, and as names of jobs and W&B runs. A cell's name contains
-# three of them and becomes a folder, whose name may have 255 bytes.
+# Allowed names are safe in shells, paths, job names and W&B. They are short because a cell's folder
+# is named after three of them, and a folder's name may have at most 255 bytes.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
 _WORD_CHARACTERS = 40
 
 
 def check_name(place: str, name: str) -> None:
-    """Raise InputError if cells, jobs and folders cannot be named after `name`."""
+    """Raise InputError if `name` cannot be part of the names of cells, jobs and folders."""
     if not _NAME.fullmatch(name):
         allowed = "letters, digits, '.', '-' and '_', at most 60, a letter or digit first"
         raise InputError(place, f"found {name!r}, allowed: {allowed}")
 
 
 def word_of(value: Any) -> str:
-    """Return an option's value as part of a cell's name, safe for files, jobs and W&B.
+    """Return an option's value as a word for a cell's name, safe for files, jobs and W&B.
 
-    Different values give different words: a word that is not the whole value ends with a digest.
+    Different values give different words: a word that alters or cuts its value ends with a digest.
     """
     items = value if isinstance(value, list) else [value]
     text = "+".join(map(str, items))
@@ -86,7 +86,7 @@ def names_in(kind: str) -> list[str]:
 
 
 def find_file(kind: str, name: str) -> Path:
-    """Return the file called `name`, which may also be the path of the user's own YAML file."""
+    """Return the file of `kind` called `name`, which may also be the path to a user's own file."""
     title = KINDS[kind][0]
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
@@ -104,7 +104,7 @@ def find_file(kind: str, name: str) -> Path:
 
 
 def reference(kind: str, path: Path) -> str:
-    """Return a name or absolute path by which `find_file` finds `path` from any folder."""
+    """Return the name or absolute path with which `find_file` finds `path` from any folder."""
     path = path.resolve()
     return path.stem if path.parent == (RECIPES / kind).resolve() else str(path)
 
@@ -121,15 +121,15 @@ class Exchange:
     sizes: tuple[int, ...] = ()  # supported EP degrees; empty for any
     ranks_per_node: int = 0  # required ranks per node if EP spans nodes; 0 for any number
     has_etp: bool = True  # whether it works with expert tensor parallelism
-    # Whether the cookbook's hooks supply an MoE layer, which overlaps it with the shared experts.
+    # Whether the cookbook's hooks have an MoE layer for it, which overlaps it with shared experts.
     has_own_layer: bool = False
-    sends_once_per_rank: bool = False  # whether a token is sent once for several experts of a rank
+    sends_once_per_rank: bool = False  # whether a rank gets a token once, not once per expert
 
 
 STANDARD = Exchange("standard", "the all-to-all")
 _MXFP8 = Exchange("mxfp8", "TorchAO's quantized all-to-all")
-# EP degrees with a tuned configuration in `Buffer.get_dispatch_config` of the pinned DeepEP, which
-# fails an assertion at any other degree.
+# EP degrees for which the pinned DeepEP has a configuration. At any other degree its
+# `Buffer.get_dispatch_config` fails an assertion.
 _SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 _DEEPEP = Exchange(
     "deepep", "DeepEP", _SIZES, 8, has_etp=False, has_own_layer=True, sends_once_per_rank=True
@@ -138,7 +138,7 @@ EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8, _DEEPEP)
 
 
 def implied(options: Options) -> dict[str, str]:
-    """Return the `grouped_gemms`, `linear_layers` and `dispatch` that the options enable."""
+    """Return the formats of grouped GEMMs and linear layers and the dispatch that are enabled."""
     formats = {
         "grouped_gemms": {
             "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],
@@ -170,7 +170,7 @@ _EXPECTED: Mapping[Kind, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Needs:
-    """An overlay's requirements: hardware, packages, and options that must have given values."""
+    """An overlay's requirements: hardware, packages, and the values that options must have."""
 
     settings: Settings
     device: Literal["cuda"] | None = None
@@ -190,13 +190,13 @@ class Overlay:
     name: str
     description: Text
     needs: Needs
-    expect: Settings  # features that must be active in training, as options `cookbook.<key>`
+    expect: Settings  # features that training must turn on, as options `cookbook.<key>`
     settings: Settings
     emulated: Settings | None
     path: Path
     synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
-    environment_from: Words = field(default_factory=Words)  # variables copied from other variables
+    environment_from: Words = field(default_factory=Words)  # variables that copy other variables
 
     def expects(self, key: str) -> Any:
         return self.expect[f"cookbook.{key}"].value
@@ -219,7 +219,7 @@ def load_ep_backend(name: str) -> Overlay:
 
 @functools.cache
 def load_overlay(kind: Kind, name: str) -> Overlay:
-    """Read the overlay of `kind` with the name, synonym or path `name`."""
+    """Read an overlay of `kind` by name, synonym or path."""
     path = find_file(kind, _owners(kind).get(name, [name])[0])
     file = read_yaml(path)
     emulated = read_options(file, mapping_at(file, "emulated"), ("emulated",))
@@ -253,7 +253,7 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
 
 @functools.cache
 def _owners(kind: Kind) -> Mapping[str, list[str]]:
-    """Return the overlays by their names and synonyms; an unreadable file has no synonyms."""
+    """Map each name and synonym to the overlays that have it; skip unreadable files' synonyms."""
     found = {name: [name] for name in names_in(kind)}
     for name in names_in(kind):
         with contextlib.suppress(InputError):
@@ -265,7 +265,7 @@ def _owners(kind: Kind) -> Mapping[str, list[str]]:
 
 @dataclass(frozen=True)
 class Published:
-    """Published throughput by pair (`bf16+deepep`), and its source."""
+    """Published throughput by pair of precision and EP backend (`bf16+deepep`), and its source."""
 
     source: Text
     tokens_per_second_per_gpu: Numbers = field(default_factory=dict)
@@ -275,17 +275,17 @@ class Published:
 class Recipe:
     """A model, its layout on the cluster and its training options."""
 
-    name: str  # name of the file
+    name: str  # file name without its suffix
     description: Text
     nodes: Count
     settings: Settings
     path: Path
     short_name: Text = field(metadata={"key": "name"})  # prefix of the names of cells and jobs
     stand_in: Text | None = None  # the recipe that `--cluster local` trains instead
-    precision: Text = "bf16"  # default for cells without a precision of their own
-    ep_backend: Text = "standard"  # default for cells without an EP backend of their own
-    spare_nodes: Natural = 0  # extra nodes, which replace bad ones
-    too_few_nodes: Literal["wait", "stop"] = "wait"  # action without enough healthy nodes
+    precision: Text = "bf16"  # default if neither sweep nor command line names one
+    ep_backend: Text = "standard"  # default if neither sweep nor command line names one
+    spare_nodes: Natural = 0  # extra nodes to request, as replacements for bad ones
+    too_few_nodes: Literal["wait", "stop"] = "wait"  # what to do if too few nodes are healthy
     max_restarts: Natural | None = None  # restarts after failures; None for the cluster's value
     published: Published | None = None
 
@@ -303,7 +303,7 @@ class Recipe:
 
 @functools.cache
 def load_recipe(name: str) -> Recipe:
-    """Read the recipe with the name or path `name`."""
+    """Read a recipe by name or path."""
     path = find_file("", name)
     file = read_yaml(path)
     if "recipes" in file.content:

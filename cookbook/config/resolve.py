@@ -19,23 +19,23 @@ from cookbook.run.record import CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
-    """Append `words` to a merged cell's name, complete it and validate it."""
+    """Append `words` to a merged cell's name; complete and validate the cell."""
     name = "-".join([cell.name, *words])
-    # A folder's name may have 255 bytes, and a run appends to it while creating the folder.
+    # A folder's name may have at most 255 bytes, and a run creates it under a longer name.
     if len(name) > 200:
         found = f"its name has {len(name)} characters, allowed: 200"
         raise InputError(f"cell {name[:40]}...", found, "vary less, or shorten the names")
     cell = replace(cell, name=name, published=published_number(cell))
     option, folder = "checkpoint.folder", cell.options["checkpoint.folder"]
     if folder.startswith("/"):
-        # In a shared folder cells would resume from each other's checkpoints.
+        # Each cell gets its own folder; in a shared one, cells would load each other's checkpoints.
         own = Setting(f"{folder}/{name}", cell.options.origin(option))
         cell = replace(cell, options=cell.options.override({option: own}))
     return _judged(cell)
 
 
 def _judged(cell: Cell) -> Cell:
-    """Return the cell with the rules' first error; raise InputError if the input is wrong."""
+    """Return the cell, refused if a rule finds an error; raise InputError if the input is wrong."""
     findings = validation_errors(cell)
     for one in findings:
         if one.is_input:
@@ -56,8 +56,8 @@ def merge_config(
     """Merge the parts into a cell without validating it.
 
     Later parts win: recipe, EP backend, precision (emulated if the GPU lacks it), cluster, sweep,
-    `overrides`. On the `local` cluster the recipe's stand-in replaces it, and the sweep's own
-    settings, which suit the recipe's size, are dropped.
+    `overrides`. On the `local` cluster, a recipe's stand-in replaces the recipe. The sweep's own
+    settings are then dropped, because they suit the size of the original.
     """
     stand_in_for, left_out, is_local = None, tuple[str, ...](), cluster.scheduler == "local"
     if is_local and recipe.stand_in is not None:
@@ -65,7 +65,7 @@ def merge_config(
         left_out, of_sweep = tuple(of_sweep), {}
     options = Options(load_stack(), recipe.settings)
     if is_local and DEGREES["ep"] in options and options.model:
-        # EP over as many of this machine's ranks as divide the experts.
+        # The largest EP degree that divides both this machine's ranks and the experts.
         ranks = cluster.ranks_per_node
         degree = math.gcd(ranks, options.model.num_experts)
         origin = f"cluster {cluster.name} ({ranks} ranks)"
@@ -82,7 +82,7 @@ def merge_config(
 
 
 def published_number(cell: Cell) -> float | None:
-    """Return the tokens/s/GPU published for the cell, if nodes and options are the recipe's own."""
+    """Return the tokens/s/GPU published for exactly the cell's nodes and options, if any."""
     number = cell.recipe.published_numbers.get(cell.pair)
     if number is None or cell.nodes != cell.recipe.nodes or cell.stand_in_for is not None:
         return None
@@ -106,7 +106,7 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
 def cell_from_record(
     name: str, record: CellRecord, place: str, nodes: int | None, overrides: Settings
 ) -> Cell:
-    """Rebuild and validate the cell of `record`, as last requested, with `overrides`.
+    """Rebuild the cell of `record` as last requested, apply `overrides`, and validate it.
 
     The options are the recorded ones, even if the recipe has changed. The overlays' `expect` blocks
     and the environment come from the current files. `place` names the record in errors.
@@ -158,7 +158,7 @@ def this_machine(
     return Cluster(
         name="this machine",
         description="the machine that this runs on",
-        # Not `local`, which would replace large recipes by their stand-ins.
+        # Not `local`, which would replace large recipes with their stand-ins.
         scheduler="slurm",
         settings={},
         path=Path(__file__),
@@ -179,7 +179,7 @@ def cell_on(
     name: str = "",
     source: str = "bench",
 ) -> Cell:
-    """Return the cell of a recipe, overlays and `options` on `cluster`, without validating it."""
+    """Merge a recipe, overlays and `options` into a cell on `cluster`, without validating it."""
     overlays = load_precision(precision), load_ep_backend(ep_backend)
     asked = {option: Setting(value, source) for option, value in options.items()}
     cell = merge_config(load_recipe(recipe), *overlays, cluster, overrides=asked)

@@ -18,7 +18,7 @@ from cookbook.base.errors import InputError, described, nearest, quotes_remedy, 
 from cookbook.base.family import Family, Model
 from cookbook.base.paths import REQUIREMENTS
 
-# Public sources at the stack's versions.
+# Public source code at the stack's versions; of FlashAttention, the main branch.
 TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
 TORCHAO = "https://github.com/pytorch/ao/blob/v0.16.0/torchao"
 FLASH_ATTENTION = "https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/cute"
@@ -68,7 +68,7 @@ class Option:
     choices: tuple[str, ...] = ()
 
     def check(self, place: str, value: Any) -> Any:
-        """Return `value` in TorchTitan's type; raise InputError for a wrong type or choice."""
+        """Return `value`, converted to TorchTitan's type; raise InputError if it is not allowed."""
         if self.optional and value in (None, "None"):
             return None
         if self.kind == "choice":
@@ -131,7 +131,7 @@ def _holds(kind: str, value: Any) -> bool:
     return type(value).__name__ == kind and (kind != "float" or math.isfinite(value))
 
 
-# Options that the scripts set after all settings, and the remedies for setting them elsewhere.
+# Options that only the scripts may set, and what a user can do instead.
 _SET_BY_SCRIPTS = {
     "job.dump_folder": "set CELL_DIR or COOKBOOK_RUNS in the environment",
     "metrics.save_tb_folder": "it is in the attempt's folder",
@@ -147,7 +147,7 @@ _SET_BY_SCRIPTS = {
     "cookbook.dispatch": "set dispatch in the EP backend's `expect` block",
     "cookbook.emulated": "it follows from precision and cluster",
 }
-# Keys of the cookbook's files that are not TorchTitan options, and their remedies.
+# Keys of recipes and sweeps that users take for TorchTitan options, and what to use instead.
 _OWN_KEYS = {
     "precision": "use --precision, or `precision` at the top of a recipe or sweep",
     "ep_backend": "use --ep-backend, or `ep_backend` at the top of a recipe or sweep",
@@ -162,7 +162,7 @@ class Stack:
     name: str
     pins: Mapping[str, str]
     options: Mapping[str, Option]
-    sections: frozenset[str]  # first words of the options: `training`, `parallelism`, ...
+    sections: frozenset[str]  # first words of option names: `training`, `parallelism`, ...
     families: Mapping[str, Family]
     refused_families: Mapping[str, str]
     datasets: Sequence[str]
@@ -175,7 +175,7 @@ class Stack:
     def option(self, place: str, name: str) -> Option:
         """Return the option called `name`; raise InputError with the nearest names if unknown."""
         if name not in self.options:
-            # If no full name is near: options with a similar last word, or a degree's initials.
+            # If no full name is close, match the last word, or the initials of a degree.
             known = [full for full in self.options if full not in _SET_BY_SCRIPTS]
             last = {full: full.rpartition(".")[2] for full in known}
             keys = nearest(name.rpartition(".")[2], last.values())
@@ -191,7 +191,7 @@ class Stack:
     def setting(self, place: str, name: str) -> Option:
         """Return `option(name)`; raise InputError if only the scripts may set the option."""
         if name in _OWN_KEYS:
-            raise InputError(place, "is no option of TorchTitan", _OWN_KEYS[name])
+            raise InputError(place, "is not an option of TorchTitan", _OWN_KEYS[name])
         if name in _SET_BY_SCRIPTS:
             raise InputError(place, f"{name} is set by the scripts", _SET_BY_SCRIPTS[name])
         return self.option(place, name)

@@ -33,9 +33,9 @@ class Point:
 
     pair: Pair | None = None  # None for the recipe's own pair
     recipe: Recipe | None = None  # the only recipe that uses the point; None for all recipes
-    name: str = ""  # suffix of the names of the point's cells
+    name: str = ""  # suffix for the names of the point's cells
     settings: Settings = field(default_factory=dict)  # settings that override the sweep's
-    prediction: str = ""  # text for the report on the expected speed and on deviations
+    prediction: str = ""  # report text: the expected speed, and what a deviation means
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Sweep:
     name: str
     description: str
     recipes: tuple[Recipe, ...]
-    points: tuple[Point, ...] = (Point(),)  # product of precisions and EP backends, or listed
+    points: tuple[Point, ...] = (Point(),)  # pairs: all combinations, or listed one by one
     baseline: str | None = None  # the baseline's pair, such as `bf16+standard`
     settings: Settings = field(default_factory=dict)
-    # Further axes: values of TorchTitan options.
+    # Further axes: TorchTitan options, and the values to try for each.
     vary: Mapping[str, tuple[Setting, ...]] = field(default_factory=dict)
 
 
@@ -85,7 +85,7 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             cell = resolve_cell(cell, words)
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
             if cell.name in cells:
-                # Skip duplicates: recipes with a common stand-in, pairs made equal by overrides.
+                # Skip duplicates: recipes share a stand-in, or the command line makes pairs equal.
                 other, other_point = groups[cell.name]
                 if cell.stand_in_for or (other == group and other_point is not point):
                     continue
@@ -121,7 +121,7 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
 
 
 def requested_pair(recipe: Recipe, request: CellRequest, pair: Pair | None = None) -> Pair:
-    """Return `pair`, or by default the recipe's pair, with the command line's choices in it."""
+    """Return `pair` (default: the recipe's), with parts replaced by the command line's choices."""
     cluster = request.cluster
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         recipe = load_recipe(recipe.stand_in)
@@ -166,7 +166,7 @@ class _File:
 
 
 def load_sweep(name: str) -> Sweep:
-    """Read the sweep with the name or path `name`."""
+    """Read a sweep by name or path."""
     path = find_file("sweep", name)
     file = read_yaml(path)
     if "recipes" not in file.content and "nodes" in file.content:
@@ -216,7 +216,7 @@ def is_sweep(name: str) -> bool:
 def _points(file: YamlFile, own: _File, recipes: tuple[Recipe, ...]) -> Iterator[Point]:
     has_axes = own.precision or own.ep_backend
     if own.cells and has_axes:
-        found = "stands beside `precision` or `ep_backend`"
+        found = "cannot be combined with `precision` or `ep_backend`"
         raise InputError(file.place("cells"), found, "keep one of the two")
     if not own.cells:
         axes = itertools.product(own.precision or ("bf16",), own.ep_backend or ("standard",))

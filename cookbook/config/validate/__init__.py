@@ -1,7 +1,7 @@
-"""Validate a cell by rules and in this environment, for the driver and the job.
+"""Validate a cell against rules and this environment, for the driver and the job.
 
-A rule is here if TorchTitan detects the mistake only in the job, or never. Mistakes that it detects
-when it builds the model are left to that build (`check/`).
+The rules cover mistakes that TorchTitan detects only once the job runs, or never. Mistakes that it
+detects while it builds the model are left to that build (`check/`).
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ _PATHS = {
 
 
 def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
-    """Return the verdict without TorchTitan's build, whose errors `check` adds."""
+    """Return the verdict of rules and environment; `check` adds the errors of the build."""
     rules = tuple(validation_errors(cell))
     # If the input is wrong, such as an invalid layout, the environment is not checked.
     here = () if any(one.is_input for one in rules) else tuple(missing_here(cell, is_submitted))
@@ -42,7 +42,7 @@ def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
 
 
 def validation_errors(cell: Cell) -> list[Finding]:
-    """Return the rules' errors, wrong input first; an invalid layout is the only error."""
+    """Return the rules' errors, wrong input first; an invalid layout hides all others."""
     if problems := layout.layout_findings(cell.options, cell.world):
         return problems
     rules = (*values.RULES, *kernels.RULES, *layout.RULES)
@@ -51,7 +51,7 @@ def validation_errors(cell: Cell) -> list[Finding]:
 
 
 def wrong_value(cell: Cell, option: str) -> list[str] | None:
-    """Return (reason, remedy) if `option` has a value that no other option can make valid."""
+    """Return (reason, remedy) if `option` has a value that is invalid in any cell, else None."""
     found = (*values.bounds(cell), *values.selected(cell))
     problems = [*layout.impossible(cell.options), *((f.option, f.reason, f.remedy) for f in found)]
     return next((words for name, *words in problems if name == option), None)
@@ -60,13 +60,13 @@ def wrong_value(cell: Cell, option: str) -> list[str] | None:
 def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
     """Return findings for the packages and files that the cell needs and this environment lacks.
 
-    They are errors if the job would run in this environment or `is_submitted` from it; otherwise
-    warnings, since planning for another cluster does not need them.
+    They are errors if the job would run in this environment or is submitted from it. Otherwise they
+    are warnings, since planning for another cluster needs neither.
     """
     found = [finding for rule in HERE for finding in rule(cell)]
     if not found or is_submitted or runs_here(cell.cluster):
         return found
-    words = f" (no obstacle: jobs on cluster {cell.cluster.name} run elsewhere)"
+    words = f" (not an error: jobs on cluster {cell.cluster.name} run elsewhere)"
     return [replace(one, level=WARNING, reason=one.reason + words) for one in found]
 
 
@@ -117,7 +117,7 @@ def vocabulary(cell: Cell) -> Problems:
         added = [token["id"] for token in content.get("added_tokens", ())]
         largest = max(len(content.get("model", {}).get("vocab", {})) - 1, *added, 0)
     except (ValueError, AttributeError, KeyError, TypeError):
-        # The job's tokenizer reports a malformed file in more detail.
+        # Leave a malformed file to the job's tokenizer, which reports it in more detail.
         return
     if largest >= model.vocab:
         title, last = cell.options.model_title, model.vocab - 1
@@ -193,7 +193,7 @@ def packages(cell: Cell) -> Problems:
     needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}
     if missing := sorted(name for name in needed if importlib.util.find_spec(name) is None):
         yield "", f"not installed: {', '.join(missing)}", _SET_UP
-    # Importing its parent package `flash_attn` would run FlashAttention-2, so look for the folder.
+    # Look for the folder: find_spec("flash_attn.cute") would import FlashAttention-2, its parent.
     outer = importlib.util.find_spec("flash_attn") if cell.uses_flash_attention else None
     folders = (outer and outer.submodule_search_locations) or ()
     is_here = any(Path(folder, "cute").is_dir() for folder in folders)
@@ -203,10 +203,10 @@ def packages(cell: Cell) -> Problems:
 
 
 def read_shapes(file: Path) -> dict[str, list[int]]:
-    """Return the shapes in a safetensors file's header; raise ValueError for any other file."""
+    """Return a safetensors file's tensor shapes; raise ValueError or struct.error if invalid."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > 100 * 2**20:
-            raise ValueError(f"{file.name} is no safetensors file")
+            raise ValueError(f"{file.name} is not a safetensors file")
         header = json.loads(stream.read(length))
     return {name: one["shape"] for name, one in header.items() if name != "__metadata__"}

@@ -13,10 +13,10 @@ from cookbook.config.options import DEGREES, Layout, Options, Setting, layout_of
 from cookbook.config.recipe import COMM_BACKEND, EXCHANGES, STANDARD
 from cookbook.config.stack import PIPELINING, TORCHTITAN
 
-# Stages per pipeline rank: TorchTitan's default by schedule. Multi-stage schedules allow more.
+# TorchTitan's default number of stages per pipeline rank, by schedule; looped ones allow more.
 STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 STAGES_PER_RANK |= {"InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
-# Tuples of option, reason, and the remedy or the values to try.
+# Tuples of option, reason, and either the remedy or the values from which to suggest one.
 _Problem = tuple[str, str, str | list[int]]
 _BATCH = "training.local_batch_size"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -25,7 +25,7 @@ _MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 
 
 def layout_findings(options: Options, world: int) -> list[Finding]:
-    """Return the layout errors of a job of `world` ranks, outermost degree first."""
+    """Return the layout errors of a job of `world` ranks; invalid degrees hide all other errors."""
     reference, found = f"{TORCHTITAN}/distributed/parallel_dims.py", []
     for option, reason, remedy in _problems(options, world):
         if not isinstance(remedy, str):
@@ -35,7 +35,7 @@ def layout_findings(options: Options, world: int) -> list[Finding]:
 
 
 def _suggestion(name: str, values: list[int], options: Options, world: int) -> str:
-    """Suggest the nearest of `values` that solves all problems, or else the problem of `name`."""
+    """Suggest the nearest of `values` that solves all problems or, failing that, `name`'s own."""
     sizes = EXCHANGES.get(options[COMM_BACKEND], STANDARD).sizes
     if name == DEGREES["ep"] and sizes:
         values = [value for value in values if value in (1, *sizes)]
@@ -45,7 +45,7 @@ def _suggestion(name: str, values: list[int], options: Options, world: int) -> s
         for value in sorted(values, key=lambda value: (abs(value - options[name]), value))
     }
     nearest_first = sorted(left, key=lambda value: bool(left[value]))
-    # 1 is always among the values, and never has a problem of its own.
+    # There is always one: 1 is among the values, and is itself never a problem.
     best = next(value for value in nearest_first if name not in left[value])
     # A value from a YAML file is easiest to override on the command line.
     is_in_file = name in options and ".y" in options.origin(name)
@@ -86,14 +86,14 @@ def _problems(options: Options, world: int) -> list[_Problem]:
 
 
 def impossible(options: Options) -> Problems:
-    """Yield values that are invalid in every job: unknown models, degrees and batches below 1."""
+    """Yield values that are invalid in any job: unknown models, and degrees or batches below 1."""
     family, refused = options.family, options.stack.refused_families
     known = {"model.name": options.stack.families, "model.flavor": family and family.flavors}
     for option, names in known.items():
         found = options[option]
         if option == "model.name" and found in refused:
             yield option, f"found {found!r}: {refused[found]}", f"choose {' or '.join(names or ())}"
-        # Flavors are compared only if the family is known.
+        # Check the flavor only if the family is known.
         elif names and found not in names:
             _, reason, remedy = unknown(option, found, names)
             reason = reason if option in options else f"is not set; {reason.partition(', ')[2]}"
@@ -112,7 +112,7 @@ def _undivided(short: str, degree: int, total: int, things: str) -> list[_Proble
 
 
 def _degrees(layout: Layout) -> Iterator[_Problem]:
-    """Yield the first problem of the degrees, regardless of the model."""
+    """Yield the first problem of the degrees that no choice of model would solve."""
     product = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
     # TorchTitan forms EP groups from the ranks of DP shard and CP, and of TP too if ETP is 1.
     ranks = layout.dp_shard * layout.cp * layout.tp
@@ -134,13 +134,13 @@ def _degrees(layout: Layout) -> Iterator[_Problem]:
     ):
         yield from problems
     elif layout.ep > 1 and layout.dp_shard * layout.cp == 1:
-        # With EP, apply_fsdp needs the FSDP mesh of the dense layers.
+        # With EP, apply_fsdp needs the dense layers' FSDP mesh, which does not exist for one rank.
         reason = f"comes to {layout.dp_shard} with CP 1, allowed with EP above 1: 2 and up"
         yield DEGREES["dp_shard"], reason, f"use fewer TP or PP ranks, or set {DEGREES['ep']} 1"
 
 
 def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Problem]:
-    """Yield the errors of `pipeline_llm`; embedding and output count as layers of their stages."""
+    """Yield the errors that `pipeline_llm` would raise; embedding and output count as layers."""
     by_hand = options["parallelism.module_fqns_per_model_part"]
     if layout.pp == 1 or by_hand or options["parallelism.pipeline_parallel_schedule_csv"]:
         return
@@ -167,7 +167,7 @@ def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Prob
 
 
 def less_layers(options: Options) -> tuple[int, int]:
-    """Return how many layers fewer the first and last stage have, for embedding and output."""
+    """Return how many layers the first and last stage give up for embedding and output."""
     section = "parallelism.pipeline_parallel"
     first, last = (options[f"{section}_{end}_stage_less_layers"] for end in ("first", "last"))
     return first, last
@@ -181,7 +181,7 @@ RULES: list[Rule] = []
 
 
 def microbatches(cell: Cell) -> int | None:
-    """Return the microbatches per step; None without a pipeline or if the batch does not divide."""
+    """Return how many microbatches a step has; None without a pipeline or for an uneven split."""
     size, batch = cell.options[_MICROBATCH], cell.options[_BATCH]
     if cell.layout.pp == 1 or size < 1 or batch % size:
         return None
@@ -228,9 +228,9 @@ def two_stages(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/dual_pipe_v.py")
 def dual_pipe_v_overlap(cell: Cell) -> Problems:
-    """DualPipeV overlaps TorchTitan's own dispatch and combine, which some MoE layers replace.
+    """DualPipeV can overlap only TorchTitan's own dispatch and combine, which some layers replace.
 
-    TorchTitan builds such a cell, but its first step fails.
+    TorchTitan would build such a cell, but its first step would fail.
     """
     option = "parallelism.pipeline_parallel_expert_parallel_overlap"
     is_overlapped = cell.options[option] and cell.options[_SCHEDULE].lower() == "dualpipev"

@@ -68,7 +68,7 @@ def bounds(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def names(cell: Cell) -> Problems:
-    """TorchTitan ignores an unknown component; other unknown names stop it once all ranks run."""
+    """TorchTitan ignores unknown compile components; other unknown names stop the running job."""
     for option, known in {**_NAMES, "training.dataset": cell.options.stack.datasets}.items():
         value = cell.options[option]
         for name in [value] if isinstance(value, str) else value:
@@ -78,7 +78,7 @@ def names(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/tools/profiling.py", is_input=True)
 def profiled_steps(cell: Cell) -> Problems:
-    """In every `profile_freq` steps the profiler skips, warms up, then records the last steps."""
+    """The warmup and recording of one profile must fit into `profile_freq` steps."""
     options, option = cell.options, "profiling.profile_freq"
     needed = options["profiling.profiler_warmup"] + options["profiling.profiler_active"]
     found = options[option]
@@ -106,7 +106,7 @@ def pinned_memory(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
-    """TorchTitan rejects values other than `op` and n only after the build; 0 means all layers."""
+    """TorchTitan checks this value only after the build, and takes 0 to mean every layer."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
@@ -131,7 +131,7 @@ def unused(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/components/validate.py", is_input=True)
 def validation(cell: Cell) -> Problems:
-    """Validation always uses the same batches, with the shape of training's batches."""
+    """Every validation runs the same batches, which are shaped like training's."""
     options = cell.options
     if not options["validation.enable"]:
         return
@@ -162,7 +162,7 @@ def texts(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)
 def routing(cell: Cell) -> Problems:
-    """Refuse other routings with TorchTitan's forced load balance, which is round robin."""
+    """TorchTitan's forced load balance is round-robin routing, so no other routing goes with it."""
     option, forced = "debug.moe_routing", "debug.moe_force_load_balance"
     found = cell.options[option]
     if cell.options[forced] and option in cell.options.settings and found != "round_robin":
@@ -197,7 +197,7 @@ def formats(cell: Cell) -> Problems:
     if options[in_hf] and not options[alone]:
         yield alone, "is false, and published weights hold the model alone", "set it to true"
     if options[save] and model:
-        # The FP32 size of the routed experts, which are nearly all of a large model.
+        # FP32 size in GB of the routed experts' weights, which are nearly all of a large model.
         layers = model.n_layers - model.n_dense_layers
         size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9
         # Rank 0 writes one file while the other ranks wait in a collective, which may time out.
