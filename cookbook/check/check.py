@@ -1,6 +1,6 @@
-"""Check cells: the rules, TorchTitan's build, memory, work and time.
+"""Check cells by the rules and by TorchTitan's own build; predict their memory, work and time.
 
-The driver does not import torch: one subprocess builds all cells with fake process groups.
+The driver does not import torch, so a subprocess builds all cells, with fake process groups.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from cookbook.predict.traffic import Work, count_work
 
 @dataclass(frozen=True)
 class Built:
-    """The result of TorchTitan's build of a cell: ranks, a failure, or neither."""
+    """The outcome of building a cell: its ranks, a failure, or why TorchTitan was unavailable."""
 
-    # `active`, `warnings` and `not_exercised` of the first rank of every pipeline stage.
+    # What the first rank of each pipeline stage reports: `active`, `warnings`, `not_exercised`.
     ranks: tuple[dict[str, Any], ...] = ()
     failure: dict[str, Any] | None = None  # the error of the first rank that failed
-    unavailable: str = ""  # why TorchTitan cannot build here
+    unavailable: str = ""  # why TorchTitan could not run on this machine
     seconds: float = 0.0
 
     def noted(self, key: str) -> list[str]:
-        """Return the distinct texts of all ranks under `key`."""
+        """Return the distinct texts that the ranks report under `key`, such as `warnings`."""
         return list(dict.fromkeys(text for rank in self.ranks for text in rank[key]))
 
     def active(self, key: str) -> set[str]:
@@ -50,7 +50,7 @@ class Built:
 
 @contextlib.contextmanager
 def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell], Built]]:
-    """Start the subprocess; yield a function that builds a cell, and equal cells only once."""
+    """Start the subprocess; yield a function that has it build a cell and caches the answer."""
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         # Errors go to a file: a pipe that nobody reads could block the subprocess.
         said = Path(folder) / "errors"
@@ -59,8 +59,8 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
             "PYTHONPATH": python_path(),
             "TMPDIR": folder,
             "PYTHONDONTWRITEBYTECODE": "1",
-            # TorchTitan and the hooks choose CPU or CUDA at import, and CUDA, once initialized,
-            # cannot be used in forked children.
+            # Hide the GPUs: TorchTitan and the hooks choose CPU or CUDA at import, and forked
+            # children cannot use CUDA once their parent has initialized it.
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "disabled",
@@ -68,13 +68,13 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
         with said.open("w") as errors:
             command = [sys.executable, "-m", module, load_stack().hooks]
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-            # A session of its own, so that its forked children can be killed with it.
+            # Start it in its own session, so that its forked children can be killed with it.
             pipes |= {"env": environment, "start_new_session": True}
             process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
         assert process.stdin
         assert process.stdout
         requests, answers = process.stdin, process.stdout
-        # The subprocess prints a line when it is ready; the line is empty if it has exited.
+        # Wait until the subprocess prints that it is ready; if it has exited, the line is empty.
         answers.readline()
 
         @functools.cache
@@ -108,7 +108,7 @@ def build_cells(cells: Sequence[Cell]) -> list[Built]:
 
 
 def _request(cell: Cell) -> dict[str, Any]:
-    """Return the facts that a build depends on, without the cell's name."""
+    """Return the settings a build depends on; cells that differ only in name share a request."""
     gpu, named = cell.cluster.gpu, cell.options.stack.options["job.description"]
     description = named.arguments(cell.description)
     return {
@@ -121,7 +121,7 @@ def _request(cell: Cell) -> dict[str, Any]:
 
 
 _MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
-# Beginnings of TorchTitan's warnings that are not about the cell or repeat a rule.
+# Prefixes of TorchTitan's warnings to ignore: they do not concern the cell, or repeat a rule.
 _ROUTINE = (
     *("HF assets path", "Pipeline Parallel loss is not visible", "Warmup", "decay"),
     "model.safetensors.index.json",
@@ -130,14 +130,12 @@ _ROUTINE = (
 
 @dataclass
 class CellCheck:
-    """All results of a cell's check."""
-
     cell: Cell
     judged: Verdict
     advice: tuple[Finding, ...] = ()
     built: Built | None = None
-    ranks: tuple[Rank, ...] = ()  # empty if TorchTitan did not build the cell or cannot be counted
-    stages: tuple[StageMemory, ...] = ()  # memory of the `ranks`
+    ranks: tuple[Rank, ...] = ()  # empty if the cell is not built or its ranks cannot be counted
+    stages: tuple[StageMemory, ...] = ()  # the predicted memory of each of `ranks`
     work: Work | None = None
     step: StepTime | None = None
     no_step: str = ""  # why the step time is unknown
@@ -167,7 +165,7 @@ class CellCheck:
 
     @property
     def verdict(self) -> str | None:
-        """`fits`, `tight` or `will not fit`; None without a GPU or if memory is unknown."""
+        """`fits`, `tight` or `will not fit`; None if there is no GPU or the memory is unknown."""
         gpu, peak = self.cell.cluster.gpu, self.peak
         return verdict(peak.total, gpu.memory_gib, self.cell.options) if peak and gpu else None
 
@@ -186,14 +184,14 @@ class CellCheck:
 def check_cells(
     cells: Sequence[Cell], *, build: bool = True, is_submitted: bool = False
 ) -> list[CellCheck]:
-    """Check every cell; without `build`, only by the rules.
+    """Check every cell; without `build`, apply only the rules.
 
-    Cells that the rules reject are not built. Cells with missing packages or files are.
+    Cells that break a rule are not built, but cells that only lack packages or files here are.
     """
     checks = []
     for cell in cells:
         judged = judge(cell, is_submitted=is_submitted)
-        # With wrong input, such as an invalid layout, advice would be misleading.
+        # Give no advice on wrong input, such as an invalid layout: it would mislead.
         is_divided = not any(finding.is_input for finding in judged.rules)
         advice = tuple(found for rule in ADVICE for found in rule(cell)) if is_divided else ()
         checks.append(CellCheck(cell, judged, advice))
@@ -225,7 +223,7 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
         return
     if built.failure:
         message, place = built.failure["error"], built.failure["place"]
-        # Find the options whose last word is in the message.
+        # Blame an option whose name ends in a word of the message; of several, the longest.
         named = [name for name in cell.options.settings if name.rpartition(".")[2] in message]
         version, (package, _, file) = cell.options.stack.pins["torchtitan"], place.partition("/")
         reason = f"TorchTitan {version} refuses it: {message} (rank {built.failure['rank']}, "
@@ -246,11 +244,11 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
             yield Finding(WARNING, "torchtitan", "", f"TorchTitan warns: {text}", "", trainer)
     if check.ranks:
         yield from (found for rule in BUILT_ADVICE for found in rule(cell))
-    # Only the built model shows that a filter excluded all layers, or that TorchTitan chose another
-    # kernel for the GPU.
+    # Only the built model shows whether a filter excluded all layers from quantization, or
+    # TorchTitan chose another kernel for the GPU.
     for key in OF_PRECISION:
         words, precision = built.active(key), cell.precision
-        # Ignore stages without a layer to quantize.
+        # Ignore pipeline stages that have no layer to quantize.
         if key == "linear_layers":
             words = words - {"bf16"} or words
         expected, active = precision.expects(key), " and ".join(sorted(words)) or "none"

@@ -60,7 +60,7 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
 
 
 def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None) -> str:
-    """Return a line per cell, the findings that all cells share, then every cell in detail."""
+    """Return one line per cell, then the findings that all cells share, then details by cell."""
     first, cluster = checks[0].cell, checks[0].cell.cluster
     words = {True: "may run", False: "REFUSED"}
     verdicts = [[check.cell.name, words[check.may_run], check.summary] for check in checks]
@@ -152,5 +152,5 @@ def _step(check: CellCheck) -> Iterator[str]:
     yield f"  time, {source}: {speed}; milliseconds of rank {step.rank}:"
     terms = sorted(step.terms_ms.items(), key=lambda item: -item[1])
     rows = [[name, f"{time_ms:,.0f}", f"{time_ms / step.step_ms:.0%}"] for name, time_ms in terms]
-    rows.append(["of these computed or sent again", f"{step.recompute_ms:,.0f}", ""])
+    rows.append(["of which recomputed or sent again", f"{step.recompute_ms:,.0f}", ""])
     yield text_table(rows, align="lrr", indent=4)

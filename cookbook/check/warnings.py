@@ -1,4 +1,4 @@
-"""Warnings and hints about cells that may run, written as rules like those of config/validate."""
+"""Warnings and hints about cells that can run, written as rules like those in config/validate."""
 
 import math
 
@@ -14,11 +14,11 @@ from cookbook.predict.operators import BYTES
 from cookbook.predict.rank import count_parameters, model_of
 from cookbook.predict.shapes import destinations, routing_of
 
-# Rules on a cell, and rules on a cell that TorchTitan built and whose model is counted.
+# Rules for any cell, and rules that also need TorchTitan's build and a model that can be counted.
 ADVICE: list[Rule] = []
 BUILT_ADVICE: list[Rule] = []
 
-# Throughput runs are shorter than this number of steps; the loss of longer runs matters.
+# Runs of at most this many steps only measure throughput; in longer runs the loss matters.
 _LONG_RUN = 200
 _BATCH = "training.local_batch_size"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
@@ -30,7 +30,7 @@ _BLOG = (
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/train.py")
 def fewer_nodes(cell: Cell) -> Problems:
-    """On a smaller cluster a recipe uses fewer nodes, which also reduces the global batch."""
+    """A recipe runs on fewer nodes if the cluster is smaller, which shrinks the global batch."""
     wanted, layout = cell.recipe.nodes, cell.layout
     if cell.nodes >= wanted or cell.stand_in_for is not None or cell.cluster.scheduler == "local":
         return
@@ -52,7 +52,7 @@ def another_pair(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference="https://slurm.schedmd.com/sbatch.html#OPT_time")
 def short_time_limit(cell: Cell) -> Problems:
-    """sbatch parses `04:00` as four minutes."""
+    """sbatch reads `04:00` as four minutes, not as four hours."""
     limit = cell.cluster.time or ""
     if cell.cluster.scheduler == "slurm" and limit.count(":") == 1 and "-" not in limit:
         minutes = (seconds_of(limit) or 0) / 60
@@ -88,7 +88,7 @@ def pipeline_bubble(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=_CHECKPOINT)
 def checkpoints_resume(cell: Cell) -> Problems:
-    """A long run should be able to resume after a lost node, and also from its last step."""
+    """A long run should be able to resume when a node is lost, and to continue after its end."""
     steps, options = cell.steps, cell.options
     if not options["checkpoint.enable"]:
         if steps > _LONG_RUN:
@@ -118,10 +118,10 @@ def _routing_option(cell: Cell) -> str:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/components/lr_scheduler.py")
 def warm_up_ends(cell: Cell) -> Problems:
-    """TorchTitan shortens a warm-up that is longer than the schedule; benchmarks may do so."""
+    """TorchTitan cuts a warm-up that is longer than the schedule; only benchmarks may have one."""
     options, option = cell.options, "lr_scheduler.warmup_steps"
     total = options["lr_scheduler.total_steps"] or cell.steps
-    # The published convergence experiment has these values.
+    # The published convergence experiment uses these values.
     is_published = (options[option], total) == (2000, 1500)
     if options[option] > total and not (is_published or options["debug.moe_force_load_balance"]):
         reason = f"{options[option]} steps are longer than the run, whose {total} steps all warm up"
@@ -130,7 +130,7 @@ def warm_up_ends(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference=_CHECKPOINT)
 def weights_are_read(cell: Cell) -> Problems:
-    """All ranks read published weights in parallel, at the first start only."""
+    """All ranks read the published weights in parallel, and only when the job first starts."""
     options = cell.options
     if not (options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]):
         return
@@ -144,7 +144,7 @@ def weights_are_read(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def balance_is_real(cell: Cell) -> Problems:
-    """Forced routing makes throughput comparable and the loss meaningless."""
+    """Forced routing makes throughput comparable, but the loss meaningless."""
     routing = routing_of(cell)
     if routing != "trained" and cell.steps > _LONG_RUN:
         how = "round-robin" if routing == "round_robin" else "at random"
@@ -191,7 +191,7 @@ def tp_in_a_node(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference="https://github.com/deepseek-ai/DeepEP/blob/main/README.md")
 def exchange_within_a_node(cell: Cell) -> Problems:
-    """A dispatch designed for InfiniBand gains most between nodes."""
+    """Point out EP within one node: a backend built for InfiniBand pays off mainly across nodes."""
     exchange, ep = cell.exchange, cell.layout.ep
     if exchange.sends_once_per_rank and 1 < ep <= exchange.ranks_per_node:
         reason = f"at EP {ep} {exchange.title} may gain little over the all-to-all, or lose to it:"
@@ -224,7 +224,7 @@ def small_experts(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def forced_balance_flatters(cell: Cell) -> Problems:
-    """Round-robin routing sends tokens to few ranks, which favors sending once per rank."""
+    """Round-robin sends a token to few ranks, which flatters a backend that sends once per rank."""
     ep, exchange = cell.layout.ep, cell.exchange
     if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
         return
@@ -241,13 +241,13 @@ def saving(cell: Cell) -> Problems:
     cluster, options = cell.cluster, cell.options
     if not options["checkpoint.enable"] or cluster.node_failure_days is None:
         return
-    # The checkpoint: parameters and Adam's two moments.
+    # A checkpoint holds the parameters and Adam's two moments.
     parameters, _ = count_parameters(model_of(cell))
     size_gb = 3 * parameters * BYTES[options["training.dtype"]] / 1e9
     waits_s = written_s = size_gb / cluster.write_gb_per_s if cluster.write_gb_per_s else None
     if options["checkpoint.async_mode"] != "disabled":
         # Training waits only for the copy to host memory, at about 10 GB/s. TorchTitan logs the
-        # real time: `Finished saving the checkpoint ...`.
+        # actual time as `Finished saving the checkpoint ...`.
         waits_s = size_gb / cell.world / 10.0
     if waits_s is None:
         reason = f"training waits until {size_gb:,.0f} GB are written, at each save"
