@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 _HEAD = ["", "tokens/s/GPU", "", "layout", "batch", "recomputation", "precision+EP backend"]
 _HEAD += ["GiB", "exposed", "bubble", "limited by"]
-# The figure's limits on points and on labels.
+# The most points and the most labels in the figure.
 _MOST_POINTS, _LABELS = 4000, 6
 
 
 def degrees(cell: Cell) -> str:
-    """Describe a layout: `TP 2, PP 2 Interleaved1F1B/4, EP 32`, and other degrees above 1."""
+    """Describe a layout as `TP 2, PP 2 Interleaved1F1B/4, EP 32`, plus other degrees above 1."""
     layout, schedule = cell.layout, _schedule(cell)
     pp = f"PP {layout.pp} {schedule}" if schedule else "PP 1"
     others = {"ETP": layout.etp, "CP": layout.cp, "DP replicate": layout.dp_replicate}
@@ -40,7 +40,7 @@ def degrees(cell: Cell) -> str:
 
 
 def _schedule(cell: Cell) -> str | None:
-    """Return `1F1B`, or `Interleaved1F1B/4` with the layers per stage; None without a pipeline."""
+    """Return `1F1B`, or `Interleaved1F1B/4` for 4 layers per stage; None without a pipeline."""
     if cell.layout.pp == 1:
         return None
     name = cell.options["parallelism.pipeline_parallel_schedule"]
@@ -49,7 +49,7 @@ def _schedule(cell: Cell) -> str | None:
 
 
 def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str, Any]:
-    """Return a layout as a mapping for JSON, compared with `base`; unknown values are None."""
+    """Return a layout as JSON data, with its speed relative to `base`; unknown values are None."""
     cell, step, layout = candidate.cell, candidate.step, candidate.cell.layout
     terms_ms = {name: round(ms, 1) for name, ms in step.terms_ms.items()} if step else None
     return {
@@ -87,7 +87,7 @@ def render_json(
     stops: Sequence[Stop] = (),
     rejected: Sequence[str] = (),
 ) -> str:
-    """Return the search's results as JSON; `rejected`: reasons for values that no layout has."""
+    """Return the search's results as JSON; `rejected` says why some values occur in no layout."""
     walk = [
         {
             "changed": stop.changed,
@@ -120,7 +120,7 @@ def render_text(
     total: int,
     rejected: Sequence[str] = (),
 ) -> str:
-    """Return a table of the recipe's layout and the `best` layouts, and published numbers."""
+    """Tabulate the recipe's layout and the `best` fastest ones; compare with published numbers."""
     counts, ranked = found.counts(), found.ranked()
     cut = " (interrupted)" if found.interrupted else ""
     rows = [_HEAD, *([_row("recipe", recipe, None)] if recipe else [])]
@@ -135,7 +135,7 @@ def render_text(
         text_table(rows, align="rrrlrllrrrl"),
     ]
     if not ranked and not counts["fit"]:
-        lines.append("no layout fits; use more nodes, or vary what --set holds")
+        lines.append("no layout fits; use more nodes, or vary what --set fixes")
     unknown = {one.unknown for one in found.candidates if one.unknown}
     lines += [f"left out, since {reason}" for reason in sorted(unknown)]
     lines += [f"left out: {one}" for one in rejected]
@@ -165,7 +165,7 @@ def _row(place: str, one: Candidate, base: Candidate | None) -> list[str]:
 
 
 def render_walk(stops: Sequence[Stop]) -> str:
-    """Return a table with a column per stop of a walk and a row per term of the step time."""
+    """Return a table with one column per stop of a walk and one row per term of the step time."""
     columns = [stop.us_per_token for stop in stops]
     rows = {name: [f"{one.get(name, 0.0):.1f}" for one in columns] for name in add(*columns)}
     rows["step"] = [f"{sum(column.values()):.1f}" for column in columns]
@@ -177,7 +177,7 @@ def render_walk(stops: Sequence[Stop]) -> str:
 
 
 def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
-    """Return a figure of speed over memory, as SVG, for the layouts that fit."""
+    """Return an SVG figure that plots speed against memory for the layouts that fit."""
     front, gpu, names = found.front(), base.cluster.gpu, list[str]()
 
     def paint(axes: Axes) -> None:
@@ -204,14 +204,15 @@ def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
             words, box = f"{gpu.memory_gib:g} GiB, the card", {"ha": "right", "va": "bottom"}
             axes.text(gpu.memory_gib, 1, words, box, transform=axes.get_xaxis_transform())
         small = {"fontsize": 9, "linespacing": 1.4}
-        # Few layouts are in the lower right corner: much memory, low speed.
+        # Put the legend at the lower right, where few layouts are: large in memory, but slow.
         axes.text(0.95, 0.02, "\n".join(names), small, transform=axes.transAxes, ha="right")
         axes.set(xlim=(0, None), ylim=(0, None))
 
     return draw_figure("plan", 4.6, paint)["svg"].decode()
 
 
-# Fields of the base recipe that are written separately or, as published numbers, do not apply.
+# Fields of the base recipe not to copy: they are written separately or, like published numbers,
+# do not apply to the new layout.
 _NOT_KEPT = {"name", "short_name", "description", "nodes", "precision", "ep_backend"}
 _NOT_KEPT |= {"settings", "path", "published"}
 
@@ -226,7 +227,7 @@ def check_target(path: Path) -> None:
 
 
 def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
-    """Return the YAML of a recipe that trains `candidate`; comments give the values of `base`."""
+    """Return the YAML of a recipe that trains `candidate`; comments give old values from `base`."""
     cell, step, recipe = candidate.cell, candidate.step, candidate.cell.recipe
     lines = [
         f"# {recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",

@@ -1,4 +1,4 @@
-"""Evaluate layouts one by one for memory and speed, and walk from one layout to another."""
+"""Predict the memory and speed of layouts, and of every stop on a walk from one to another."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -26,9 +26,9 @@ BATCH = "training.local_batch_size"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A valid layout, with the `memory` of the pipeline stage that needs most.
+    """A valid layout, with the `memory` of the pipeline stage that needs the most.
 
-    `step` is None if the layout does not fit, or if its time is not modelled for reason `unknown`.
+    `step` is None if the layout does not fit, or if its time is not modelled (`unknown` says why).
     """
 
     cell: Cell
@@ -49,7 +49,7 @@ class Candidate:
 
 @dataclass
 class Found:
-    """The candidates so far; `larger` counts layouts skipped since a smaller one does not fit."""
+    """The candidates so far; `larger` counts layouts skipped because a smaller one did not fit."""
 
     candidates: list[Candidate] = field(default_factory=list)
     larger: int = 0
@@ -75,7 +75,7 @@ class Found:
 
 
 def recomputation(cell: Cell) -> str:
-    """Describe recomputation: the mode or the saved operators, and the layers that it skips."""
+    """Describe recomputation: its mode or saved operators, and how many layers it leaves out."""
     mode = str(cell.options["activation_checkpoint.mode"])
     if mode == "memory_budget":
         mode += f" {cell.options['activation_checkpoint.memory_budget']:g}"
@@ -92,10 +92,10 @@ def search(
     documents: Documents | None = None,
     on_progress: Callable[[Found], None] = lambda found: None,
 ) -> Found:
-    """Evaluate every cell; Ctrl-C stops the search and keeps the candidates.
+    """Evaluate every cell; Ctrl-C stops the search and keeps the candidates found so far.
 
-    A layout is skipped, and counted as too large, if one with the same or a smaller batch and the
-    same or full recomputation does not fit: it needs no less memory.
+    Skip a layout, and count it as too large, if it did not fit with a batch no larger and with the
+    same or full recomputation, which need no more memory.
     """
     found, too_large = Found(), dict[tuple[str, str], int]()
     try:
@@ -132,8 +132,8 @@ def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
 
 
 _OVERLAYS = "precision and EP backend"
-# The order matters: a larger batch or less recomputation fits only after the changes that free
-# memory. Options in no group change together with the overlays.
+# The order of a walk: changes that free memory come first, since a larger batch or less
+# recomputation may fit only after them. Options in no group change with the overlays.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
     _OVERLAYS: (),
@@ -155,13 +155,13 @@ class Stop:
 
     @property
     def us_per_token(self) -> dict[str, float]:
-        """Microseconds per token and GPU by term, which are comparable across batch sizes."""
+        """GPU-microseconds per token, by term; unlike step times, comparable across batch sizes."""
         tokens = self.step.tokens_per_gpu
         return {name: 1000 * ms / tokens for name, ms in self.step.terms_ms.items()}
 
 
 def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Stop]:
-    """Walk from `start` to `end` by groups of options; an invalid stop merges with the next one."""
+    """Turn `start` into `end` one group of options at a time; merge invalid stops with the next."""
 
     def stop(changed: str, cell: Cell) -> Stop:
         candidate = evaluate(cell, documents)

@@ -1,4 +1,4 @@
-"""The search space: a recipe's cell with every combination of values along some axes."""
+"""The search space: a recipe's cell with every combination of values of the options to vary."""
 
 import functools
 import itertools
@@ -33,7 +33,7 @@ _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _MODE, _BY = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 _BUDGET = "activation_checkpoint.memory_budget"
 _STRUCTURE = (DEGREES["tp"], DEGREES["pp"], DEGREES["ep"], _SCHEDULE, _PER_STAGE, BATCH, _MODE)
-# Options that only one recomputation mode reads.
+# Options that only one recomputation mode reads, with that mode.
 _OF_MODE = {_BY: "selective", _BUDGET: "memory_budget"}
 
 
@@ -41,13 +41,13 @@ def _saving(*operators: str) -> dict[str, Any]:
     return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
 
 
-# Values for options that the rules reject in a recomputation mode.
+# Options to reset in a recomputation mode, because the rules reject other values there.
 _RESETS: dict[str, dict[str, Any]] = {
     "full": {SAVE_LIST: []},
     "none": {SAVE_LIST: [], LAYERS_KEPT: 0},
     "memory_budget": {SAVE_LIST: [], LAYERS_KEPT: 0},
 }
-# Recomputation variants: options that are set together.
+# The recomputation variants to try, each a set of options.
 RECOMPUTATION: tuple[dict[str, Any], ...] = (
     {_MODE: "full", **_RESETS["full"]},
     _saving("attention", "communication"),
@@ -56,23 +56,23 @@ RECOMPUTATION: tuple[dict[str, Any], ...] = (
     {_MODE: "none", **_RESETS["none"]},
 )
 _WORKERS = "training.dataloader.num_workers"
-# A data-loader process that tokenizes in parallel with training.
+# Options for one data-loader process, which tokenizes while the GPU trains.
 _WORKER: dict[str, Any] = {
     _WORKERS: 1,
     "training.dataloader.prefetch_factor": 2,
     "training.dataloader.persistent_workers": True,
 }
 OVERLAYS = ("precision", "ep_backend")
-# Local batch sizes without a pipeline, and with a pipeline (in addition to the recipe's own).
+# Local batch sizes to try without a pipeline, and with one (plus the recipe's own size).
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
-# The most layouts whose errors are counted to explain a rejected value.
+# To explain why a value is rejected, count the errors of at most this many layouts.
 _MOST_ASKED = 500
 
 
 @dataclass(frozen=True)
 class Space:
-    """The requested cell, with the values of options and the names of overlays to vary."""
+    """The requested cell, with the option values, precisions and EP backends to try."""
 
     base: Cell
     varied: Mapping[str, Sequence[Any]]
@@ -128,7 +128,7 @@ class Space:
         return [{name: value} for value in self.varied.get(name, usual)]
 
     def _settled(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Drop options that have no effect with the others, so that no layout is repeated."""
+        """Drop options that have no effect given the others, so that no layout occurs twice."""
         mode = chosen[_MODE]
         settled = {n: value for n, value in chosen.items() if _OF_MODE.get(n, mode) == mode}
         if settled[DEGREES["ep"]] == 1:
@@ -139,13 +139,13 @@ class Space:
         return settled
 
     def _means(self, start: Cell, ep: int) -> dict[str, Any]:
-        """Return the options that always pay off (docs/evidence/performance.md)."""
+        """Return the settings that always pay off (docs/evidence/performance.md)."""
         cluster, options = self.base.cluster, self.base.options
         means: dict[str, Any] = {NUM_CHUNKS: options[NUM_CHUNKS] or 8}
         if cluster.gpu is not None and cluster.gpu.compute_capability >= 9.0:
             means[ATTENTION] = "flash_attention_4"
         if start.exchange.has_own_layer:
-            # If EP spans nodes, overlap the experts with dispatch and combine.
+            # If EP spans nodes, overlap the experts' compute with dispatch and combine.
             between_nodes = ep > cluster.ranks_per_node
             means[EP_CHUNKS] = max(start.options[EP_CHUNKS], 2) if between_nodes else 1
             means[SCORE_ACTIVATIONS] = True
@@ -172,7 +172,7 @@ class Space:
 
 
 def _combined(axes: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yield every combination of one point of each axis; later axes override earlier ones."""
+    """Yield every merged combination of one point per axis; later axes override earlier ones."""
     return (functools.reduce(operator.or_, points) for points in itertools.product(*axes))
 
 
@@ -185,8 +185,8 @@ def space_of(
 ) -> Space:
     """Make the space around `base`; raise InputError for an unknown key or an invalid value.
 
-    `words` are arguments of `--vary`, KEY=V1,V2, whose key is an option, `precision` or
-    `ep_backend`. `asked`: options fixed by `--set`. `overlays`: names by kind, None if not given.
+    `words`: `--vary` arguments, KEY=V1,V2, where KEY is an option, `precision` or `ep_backend`.
+    `asked`: options fixed by `--set`. `overlays`: a precision and an EP backend to fix, or None.
     """
     varied: dict[str, Sequence[Any]] = {name: [s.value] for name, s in asked.items()}
     named = {kind: [name] for kind, name in overlays.items() if name is not None}
@@ -220,9 +220,9 @@ def space_of(
 
 
 def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
-    """Return `OPTION=VALUE: reason` for each value of `space` that none of its `cells` has.
+    """Return `OPTION=VALUE: reason` for each value in `space` that none of its valid `cells` has.
 
-    Values that are invalid themselves come before values that conflict with other options.
+    Values that are invalid on their own come before values that conflict with other options.
     """
     rejected = []
     for option, values in space.varied.items():
@@ -234,7 +234,7 @@ def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
 
 
 def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
-    """Return the option to change and the reason why no layout has `value`."""
+    """Return the option at fault and the reason why no layout has `value`."""
     place = f"--vary {option}"
     alone = _changed(space.base, {option: Setting(value, place)})
     try:
