@@ -1,8 +1,8 @@
-"""A prediction's other inputs: the speeds of GPUs and links, and the lengths of documents.
+"""What a prediction needs beyond the cell: speeds of GPUs and links, and lengths of documents.
 
-Hardware facts come from `recipes/hardware/*.yaml`, each with its source. A token attends to the
-earlier tokens of its document within its sequence. Ranks synchronize in every layer, so the rank
-whose batch has the longest documents sets the pace.
+Hardware facts come from `recipes/hardware/*.yaml`, each with its source. A token attends only to
+earlier tokens of its own document and sequence, so attention takes longer for long documents. Ranks
+synchronize in every layer, so the rank with the longest documents in its batch sets the pace.
 """
 
 import functools
@@ -35,13 +35,13 @@ class _Sourced:
 if TYPE_CHECKING:
     Fact = float
 else:
-    # A file gives each fact as a mapping of value and source.
+    # A hardware file gives each fact as a mapping with `value` and `source`.
     Fact = Annotated[_Sourced, AfterValidator(operator.attrgetter("value"))]
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Speeds of a GPU and its links; names end in units, shares are 0 to 1.
+    """Speeds of a GPU and its links. Names end in the unit; a `_share` is a fraction, 0 to 1.
 
     The InfiniBand fields are None if the file does not describe a network between nodes.
     """
@@ -90,7 +90,7 @@ class Hardware:
 
 
 def hardware_of(cell: Cell) -> Hardware:
-    """Return the facts of the cell's GPU; raise InputError if there is no GPU or it has no file."""
+    """Return the facts about the cell's GPU; raise InputError if it has no GPU or no file on it."""
     place, gpu = f"cluster {cell.cluster.name}", cell.cluster.gpu
     if gpu is None:
         wrong = "has no GPU, and times are predicted for GPUs only"
@@ -102,7 +102,7 @@ def hardware_of(cell: Cell) -> Hardware:
         raise InputError(place, f"nothing is known of the speed of a {gpu.name}", remedy)
     if cell.nodes > 1 and found.infiniband_gb_per_s is None:
         reason = "says nothing of the network between nodes"
-        remedy = "add infiniband_gb_per_s and the shares of it, or use one node"
+        remedy = "add infiniband_gb_per_s and its shares, or use one node"
         raise InputError(f"recipes/hardware/{found.path.name}", reason, remedy)
     return found
 
@@ -114,13 +114,13 @@ def load_hardware(path: Path) -> Hardware:
 
 
 _SEED = 42
-# The length of the simulated stream in sequences, and how many sets of ranks are drawn from it.
+# Sequences in the simulated stream, and how many times every rank's batch is drawn from it.
 _SEQUENCES, _DRAWS = 2000, 400
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents with log-normal lengths in tokens; `source` says where both figures come from."""
+    """Log-normal document lengths, in tokens; `source` says where mean and median come from."""
 
     mean_tokens: float
     median_tokens: float
@@ -132,7 +132,7 @@ LOCAL = Documents(6453, 3520, "counted: docs/evidence/performance/h200x2-8layers
 
 
 def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None:
-    """Return the documents that bound attention; None if tokens attend to whole sequences.
+    """Return the documents that limit attention; None if tokens attend across documents.
 
     `named` overrides the dataset's documents. Raise InputError if their lengths are unknown.
     """
@@ -165,14 +165,14 @@ def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None
 
 
 def attended_text(documents: Documents | None, seq_len: int) -> str:
-    """Describe the spans that tokens attend within."""
+    """Describe what limits attention: documents or whole sequences."""
     if documents is None:
         return f"whole sequences of {seq_len:,} tokens, across documents"
     return f"documents of {documents.mean_tokens:,.0f} tokens on average ({documents.source})"
 
 
 def parse_documents(place: str, text: str) -> Documents:
-    """Parse `MEAN:MEDIAN`, in tokens."""
+    """Parse document lengths, `MEAN:MEDIAN` in tokens."""
     mean, _, median = text.partition(":")
     try:
         found = Documents(float(mean), float(median), place)
@@ -187,12 +187,12 @@ def parse_documents(place: str, text: str) -> Documents:
 def slowest_attended_tokens(
     documents: Documents, seq_len: int, sequences: int, ranks: int
 ) -> float:
-    """Return the mean attended length on the slowest of `ranks` ranks; `sequences`: per rank."""
+    """Return the mean number of keys per token on the slowest of `ranks`; `sequences`: per rank."""
     sums = [*itertools.accumulate(_attended(documents, seq_len), initial=0.0)]
     drawn, taken = random.Random(_SEED), min(sequences, _SEQUENCES)
 
     def batch() -> float:
-        # Draw consecutive sequences: a document longer than a sequence fills several of them.
+        # Draw consecutive sequences, because a long document continues in the next sequence.
         start = drawn.randint(0, _SEQUENCES - taken)
         return (sums[start + taken] - sums[start]) / taken
 
@@ -201,9 +201,9 @@ def slowest_attended_tokens(
 
 @functools.cache
 def _attended(documents: Documents, seq_len: int) -> tuple[float, ...]:
-    """Return the mean attended length of every sequence of a simulated stream, in tokens."""
+    """Return the mean number of keys that a token attends to, for every simulated sequence."""
     drawn = random.Random(_SEED)
-    # The parameters of the normal distribution of the logarithm of a length.
+    # The parameters of the normal distribution that the logarithm of a length follows.
     mu = math.log(documents.median_tokens)
     sigma = math.sqrt(2 * math.log(documents.mean_tokens / documents.median_tokens))
     found, left = [], 0

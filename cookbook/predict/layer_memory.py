@@ -1,10 +1,10 @@
 """The bytes that a layer saves, keeps under recomputation and needs while it runs, per microbatch.
 
-Counted from each family's `model/model.py` and `models/moe/moe.py` of TorchTitan 0.2.2: a tensor
-counts if a backward formula holds it, or a local variable does while the layer runs.
-In a compiled model the outputs of cheap operators (norms, the activation function, rotary
-embedding) are recomputed and do not count. The operands of the backward's matrix products do: the
-partitioner saves them, since they would have to be written to memory in any case.
+Counted from each family's `model/model.py` and from `models/moe/moe.py` of TorchTitan 0.2.2. A
+tensor counts if autograd saves it, or while a local variable holds it. In a compiled model the
+backward recomputes the outputs of cheap operators (norms, the activation function, rotary
+embedding), so they do not count. Operands of the backward's matrix products do count: recomputing
+them would write them to memory anyway, so the partitioner saves them.
 """
 
 from collections.abc import Iterable
@@ -15,14 +15,14 @@ from cookbook.predict.operators import Operator
 from cookbook.predict.rank import Layer, Part, Rank
 from cookbook.predict.shapes import Shapes, spared_products
 
-# Products whose outputs the backward reads; with QK norm it also reads the outputs of _NORMED.
+# Matrix products whose outputs the backward reads; those of _NORMED only if there is a QK norm.
 _READ = {"attention.wq_a", "attention.wkv_a", "moe.shared_experts.w1", "moe.shared_experts.w3"}
 _NORMED = {"attention.wq", "attention.wk"}
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of one layer and one microbatch."""
+    """Bytes for one layer and one microbatch."""
 
     saved: float  # tensors that the backward needs, beyond the layer's input
     selected: float  # the part of `saved` that selective recomputation keeps
@@ -30,17 +30,14 @@ class LayerBytes:
     beside: float = 0.0  # outputs that selective recomputation keeps beyond `saved`
     freed: tuple[float, ...] = ()  # large blocks that the forward allocates and frees
     freed_again: tuple[float, ...] = ()  # further such blocks if the layer is recomputed
-    between: float = 0.0  # part of `saved` between compiled graphs: a memory budget must keep it
+    between: float = 0.0  # the part of `saved` passed between compiled graphs: no budget drops it
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) -> LayerBytes:
-    """Return a layer's bytes.
-
-    `products`: matrix products in compiled code whose outputs selective recomputation saves.
-    """
+    """Return a layer's bytes; selective recomputation saves the outputs of compiled `products`."""
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
-    # Attention and feed-forward run in turn, so either can reuse the memory that the other freed.
+    # Attention and feed-forward run in turn, so each can reuse the memory that the other freed.
     fuller = max(attention, feed_forward, key=lambda part: sum(part.freed + part.freed_again))
     outputs = {one.module: shapes.act * shapes.tokens * one.shape[0] for one in products}
     read = _READ | _NORMED if shapes.qk_norm else _READ
@@ -61,7 +58,7 @@ def _attention(s: Shapes) -> LayerBytes:
     queries, keys = s.heads * (s.nope + s.rope), s.kv_heads * (s.nope + s.rope)
     out = s.heads * s.v_head
     if s.kv_lora:
-        # The latents, and the normed latents that the next products read.
+        # The latents, and the normalized latents that the next matrix products read.
         latent, normed = s.q_lora + s.kv_lora + s.rope, s.q_lora + s.kv_lora
         norm_inputs, readers = normed, 2
         # Keys are concatenated from two parts; values are a view into the projection's output.
@@ -77,19 +74,19 @@ def _attention(s: Shapes) -> LayerBytes:
     elements = s.tokens * (2 * s.dim + latent + normed + queries + keys + values + out)
     elements += s.sequence_tokens * s.dim
     if s.casts_at_each_use:
-        # Additional: a copy of the input for each projection that reads it; the residual in FP32.
-        # Norms of BF16 inputs with FP32 weights are not fused; both ends are saved in FP32.
+        # Add a copy of the input for each projection that reads it, and an FP32 residual. A norm of
+        # BF16 inputs with FP32 weights is not fused: its input and output are saved in FP32.
         elements += s.tokens * (readers * s.dim + 3 * norm_inputs)
     softmax = 4.0 * s.tokens * s.heads
-    # Selective recomputation sees only uncompiled operators: it saves every second matrix product
-    # and attention. FlashAttention-4 is a custom operator, visible in compiled code as well.
+    # Selective recomputation saves attention and every second matrix product. It sees operators
+    # only in uncompiled code, except FlashAttention-4, which is a custom operator.
     selected = 0.0
     if not s.compiled and "mm" in s.saves:
         selected += s.act * s.tokens * matrix_products / 2
     if (s.padded_tokens is not None or not s.compiled) and "attention" in s.saves:
         selected += s.act * s.tokens * out + softmax
-    # FlashAttention-4 sums the gradients of queries in FP32, with two more numbers per query and
-    # head. It also sums those of keys and values in FP32 if several query heads share them.
+    # FlashAttention-4 accumulates the gradients of queries in FP32, and two more numbers per query
+    # and head. Those of keys and values are accumulated too if several query heads share them.
     shared = keys + values if s.kv_heads < s.heads else 0
     summed = 4.0 * (s.padded_tokens or 0) * (queries + 2 * s.heads + shared)
     return LayerBytes(
@@ -101,13 +98,13 @@ def _attention(s: Shapes) -> LayerBytes:
 
 
 def _activations(s: Shapes) -> int:
-    """Return how many tensors SwiGLU saves: gate, up and their product; SiLU too if eager."""
+    """Return how many tensors SwiGLU saves: gate, up and their product; in eager mode SiLU too."""
     return 3 if s.compiled else 4
 
 
 def _dense(s: Shapes) -> LayerBytes:
     hidden = float(s.act * s.tokens * s.dense_hidden)
-    # If compiled, forward and recomputation are one graph, which keeps fewer products.
+    # In compiled code the forward and its recomputation are one graph, which keeps fewer outputs.
     selected = (hidden if s.compiled else 1.5 * hidden) if "mm" in s.saves else 0.0
     return LayerBytes(
         saved=_activations(s) * hidden + s.hidden_bytes,
@@ -125,23 +122,23 @@ def _moe(s: Shapes) -> LayerBytes:
     # The experts' input rows, and their hidden states.
     rows, hidden = float(s.act * s.rows * s.dim), float(s.act * s.rows * s.expert_hidden)
     shared_mm = 0.0 if s.compiled or "mm" not in s.saves else shared / 4
-    # `saved` has the outputs of gate and up in any case, as inputs of the activation.
+    # `saved` includes the outputs of gate and up anyway, as inputs of the activation function.
     gate_up, saved_out = (2 * hidden, rows) if "grouped_mm" in s.saves else (0.0, 0.0)
     base, selected = router + shared, gate_up + shared_mm
     if s.row_kernels:
-        # titan/tt_0_2_2/row_kernels.py. The weights of gate and up are copied side by side; those
-        # of the third product are cast unless FSDP has done it.
+        # See titan/tt_0_2_2/row_kernels.py. The weights of gate and up are copied side by side; the
+        # weights of the third product are cast unless FSDP has already cast them.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-        # The experts' input, gate, up and their scored product, and the weights as multiplied.
-        # Quantized weights are not saved but cast again in the backward.
+        # The experts' input, gate, up and their scored product, and the weights as cast for the
+        # GEMMs. Quantized weights are not saved; the backward casts them again.
         saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
         exchanges = s.ep > 1 and "communication" in s.saves
         return LayerBytes(
             saved=saved,
             selected=selected,
             beside=s.act * s.sent_rows * s.dim * exchanges,
-            # Backward: the gradients of outputs, gate, up, input and weights.
+            # The backward's gradients of outputs, gate, up, input and weights.
             temporary=2 * rows + 3 * hidden + (2 if s.quantized else 1) * weights,
             freed=(rows,),
             freed_again=(rows, hidden),
@@ -150,17 +147,17 @@ def _moe(s: Shapes) -> LayerBytes:
     experts = rows + _activations(s) * hidden
     if s.casts_at_each_use:
         experts += 3.0 * s.act * s.num_experts * s.expert_hidden * s.dim
-    # Between separately compiled graphs: outputs of norm and router, and the experts' input rows.
+    # Passed between compiled graphs: outputs of norm and router, and the experts' input rows.
     between = router + s.act * s.tokens * s.dim + rows
     if s.scored_activations:
-        # The two halves of the experts are compiled separately as well. In eager mode the
-        # activations before scoring are kept for the gradient of the scores.
+        # Scoring divides the experts into two compiled graphs, with the activations between them.
+        # In eager mode the activations before scoring are saved for the gradient of the scores.
         between += hidden
         experts += 0.0 if s.compiled else hidden
     if s.deepep:
         received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
         out, returned = float(s.act * s.tokens * s.dim), float(s.act * s.sent_tokens * s.dim)
-        # The gradient of the scores needs the experts' outputs, unless activations are scored.
+        # The scores' gradient needs the experts' outputs, unless the scores scale the activations.
         outputs = rows
         if s.scored_activations:
             outputs = saved_out = returned = 0.0
@@ -173,14 +170,14 @@ def _moe(s: Shapes) -> LayerBytes:
             freed_again=(rows,) * 2 + (hidden,) * 3,
             between=between + outputs,
         )
-    # One row per (token, expert) pair; under TP the standard path fills rows for all tokens.
+    # One row per (token, expert) pair. Under TP the standard path has rows for all ranks' tokens.
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
-    # The outputs are weighted in token order by a batched product in FP32, which saves its operand.
+    # A batched FP32 product in token order multiplies outputs by scores; it saves the outputs.
     weighted = 4.0 * all_rows
-    # `routed_input`, `routed_output` and the unsorted rows live to the end of MoE.forward.
+    # MoE.forward holds `routed_input`, `routed_output` and the unsorted rows until it returns.
     freed = (sent, sent, s.act * all_rows, tokens)
-    # Measured. Under autocast the rows before and after the experts are in FP32 as well.
+    # Measured factors. Under autocast the rows before and after the experts are also in FP32.
     backward = (25 if s.autocast else 4 + s.act) * all_rows + tokens
     exchanged = rows + sent if s.ep > 1 and "communication" in s.saves else 0.0
     return LayerBytes(
@@ -208,7 +205,7 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return a layer's LayerBytes, the bytes it keeps and the bytes recomputation restores."""
+        """Return a layer's LayerBytes, the bytes it keeps, and the bytes that it recomputes."""
         cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
         layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
         mode = options["activation_checkpoint.mode"]
@@ -227,10 +224,10 @@ class RankLayers:
         return sum(self._cost(layer)[1] for layer in part.layers)
 
     def freed_in_forward(self, smallest: float) -> float:
-        """Return the largest layer's freed bytes that a tensor of `smallest` bytes cannot reuse.
+        """Return the most bytes freed by one layer that a tensor of `smallest` bytes cannot reuse.
 
-        The allocator does not join blocks that it took from the driver at different times, so a
-        tensor larger than every freed block needs new memory.
+        The allocator does not join blocks that it took from the driver at different times. So a
+        tensor needs new memory if it is larger than every freed block.
         """
         unused = [0.0]
         for layer in self._rank.layers:
@@ -240,14 +237,14 @@ class RankLayers:
         return max(unused)
 
     def backward(self) -> dict[str, float]:
-        """Return the working bytes of the largest layer's backward, by cause."""
+        """Return the working memory of the layer whose backward needs the most, by cause."""
         s, pipelined, found = self._shapes, self._rank.num_stages > 1, []
         for layer in self._rank.layers:
             terms = self._working(layer)
             if s.mixed_precision:
                 sizes = [unit.gathered for unit in layer.units]
                 if not pipelined:
-                    # The layer's own parameters and the prefetched ones of the next layer.
+                    # The parameters of this layer and, prefetched, of the next one.
                     terms["gathered layers"] = 2.0 * sum(sizes) * s.act
                 reduced = 0 if pipelined else max(sizes, default=0) * s.grad
                 terms["new gradients"] = float(sum(sizes) * s.act + reduced)
@@ -255,9 +252,10 @@ class RankLayers:
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
-        """Return the bytes at the peak of the backward without FSDP and pipeline, by cause.
+        """Return the backward's peak memory without FSDP and without a pipeline, by cause.
 
-        TorchTitan frees gradients before a step, so they grow while the activations shrink.
+        TorchTitan frees gradients before each step. So in the backward they grow while the
+        activations shrink.
         """
         (part,) = self._rank.parts
         gradients = float(sum(unit.size for unit in part.head if unit.name == "output"))

@@ -1,7 +1,8 @@
 """The time of a layer in milliseconds: its kernels by kind, communication and recomputation.
 
-A matrix product takes the longer of its FLOPs at a share of the peak and its bytes at the memory's
-bandwidth. Every other kernel is bound by its bytes. docs/reference/models.md lists the counts.
+A matrix product is bound by its FLOPs, at a share of the GPU's peak, or by its bytes, at a share of
+the memory bandwidth, whichever takes longer. Attention is bound by its FLOPs, every other kernel by
+its bytes. docs/reference/models.md lists the counts.
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ from cookbook.predict.rank import Layer, Part, Rank, model_of
 from cookbook.predict.shapes import Shapes, spared_products
 from cookbook.predict.traffic import Links
 
-# Milliseconds by kind of kernel, with the kinds of `submit.py profile`.
+# Milliseconds by kind of kernel; the kinds are those of `submit.py profile`.
 Terms = dict[str, float]
 ATTENTION, GROUPED, DENSE = "attention", "grouped GEMMs", "dense GEMMs"
 ROWS, LOSS, POINTWISE, QUANTIZING = "moving rows", "loss", "pointwise", "quantizing"
@@ -41,7 +42,7 @@ def scaled(terms: Mapping[str, float], factor: float) -> Terms:
 
 @dataclass(frozen=True)
 class Kernels:
-    """A cell's kernel times; a token of the slowest rank attends to `attended_tokens` tokens."""
+    """A cell's kernel times, if a token attends to `attended_tokens` keys on the slowest rank."""
 
     cell: Cell
     hardware: Hardware
@@ -55,7 +56,7 @@ class Kernels:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks into which a layer of routed experts splits its tokens."""
+        """The number of chunks into which an MoE layer splits its tokens."""
         return int(self.cell.options[EP_CHUNKS])
 
     def bytes_ms(self, size: float) -> float:
@@ -65,20 +66,20 @@ class Kernels:
 
     @property
     def _expert_weights(self) -> int:
-        """The number of elements of the rank's routed experts."""
+        """The number of weights that a layer's routed experts have on one EP rank."""
         return sum(one.numel for one in expert_operators(self.shapes)) // self.shapes.ep
 
     def experts(self, backward: bool) -> Terms:
-        """Return the time of the routed experts' GEMMs, with the time to move their rows."""
+        """Return the time of the routed experts' GEMMs and of moving their rows."""
         terms = self.multiply(expert_operators(self.shapes), backward)
         if backward and self.chunks > 1:
-            # Add up the chunks' gradients of the weights.
+            # Add up the weight gradients of the chunks.
             added = 3.0 * self.shapes.act * self._expert_weights * (self.chunks - 1)
             terms = add(terms, {POINTWISE: self.bytes_ms(added)})
         return add(terms, self.move_rows(backward))
 
     def multiply(self, operators: Iterable[Operator], backward: bool) -> Terms:
-        """Return the time of matrix products: the forward, or both products of the backward."""
+        """Return the time of matrix products: one per operator forward, or two backward."""
         return add(*(self._product(one, backward) for one in operators if one.is_product))
 
     def _product(self, one: Operator, backward: bool) -> Terms:
@@ -100,7 +101,8 @@ class Kernels:
             return {kind: max(count * flops / slow, bytes_ms)}
         gemm, activations = flops / fast, inputs
         if backward:
-            # Quantize the gradient along both axes, weights and inputs along the other axis.
+            # Quantize the gradient along both axes, and weights and inputs along the axis that the
+            # forward did not use.
             gemm, activations = 2 * flops / fast, 2 * outputs + inputs
             if quantized.endswith("wgrad_with_hp"):
                 gemm, activations = flops / fast + flops / slow, outputs
@@ -111,7 +113,7 @@ class Kernels:
         return {kind: max(gemm, bytes_ms / 2), QUANTIZING: quantizing_ms}
 
     def attend(self, backward: bool) -> Terms:
-        """Return the time of attention: two products forward or five backward."""
+        """Return the time of attention: two matrix products forward, or five backward."""
         s, hw = self.shapes, self.hardware
         head = s.nope + s.rope
         kernel = kind = "flash_attention_4"
@@ -119,7 +121,7 @@ class Kernels:
             kernel = kind = "sdpa" if model_of(self.cell).attn_type == "sdpa" else "flex_attention"
         elif head == s.v_head == 128:
             kind = f"{kernel}_128"
-        # SDPA's measured rates already include its waste.
+        # Masked tokens that the kernel's blocks include; SDPA's measured rates account for them.
         waste = getattr(hw, f"{kernel}_waste_tokens", 0.0)
         rate = getattr(hw, f"{kind}_{'backward' if backward else 'forward'}_tflops")
         widths = 3 * head + 2 * s.v_head if backward else head + s.v_head
@@ -155,14 +157,14 @@ class Kernels:
         added_ms = 0.0
         if s.deepep:
             received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
-            # The gradient of the scores reads the outputs and their gradients.
+            # The gradient of the scores reads the experts' outputs and their gradients.
             dotted = 2 * rows if backward and not s.scored_activations else 0
             moved = 2 * (rows + received) + dotted
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
             # Each token is read once and each row written once, then the reverse. With EP the rows
-            # are sorted again on arrival, and the weights are copied side by side.
+            # are sorted again on arrival.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
@@ -183,14 +185,14 @@ class Kernels:
         return {LOSS: self.bytes_ms(float(passes) * s.tokens * s.vocab)}
 
     def optimizer(self, rank: Rank) -> float:
-        """Return the time of gradient norm, clipping and Adam: 40 bytes per stored parameter."""
+        """Return the time of gradient norm, clipping and Adam, at 40 bytes per stored parameter."""
         return self.bytes_ms(40.0 * rank.local_parameters)
 
     def copies(self, rank: Rank, gathers: int, reduces: int, sums: int) -> float:
         """Return the time of FSDP's casts and packing.
 
-        Every unit is gathered and reduced `gathers` and `reduces` times. A pipeline adds BF16
-        gradients to its unsharded sums `sums` times.
+        FSDP gathers every module `gathers` times and reduces it `reduces` times. In a pipeline it
+        adds BF16 gradients to unsharded sums `sums` times.
         """
         if not self.shapes.mixed_precision:
             return 0.0
@@ -201,11 +203,11 @@ class Kernels:
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
-# Gathers and reductions of hidden states over TP in a layer's forward and backward. The backward
-# gathers twice, all-reduces once (a reduction and a gather) and with DeepEP reduces once.
-# (The profiled backward all-reduced three times: eight operations, of which three were hidden.)
+# How often a layer gathers or reduces hidden states over TP in its forward and backward. The
+# backward gathers twice, all-reduces once (a reduction and a gather) and with DeepEP reduces once.
+# (The profiled backward all-reduced three times: eight operations, three of them hidden.)
 _TP_FORWARD, _TP_BACKWARD = 4, 5
-# A recomputed layer's compiled attention gathers its input again, whatever is saved.
+# In recomputation, compiled attention gathers its input again, whatever is saved.
 _TP_COMPILED = 1
 
 
@@ -220,9 +222,9 @@ def exchange_wait_ms(
     """Return how long one pass through a layer waits for its dispatches and combines.
 
     They run one at a time on DeepEP's stream, each as soon as its rows are ready
-    (`titan/tt_0_2_2/deepep.py`). Each takes `exchange_ms` for one of `chunks`; `queued` dispatches
-    precede the first combine. The routed experts compute for `experts_ms`, with `before_ms` and
-    `after_ms` of other compute around them.
+    (`titan/tt_0_2_2/deepep.py`). `exchange_ms`: the time to dispatch or combine one of the
+    `chunks`. `experts_ms`: the routed experts' compute, all chunks together. `before_ms`,
+    `after_ms`: other compute around it. `queued`: how many dispatches precede the first combine.
     """
     arrived_ms: list[float] = []
     sent_ms, computed_ms = 0.0, before_ms
@@ -237,7 +239,7 @@ def exchange_wait_ms(
 
 
 class LayerTimes:
-    """The times of a cell's layers; all layers of a kind take the same time."""
+    """The times of a cell's layers, which are the same for all layers of a kind (dense or MoE)."""
 
     def __init__(self, kernels: Kernels, links: Links, overlapped: bool = True) -> None:
         self._cell, self._kernels, self._links = kernels.cell, kernels, links
@@ -245,10 +247,10 @@ class LayerTimes:
         self._overlapped = overlapped and s.deepep and s.ep > 1 and not kernels.is_released
         self._exchange_ms = links.expert_exchanges_ms()
         self._tensor_ms = links.nccl_ms(links.tensor())
-        # Times by kind of layer, dense or MoE; the backward excludes recomputation.
+        # Keyed by whether the layer is MoE; the backward excludes recomputation.
         self._forward = {moe: self._compute(moe, False) for moe in (False, True)}
         self._backward = {moe: self._compute(moe, True) for moe in (False, True)}
-        # The GPU waits while the host reads the number of received rows.
+        # The GPU waits while the host reads how many rows it received.
         host_ms = kernels.hardware.host_ms_per_routed_layer if self._cell.layout.ep > 1 else 0.0
         self._forward[True] = add(self._forward[True], {EP: self._sent_ms(False), HOST: host_ms})
 
@@ -265,9 +267,9 @@ class LayerTimes:
         return add(terms, k.experts(backward)) if moe else terms
 
     def _sent_ms(self, backward: bool, hiding_ms: float = 0.0) -> float:
-        """Return how long dispatch and combine delay a layer, by waiting and slower compute.
+        """Return how long dispatch and combine delay a layer: it waits, and its compute slows down.
 
-        `hiding_ms` of recomputation hide a backward's first dispatches.
+        `hiding_ms`: the time of the recomputation that overlaps a backward's first dispatches.
         """
         if not self._overlapped:
             return self._exchange_ms
@@ -294,12 +296,12 @@ class LayerTimes:
         terms = add(self._backward[layer.moe], again)
         if not layer.moe:
             return terms
-        # The first gradients are sent before the forward is recomputed as a whole.
+        # Recomputing the whole forward hides the first gradients' exchange, which starts before it.
         whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 
     def again(self, moe: bool, recomputed: bool) -> Terms:
-        """Return the time of the part of a layer's forward that its backward recomputes."""
+        """Return the time that a layer's backward spends recomputing parts of the forward."""
         terms, options, k = self._forward[moe], self._cell.options, self._kernels
         if options[_MODE] == "memory_budget":
             # The budget applies to compiled code only. The last of the experts' three products is
@@ -310,7 +312,7 @@ class LayerTimes:
         if not recomputed:
             return {}
         saved, spared = self._cell.saves, set()
-        # In compiled code the save list sees FlashAttention-4, dispatch, combine and GEMMs.
+        # In compiled code the save list can match FlashAttention-4, dispatch, combine and GEMMs.
         if "attention" in saved and self._cell.uses_flash_attention:
             spared.add(ATTENTION)
         if "communication" in saved:
@@ -322,13 +324,13 @@ class LayerTimes:
             spared |= {GROUPED, QUANTIZING}
         again = {kind: time_ms for kind, time_ms in terms.items() if kind not in spared}
         if moe and k.shapes.scored_activations:
-            # Recompute two of the three products; move rows to the experts but not back.
+            # Recompute two of the experts' three products; move rows to the experts but not back.
             parts = {GROUPED: 2 / 3, ROWS: 1 / 2, EP: 1 / 2}
             again = {kind: parts.get(kind, 1) * time_ms for kind, time_ms in again.items()}
         return again
 
     def part(self, part: Part) -> tuple[Terms, Terms]:
-        """Return a microbatch's forward and backward time in a part, with recomputation."""
+        """Return one microbatch's time in a part: forward, and backward with recomputation."""
         k, tensor = self._kernels, {TP: self._tensor_ms}
         forward = [self._forward[layer.moe] for layer in part.layers]
         backward = [self._backward_of(layer) for layer in part.layers]

@@ -1,10 +1,10 @@
 """The GPU memory that a rank reserves at its peak, by cause.
 
-It predicts the `memory` that TorchTitan logs: the bytes that PyTorch's allocator has reserved.
+This predicts the `memory` that TorchTitan logs: the bytes that PyTorch's allocator has reserved.
 The allocator keeps a pool of blocks for every CUDA stream, and a block never leaves its pool. So
-the total peak is the sum of the pools' peaks, even if they occur at different times. FSDP's reduced
-gradients live in the pool of its reduce-scatter stream, parameters being gathered in the pool of
-its all-gather stream, and everything else in the pool of the compute stream.
+the total peak is the sum of the pools' peaks, even if they occur at different times. The pool of
+FSDP's reduce-scatter stream holds reduced gradients, that of its all-gather stream parameters being
+gathered, and that of DeepEP's stream exchanged tokens. The compute stream's pool holds the rest.
 docs/evidence/prediction.md compares predictions with measurements.
 """
 
@@ -20,32 +20,32 @@ from cookbook.predict.shapes import Shapes, shapes_of
 GIB = 2**30
 
 # Fragmentation: memory that the allocator reserves beyond the counted tensors, as a share of the
-# compute stream's pool. The first points of memory.json had 2.9% on average. Later points have 2 to
-# 9%, those of the debug model 10 to 13%, an interleaved pipeline 18%, and runs with expandable
-# segments, which map pages instead, 0 and 5%.
+# compute stream's pool. The first measurements in memory.json had 2.9% on average. Later ones have
+# 2 to 9%, the debug model 10 to 13%, and an interleaved pipeline 18%. Two runs with expandable
+# segments, which map pages instead, have 0 and 5%.
 FRAGMENTS = 0.03
 FRAGMENTS_EXPANDABLE = 0.01
-# PyTorch gives cuBLAS a workspace for each thread that multiplies: forward's and autograd's.
+# PyTorch gives cuBLAS a workspace for each thread that runs GEMMs: the forward's and autograd's.
 CUBLAS_THREADS = 2
 CUBLAS_BYTES, CUBLAS_BYTES_SM90 = (2 * 4096 + 8 * 16) * 2**10, 32 * 2**20
-# CUDA's context, cuBLAS and loaded kernels, outside PyTorch's allocator.
+# The CUDA context, cuBLAS and loaded kernels, which PyTorch's allocator does not manage.
 CONTEXT_GIB = 0.7
-# Buffers of one NCCL communicator (channels times protocols), also outside the allocator.
+# The buffers of one NCCL communicator (channels times protocols), also outside the allocator.
 NCCL_GROUP_GIB = 0.25
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
-# The largest shares of the GPU's memory that fit and that are tight: the model errs by several
-# percent.
+# A peak up to the first share of the GPU's memory fits; up to the second it is tight, because the
+# prediction errs by several percent.
 MOST_FITS, MOST_TIGHT = 0.92, 1.05
-# MOST_FITS for pipelines: one pipeline took 12% more than predicted, other cells up to 8% more.
+# MOST_FITS for pipelines: one pipeline needed 12% more than predicted, other cells at most 8% more.
 MOST_FITS_PIPELINE = 0.88
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The peak of the first rank of one pipeline stage, in GiB; the stage's ranks are equal.
+    """The peak of a pipeline stage's first rank, in GiB; the stage's other ranks need the same.
 
-    `terms` are the causes at the peak and add up to `reserved`. `outside` is memory that PyTorch's
-    allocator does not manage.
+    `terms`: the memory at the peak by cause, which adds up to `reserved`. `outside`: memory that
+    PyTorch's allocator does not manage.
     """
 
     rank: int
@@ -76,7 +76,7 @@ def verdict(total_gib: float, gpu_gib: float, options: Options) -> str:
 
 
 def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
-    """Predict the peak of `rank`."""
+    """Predict the peak memory of `rank`."""
     shapes, variables = shapes_of(cell), cell.environment
     layers = RankLayers(cell, rank, shapes)
     state, kept = dict[str, float](), _kept(rank, layers, shapes)
@@ -85,7 +85,7 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
         state = {"parameters": stored, "optimizer state": 2 * stored}
         if not shapes.mixed_precision:
             state["gradients (not sharded)"] = stored
-    # Expandable segments map pages, so all free memory can serve one tensor.
+    # Expandable segments map pages, so one tensor can use all free memory.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     expandable = any("expandable_segments:True" in variables.get(name, "") for name in names)
     moments = {
@@ -111,13 +111,13 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     terms = {**compute, "fragments": sum(compute.values()) * fragments}
     if shapes.mixed_precision:
         # The pools of FSDP's streams hold the gradients, and two gathered modules: the one in use
-        # and the prefetched one. A group of one rank copies on the compute stream.
+        # and the prefetched one. With only one shard FSDP copies on the compute stream instead.
         sizes = [unit.size for unit in rank.units]
         terms["gradients"] = float(max(sizes) if offloads else sum(sizes))
         gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)
         terms["all-gather stream"] = float(sum(gathered[-2:]) * shapes.act)
     if shapes.deepep:
-        # The pool of DeepEP's stream: received tokens, combined tokens and one gradient of either.
+        # DeepEP's pool holds received tokens, combined tokens and the gradient of one of the two.
         received = shapes.sent_tokens * shapes.ranks_per_token * shapes.dim * shapes.act
         terms["dispatch stream"] = 3.0 * received
     return StageMemory(
@@ -134,18 +134,18 @@ def state_gib(rank: Rank) -> float:
 
 
 def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
-    """Return the bytes that forwards keep for their backwards and a pipeline keeps across steps."""
+    """Return the bytes kept from forward to backward, or by a pipeline all the time, by cause."""
     if rank.num_stages == 1:
         return {"activations": float(layers.kept(rank.parts[0]))}
     hidden = shapes.hidden_bytes
     output = shapes.tokens * shapes.vocab * shapes.act
     if shapes.loss_tokens is not None:
-        # Hidden states instead of logits, and the gradients that each microbatch's loss keeps.
+        # The last stage outputs hidden states, not logits; each microbatch's loss keeps gradients.
         output = shapes.tokens * shapes.dim * shapes.act + int(_loss_gradients(shapes))
     kept = [layers.kept(part) for part in rank.parts]
 
     def in_flight(counts: Sequence[int]) -> float:
-        """Return the bytes kept with `counts[i]` microbatches in flight in the i-th stage."""
+        """Return the bytes kept if the rank's i-th stage has `counts[i]` microbatches in flight."""
         return sum(
             count * size + (max(count - 1, 0) * output if part.head else count * hidden)
             for count, size, part in zip(counts, kept, rank.parts, strict=True)
@@ -160,14 +160,14 @@ def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
         # Between a pipeline's microbatches FSDP neither reshards parameters nor reduces gradients
         # (`backward_maybe_with_nosync`); gradients accumulate in the reduction's precision.
         gathered = [part.gathered for part in rank.parts]
-        # _add_unshard_reshard keeps at most three stages unsharded.
+        # PyTorch's `_add_unshard_reshard` keeps at most three stages unsharded.
         terms["gathered parameters"] = float(sum(sorted(gathered)[-3:]) * shapes.act)
         terms["unreduced gradients"] = float(sum(gathered) * shapes.grad)
     return terms
 
 
 def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[str, float]:
-    """Return the bytes from the output layer to the gradient of its input, by cause.
+    """Return the bytes needed from the output layer's forward to the end of its backward, by cause.
 
     With `loss.num_chunks` only one chunk's logits exist at a time (titan/common/chunked_loss.py).
     """
@@ -177,8 +177,8 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     if s.loss_tokens is None:
         elements = float(s.tokens * s.vocab)
         if s.loss_compiled and s.loss_parallel:
-            # The logits and two tensors in FP32: zeros with -1 scattered at the labels, and their
-            # sum with the softmax. Inductor does not fuse over `loss_parallel`'s scatter.
+            # The logits and two FP32 tensors: zeros with -1 scattered at the labels, and their sum
+            # with the softmax. Inductor does not fuse across the scatter of `loss_parallel`.
             size = s.act + 8
         elif s.loss_compiled:
             # Fused: the logits and their gradient, both in the model's precision.
@@ -187,21 +187,21 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
             # Eager, in FP32: log-softmax, its gradient and the gradient of the loss. With loss
             # parallelism: log-softmax, the scattered labels, softmax and their sum.
             size = 16 if s.loss_parallel else 12
-            # A pipeline stage keeps its output; without a pipeline the logits are freed by then.
+            # A pipeline stage also keeps its output, the logits; without one they are freed.
             size += s.act if rank.num_stages > 1 else 0
         logits = elements * size
-        # The gathered weight and its gradient before reduction.
+        # The output layer's gathered weight, and its gradient before reduction.
         weight = 2.0 * sum(unit.gathered for unit in rank.units if unit.name == "output")
     else:
         elements = float(s.loss_tokens * s.vocab)
         gradients = _loss_gradients(s)
-        # In eager mode the passes over a chunk make three tensors in FP32. The backward has no
-        # logits left and writes the scaled gradients in the model's precision.
+        # In eager mode a chunk's loss makes three more tensors, in FP32. When the backward writes
+        # the scaled gradients, in the model's precision, the logits are gone.
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
         logits = gradients + max(chunk, gradients / 4 * s.act)
         weight = float(s.vocab * s.dim)
         if s.sequence_tokens < s.tokens:
-            # Hidden states are gathered over the TP ranks, which shard the vocabulary.
+            # TP ranks shard the vocabulary, so each of them gathers all hidden states.
             hidden += s.tokens
     terms = {"logits and loss": logits, "last hidden states": hidden * s.dim * s.act}
     if s.mixed_precision and rank.num_stages == 1:
@@ -212,12 +212,12 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
 
 
 def _loss_gradients(shapes: Shapes) -> float:
-    """Return the bytes of the chunked loss's gradients of hidden states and output layer."""
+    """Return the bytes of the chunked loss's FP32 gradients, of hidden states and output layer."""
     return 4.0 * (shapes.tokens + shapes.vocab) * shapes.dim
 
 
 def groups_of(layout: Layout) -> int:
-    """Return the number of a rank's NCCL communicators that have traffic, world included."""
+    """Return how many of a rank's NCCL communicators carry traffic, including the world's."""
     fsdp = layout.dp_shard * layout.cp
     dense = layout.pp, layout.dp_replicate, fsdp, layout.cp, layout.tp, layout.dp_replicate * fsdp
     experts = layout.ep, layout.etp, fsdp * layout.tp // (layout.etp * layout.ep)
@@ -228,7 +228,7 @@ def _outside_gib(layout: Layout, shapes: Shapes) -> float:
     outside = CONTEXT_GIB + NCCL_GROUP_GIB * groups_of(layout)
     if not shapes.deepep:
         return outside
-    # `Config.get_nvl_buffer_size_hint` and its RDMA twin at DeepEP's default configuration: ten
+    # As `Config.get_nvl_buffer_size_hint` and its RDMA counterpart compute it by default: ten
     # channels (20 SMs), each with receive queues of 256 tokens per NVLink peer and 128 per node.
     token = shapes.dim * 2 + shapes.top_k * 12
     peers, nodes = min(shapes.ep, 8), shapes.ep // 8

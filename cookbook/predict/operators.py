@@ -1,7 +1,7 @@
-"""The modules of a layer and their weights, the basis of all other counts.
+"""The modules of a layer and their weights, from which everything else is counted.
 
-One table, after each family's `model/model.py` and `infra/parallelize.py` of TorchTitan 0.2.2. The
-whole model's sizes give its parameter counts; a rank's sizes give the rank's matrix products.
+One table for all families, after `model/model.py` and `infra/parallelize.py` in TorchTitan 0.2.2.
+The whole model's sizes give its parameter counts; a rank's sizes give the rank's matrix products.
 """
 
 import math
@@ -19,7 +19,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 class Operator:
     """A module's weight; TP shards it along `tp_axis`, or replicates it if that is None.
 
-    The shape of a matrix product's weight is (outputs, inputs), of a grouped one's (experts,
+    The weight of a matrix product has shape (outputs, inputs), that of a grouped product (experts,
     outputs, inputs).
     """
 
@@ -69,7 +69,7 @@ def attention_operators(s: Sizes) -> Iterator[Operator]:
 
 
 def feed_forward_operators(s: Sizes, moe: bool) -> Iterator[Operator]:
-    """Return the operators of the feed-forward network, or of the router and shared experts."""
+    """Return the operators of a feed-forward network, or of an MoE's router and shared experts."""
     module, hidden = "feed_forward", s.dense_hidden
     if moe:
         module, hidden = "moe.shared_experts", s.shared_hidden
@@ -109,7 +109,7 @@ class Unit:
     name: str
     shards: int
     local: int  # elements that the rank stores
-    gathered: int  # elements that FSDP gathers over the shards
+    gathered: int  # elements of the module once FSDP has gathered its shards
     bytes: int  # bytes per stored element
 
     @property
@@ -120,7 +120,7 @@ class Unit:
 def fsdp_units(
     operators: Iterable[Operator], layout: Layout, *, in_layer: bool = False, width: int = 4
 ) -> tuple[Unit, ...]:
-    """Return the FSDP modules of a layer, or of embedding or head; `width`: bytes per element."""
+    """Return the FSDP modules of a layer, embedding or head; `width`: bytes per stored element."""
     units: dict[str, Unit] = {}
     for one in operators:
         name = "layer" if in_layer else one.module
@@ -130,7 +130,7 @@ def fsdp_units(
         if one.is_expert and layout.ep > 1:
             name += ".moe.experts"
             shards = max(shards * layout.tp // (layout.ep * layout.etp), 1)
-            # With more shards than experts TorchTitan shards along the next axis.
+            # If there are more shards than experts, TorchTitan shards along the next axis.
             axis, tp = int(shards * layout.ep > shape[0]), layout.etp
             shape[0], gathered = -(-shape[0] // layout.ep), -(-gathered // layout.ep)
         if one.tp_axis is not None:
@@ -145,7 +145,7 @@ def fsdp_units(
 
 
 def gemm_format(cell: Cell, operator: Operator) -> str | None:
-    """Return the format that an operator's GEMMs are quantized to, as `float8`; None for BF16."""
+    """Return the format of an operator's quantized GEMMs, such as `float8`; None means BF16."""
     if operator.is_expert:
         active = cell.precision.expects("grouped_gemms")
         return None if active == "bf16" or cell.emulated else active

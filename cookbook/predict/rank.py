@@ -1,6 +1,6 @@
 """The ranks of a cell and their pipeline schedule, counted without building the model.
 
-A test compares every description with the model that TorchTitan builds in the dry run. A
+A test compares these descriptions with the models that TorchTitan builds in the dry run. A
 subprocess with torch lists a schedule's actions, so that this process need not import torch.
 """
 
@@ -42,7 +42,7 @@ _BACKWARDS = ("B", "I")
 def schedule_of(
     name: str, ranks: int, stages_per_rank: int, microbatches: int
 ) -> list[dict[str, Any]]:
-    """Return `stages`, `in_flight` and `actions` of every pipeline rank, as Rank has them.
+    """Return the `stages`, `in_flight` and `actions` of every pipeline rank, as defined in Rank.
 
     Raise InputError if torch is missing or rejects the numbers.
     """
@@ -105,7 +105,7 @@ def play(
             while queue:
                 stage, kind, microbatch = queue[0]
                 needed, ready = None, 0.0
-                # The action of the neighbouring stage that produces the input.
+                # Find the action of a neighbouring stage that produces this action's input.
                 if kind == "F" and stage:
                     needed = stage - 1, "F", microbatch
                 elif kind in _BACKWARDS and stage < last_stage:
@@ -117,7 +117,7 @@ def play(
                 time_ms = times_ms[stage, kind]
                 clock[rank] = max(clock[rank], ready) + time_ms
                 busy[rank] += time_ms
-                # The previous stage needs the gradients of inputs only: B or I.
+                # The previous stage waits for gradients of inputs only, which B and I both produce.
                 done[stage, "B" if kind in _BACKWARDS else kind, microbatch] = clock[rank]
                 queue.popleft()
         assert sum(map(len, queues)) < left, "the schedule waits for itself"
@@ -137,7 +137,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Part:
-    """A pipeline stage's part of the model; only an end stage has an embedding or a head."""
+    """The part of the model on a pipeline stage; the first has the embedding, the last the head."""
 
     layers: tuple[Layer, ...]
     embedding: tuple[Unit, ...] = ()
@@ -150,19 +150,19 @@ class Part:
 
     @property
     def gathered(self) -> int:
-        """The number of elements of the part's unsharded parameters."""
+        """The number of elements of the part's parameters after FSDP has gathered them."""
         return sum(unit.gathered for unit in self.units)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The first global rank of a pipeline rank, with its stages and the pipeline's sizes."""
+    """The first global rank of a pipeline rank, with its stages and the size of the pipeline."""
 
     rank: int  # global rank
-    parts: tuple[Part, ...]  # the part of the model of each of `stages`
+    parts: tuple[Part, ...]  # the part of the model on each of `stages`
     stages: Sequence[int]
-    # Counts of microbatches in flight per stage, at the peak. Several if different stages peak at
-    # different times.
+    # How many microbatches each of `stages` has in flight at the memory peak. There are several
+    # possible peaks if stages reach their maximum at different times.
     in_flight: Sequence[Sequence[int]]
     actions: Sequence[Action]  # the rank's pipeline schedule; empty without a pipeline
     num_stages: int
@@ -193,7 +193,7 @@ class Rank:
 
 
 def model_of(cell: Cell) -> Model:
-    """Return the model's sizes; raise InputError if the model's layers are not described."""
+    """Return the model's sizes; raise InputError if the cookbook does not describe its layers."""
     name, flavor = cell.options["model.name"], cell.options["model.flavor"]
     family, model = cell.options.family, cell.options.model
     if model is None:
@@ -205,7 +205,7 @@ def model_of(cell: Cell) -> Model:
 
 
 def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
-    """Describe the first rank of every pipeline rank; raise InputError if it cannot be counted."""
+    """Describe the first global rank of every pipeline rank; raise InputError if not possible."""
     model, options, layout = model_of(cell), cell.options, cell.layout
     splits, batch = stage_layers(1, model.n_layers), options["training.local_batch_size"]
     ranks: list[dict[str, Any]] = [{"stages": [0], "in_flight": [[1]], "actions": []}]
@@ -239,7 +239,7 @@ def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
 def stage_layers(
     num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1
 ) -> list[list[int]]:
-    """Return the layers of every stage, as from TorchTitan's `generate_llm_fqn_per_model_part`."""
+    """Divide layers among stages as TorchTitan's `generate_llm_fqn_per_model_part` does."""
     each, extra = divmod(num_layers + input_weight + output_weight, num_stages)
     sizes = [each + (stage < extra) for stage in range(num_stages)]
     sizes[0] -= input_weight
@@ -265,7 +265,7 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
     of_layer = [units(layer_operators(model, moe), in_layer=True) for moe in (False, True)]
     mode = options["activation_checkpoint.mode"]
     option = options["activation_checkpoint.selective_ac_option"]
-    # A number recomputes every so many of the rank's layers; 0 recomputes all.
+    # A number N means that every N-th of the rank's layers is recomputed; 0 means all.
     every = (int(option) or 1) if mode == "selective" and option != "op" else 1
     numbers, parts = itertools.count(1), []
     for stage in stages:
@@ -283,7 +283,7 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
 
 
 def count_parameters(model: Model) -> tuple[int, int]:
-    """Return TorchTitan's counts: all parameters, and the parameters that a token uses."""
+    """Return two counts, as TorchTitan does: all parameters, and those that a token uses."""
     operators = [*embedding_operators(model), *head_operators(model)]
     for layer in range(model.n_layers):
         operators += layer_operators(model, model.is_moe(layer))

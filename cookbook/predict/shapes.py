@@ -16,18 +16,18 @@ from cookbook.predict.operators import (
 )
 from cookbook.predict.rank import model_of
 
-# The tokens of the fullest rank under real routing, as a multiple of the mean; typical of early
-# training, before the bias of auxiliary-loss-free balancing has settled.
+# How many tokens the fullest EP rank gets under real routing, as a multiple of the mean. This is
+# typical of early training, before the bias of auxiliary-loss-free balancing has settled.
 UNEVEN_ROUTING = 1.2
-# The number of tokens whose routing is simulated; the mean errs by 0.1%.
+# The number of tokens whose routing is simulated, which gives the mean to within 0.1%.
 _TOKENS = 16_384
-# Queries in a block of FlashAttention-4's backward.
+# The number of queries per block in FlashAttention-4's backward.
 FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
 
 
 @dataclass(frozen=True)
 class Shapes(Sizes):
-    """Sizes on one rank for one microbatch; the inherited widths are those of a TP rank."""
+    """Sizes on one rank for one microbatch; the widths inherited from Sizes are per TP rank."""
 
     tokens: int  # tokens of the data-parallel rank, shared by its TP ranks
     sequence_tokens: int  # tokens that a TP rank keeps between layers (sequence parallelism)
@@ -44,13 +44,13 @@ class Shapes(Sizes):
     row_kernels: bool
     quantized: bool  # whether the routed experts' GEMMs are quantized
     mixed_precision: bool  # whether FSDP casts the parameters
-    autocast: bool  # whether autocast casts the weights, which needs a rank without FSDP
+    autocast: bool  # whether autocast casts the weights: only without FSDP, TP and PP
     compiled: bool
     saves: frozenset[str]  # operators whose outputs selective recomputation saves
-    loss_tokens: int | None  # tokens whose logits exist at the same time; None for all
+    loss_tokens: int | None  # tokens whose logits exist at the same time; None means all
     loss_compiled: bool
     loss_parallel: bool
-    padded_tokens: int | None  # rows of FlashAttention-4's FP32 gradient sum; None without it
+    padded_tokens: int | None  # rows of FlashAttention-4's FP32 gradient sums, if it is used
 
     @property
     def casts_at_each_use(self) -> bool:
@@ -118,8 +118,8 @@ def shapes_of(cell: Cell) -> Shapes:
 def padded_tokens(cell: Cell, sequences: int) -> int:
     """Return the number of tokens in `sequences` if every document is padded to a whole block.
 
-    Every sequence has a fixed capacity of documents (`bounds_capacity` in
-    titan/common/varlen_attention.py); empty documents count.
+    Every sequence has a fixed number of slots for documents (`bounds_capacity` in
+    titan/common/varlen_attention.py); empty slots count too.
     """
     length, gpu = cell.options["training.seq_len"], cell.cluster.gpu
     documents = 1 << (max(length // 128, min(length, 16)) - 1).bit_length()
@@ -137,14 +137,14 @@ def routing_of(cell: Cell) -> str:
 def destinations(model: Model, places: int, routing: str) -> float:
     """Return the mean number of `places` (EP ranks or nodes) that a token is sent to.
 
-    Trained routing counts as random: scores are independent and the router takes the best.
+    Trained routing is simulated as random: scores are independent, and the router takes the best.
     """
     if places <= 1:
         return 1.0
     experts, top_k, per_place = model.num_experts, model.top_k, model.num_experts // places
     if routing == "round_robin":
-        # `_debug_force_load_balance_routing` sends token t to the `top_k` consecutive experts from
-        # t * top_k on, modulo the number of experts.
+        # `_debug_force_load_balance_routing` sends token t to `top_k` consecutive experts, starting
+        # with number t * top_k modulo the number of experts.
         starts = [token * top_k % experts for token in range(experts // math.gcd(experts, top_k))]
         visited = [{(one + k) % experts // per_place for k in range(top_k)} for one in starts]
         return sum(map(len, visited)) / len(visited)
@@ -156,12 +156,12 @@ def destinations(model: Model, places: int, routing: str) -> float:
 
 @functools.cache
 def _chosen_experts(model: Model) -> Any:
-    """Simulate TorchTitan's group-limited router; return the experts, (tokens, top_k)."""
+    """Simulate TorchTitan's group-limited router; return the chosen experts, (tokens, top_k)."""
     import numpy as np
 
     groups, limited = model.num_expert_groups or 1, model.num_limited_groups or 1
     scores = np.random.default_rng(42).random((_TOKENS, groups, model.num_experts // groups))
-    # A group's score is the sum of its two best experts; exclude all but the best groups.
+    # A group's score is the sum of its two best experts' scores. Exclude all but the best groups.
     sums = np.sort(scores, axis=2)[:, :, -2:].sum(axis=2)
     refused = np.argsort(sums, axis=1)[:, : groups - limited]
     np.put_along_axis(scores, refused[:, :, None], -1.0, axis=1)
@@ -169,7 +169,7 @@ def _chosen_experts(model: Model) -> Any:
 
 
 def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Operator]:
-    """Return a layer's BF16 products that `mm` in the save list keeps from being recomputed."""
+    """Return the BF16 matrix products of a layer whose outputs `mm` in the save list saves."""
     # Only the cookbook's save list reaches compiled code; TorchTitan's `mm` does not.
     if not (moe and s.compiled and cell.saves and "mm" in cell.options[SAVE_LIST]):
         return []

@@ -34,10 +34,10 @@ class StepTime:
     """The predicted step of the busiest pipeline rank, in milliseconds."""
 
     rank: int
-    terms_ms: Mapping[str, float]  # times by cause, which add up to the step
+    terms_ms: Mapping[str, float]  # times by cause, which sum to the step time
     recompute_ms: float  # the part of the step spent on recomputation
     tokens_per_gpu: float
-    documents: Documents | None  # documents that bound attention; None for whole sequences
+    documents: Documents | None  # documents that limit attention; None for whole sequences
 
     @property
     def step_ms(self) -> float:
@@ -54,7 +54,7 @@ class StepTime:
 
     @property
     def exposed_ms(self) -> float:
-        """Communication that no compute overlaps."""
+        """The communication time that no compute overlaps."""
         return sum(time for name, time in self.terms_ms.items() if name.endswith("exposed"))
 
     def as_mapping(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def predict_step(
         found = f"a microbatch computes in a layer for less than {least_ms:g} ms: the host sets "
         found += "the pace, which is not modelled"
         place = options.origin("training.local_batch_size")
-        raise InputError(place, found, "take more tokens a microbatch")
+        raise InputError(place, found, "use more tokens per microbatch")
     rounds = ranks[0].gradient_accumulation_steps
     busiest, bubble_ms = _busiest(ranks, times, links)
     microbatches = busiest.num_microbatches * rounds
@@ -134,14 +134,14 @@ def predict_step(
 
 
 def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Rank, float]:
-    """Return the rank with the most compute, and its pipeline bubble per round."""
+    """Return the rank with the most compute, and its pipeline bubble per accumulation round."""
     if ranks[0].num_stages == 1:
         return ranks[0], 0.0
     durations: dict[tuple[int, str], float] = {}
     for rank in ranks:
         for stage, part in zip(rank.stages, rank.parts, strict=True):
             forward, backward = (sum(terms.values()) for terms in times.part(part))
-            # A split backward: gradients of inputs (I) and of weights (W).
+            # Some schedules split the backward: gradients of inputs (I), and of weights (W).
             halves = {"I": backward * 2 / 3, "W": backward / 3}
             for kind, time_ms in {"F": forward, "B": backward, **halves}.items():
                 durations[stage, kind] = time_ms
@@ -152,9 +152,9 @@ def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Ra
 
 
 def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes) -> tuple[float, float]:
-    """Return the exposed and the hidden time of FSDP's communication in a round.
+    """Return the exposed and the hidden time of FSDP's communication in an accumulation round.
 
-    Nothing hides the gather before the first layer and the reduction after the last backward.
+    No compute hides the gather before the first layer or the reduction after the last backward.
     """
     if not links.shapes.mixed_precision:
         return 0.0, 0.0
@@ -176,7 +176,7 @@ def refuse_unmodelled(cell: Cell) -> None:
     """Raise InputError, naming the option to change, if a cell's time is not modelled."""
     if cell.emulated:
         found = "is emulated on this cluster: its time says nothing"
-        remedy = "take bf16 and standard, or a cluster whose GPUs have it"
+        remedy = "use bf16 and standard, or a cluster whose GPUs support it"
         raise InputError(cell.emulated_parts[0].name, found, remedy)
     options = cell.options
     offloads, is_eager = options["training.enable_cpu_offload"], not cell.is_compiled
@@ -185,7 +185,7 @@ def refuse_unmodelled(cell: Cell) -> None:
         (DEGREES["cp"], cell.layout.cp > 1, "context parallelism", "set it to 1"),
         ("compile.enable", is_eager, "a model that is not compiled", "compile the model"),
         ("training.enable_cpu_offload", offloads, "CPU offload", "set it to false"),
-        ("optimizer.implementation", is_unfused, "an optimizer that is not fused", "take fused"),
+        ("optimizer.implementation", is_unfused, "an optimizer that is not fused", "use fused"),
     ):
         if is_found:
             raise InputError(options.origin(name), f"{found}: its time is not modelled", remedy)

@@ -1,7 +1,7 @@
-"""The bytes that a GPU sends over each network, per operation and per step, and their time.
+"""The bytes that a GPU sends over each network, per operation and per step, and the time it takes.
 
-Collectives count as NCCL's rings, which enter a node once and share its network cards. In an
-all-to-all every rank sends to every other. Context parallelism's traffic is not counted.
+Collectives are counted as NCCL's rings, which enter a node once and spread over its network cards.
+In an all-to-all every rank sends to every other. Context parallelism's traffic is not counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,11 +41,11 @@ class Exchanges:
     shapes: Shapes
 
     def _in_node(self, ranks: int, stride: int) -> int:
-        """Return how many of a group's `ranks`, `stride` apart, share a node."""
+        """Return how many ranks of a group share a node; it has `ranks` ranks, `stride` apart."""
         return max(1, min(ranks, self.cell.cluster.ranks_per_node // stride))
 
     def _gather(self, size: float, ranks: int, stride: int) -> Traffic:
-        """Return the traffic of an all-gather to, or a reduce-scatter from, `size` bytes."""
+        """Return the traffic of an all-gather into `size` bytes, or a reduce-scatter of as many."""
         if ranks == 1:
             return Traffic()
         in_node = self._in_node(ranks, stride)
@@ -53,7 +53,7 @@ class Exchanges:
         return Traffic(size * (ranks - 1) / ranks - outside if in_node > 1 else 0.0, outside)
 
     def unit(self, unit: Unit) -> tuple[Traffic, Traffic, Traffic]:
-        """Return an FSDP module's traffic: gather, reduction, half of the replicas' all-reduce."""
+        """Return an FSDP module's traffic: gather, reduction, and half the replicas' all-reduce."""
         layout, s = self.cell.layout, self.shapes
         is_expert = unit.name.endswith("moe.experts")
         group = unit.shards, layout.ep * layout.etp if is_expert else layout.tp
@@ -63,13 +63,13 @@ class Exchanges:
 
     @property
     def gathers(self) -> int:
-        """How often FSDP gathers a module in a round: again in the backward if it is not kept."""
+        """How often FSDP gathers a module per round: twice if it is resharded after the forward."""
         # A pipeline gathers and reduces once per round, however many microbatches it has.
         keeps = self.cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
         return 1 if keeps or self.cell.layout.pp > 1 else 2
 
     def tensor(self) -> Traffic:
-        """Return the traffic of a gather or reduction of the hidden states over TP."""
+        """Return the traffic of one gather or one reduction of the hidden states over TP."""
         s = self.shapes
         return self._gather(float(s.tokens * s.dim * s.act), self.cell.layout.tp, 1)
 
@@ -80,13 +80,13 @@ class Exchanges:
         return Traffic(nvlink=self.shapes.hidden_bytes)
 
     def all_to_all(self, width: float) -> Traffic:
-        """Return the traffic of a uniform dispatch or combine; `width`: bytes per element."""
+        """Return the traffic of a balanced dispatch or combine; `width`: bytes per element."""
         s, ep = self.shapes, self.cell.layout.ep
         in_node, size = self._in_node(ep, self.cell.layout.etp), s.sent_rows * s.dim * width
         return Traffic(size * (in_node - 1) / ep, size * (ep - in_node) / ep)
 
     def deepep(self) -> Traffic:
-        """Return the traffic of DeepEP's dispatch or combine.
+        """Return the traffic of one DeepEP dispatch or combine.
 
         A token crosses InfiniBand once per other node, and NVLink once per other rank.
         """
@@ -94,18 +94,18 @@ class Exchanges:
         in_node = self._in_node(layout.ep, layout.etp)
         nodes = max(layout.ep // in_node, 1)
         size = float(s.sent_tokens * s.dim * s.act)
-        # In its node a token crosses NVLink unless the rank that received it is the target.
+        # Within a node a token crosses NVLink, unless the rank that received it is its target.
         within = s.ranks_per_token * (in_node - 1) / in_node
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
     def experts(self, backend: str) -> tuple[Traffic, Traffic]:
-        """Return an MoE layer's exchanges without recomputation, and the ones that it adds."""
+        """Return the traffic of an MoE layer's exchanges, and what recomputation adds to it."""
         s = self.shapes
         if s.ep == 1:
             return Traffic(), Traffic()
         if backend == "deepep":
             one = self.deepep()
-            # With scored activations recomputation repeats the dispatch but not the combine.
+            # With scored activations, recomputation repeats the dispatch but not the combine.
             return one.times(4), one.times(1 if s.scored_activations else 2)
         # The dispatch of the forward and the combine's gradient in the backward may be quantized.
         first = self.all_to_all(MXFP8_BYTES if backend == "mxfp8_a2a" else s.act)
@@ -115,7 +115,7 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step; traffic is by kind: fsdp, tp, pp and ep/<backend>."""
+    """The work of an optimizer step; traffic is keyed by kind: fsdp, tp, pp or ep/<backend>."""
 
     parameters: int
     active_parameters: int
@@ -133,13 +133,13 @@ class Work:
 
 
 def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
-    """Count the work of one optimizer step, with the traffic of the rank that sends most."""
+    """Count the work of one optimizer step, with the traffic of the rank that sends the most."""
     model, layout, options = model_of(cell), cell.layout, cell.options
     seq_len = options["training.seq_len"]
     batch = options["training.local_batch_size"] * ranks[0].gradient_accumulation_steps
     tokens = batch * layout.dp_replicate * layout.dp_shard * seq_len
     parameters, active = count_parameters(model)
-    # As TorchTitan counts: without the embedding, and with attention over the whole sequence.
+    # Count FLOPs as TorchTitan does: no embedding, and attention over the whole sequence.
     scores = model.n_layers * model.heads * (model.nope + model.rope + model.v_head) * seq_len
     flops = 6 * (active - model.vocab * model.dim + scores)
     return Work(
@@ -162,7 +162,7 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
     # Recomputation does not repeat communication whose results are saved.
     is_saved = "communication" in cell.saves
     repeated = [layer for layer in rank.layers if layer.recomputed and not is_saved]
-    # Four TP operations per layer and direction; one per direction for embedding and for head.
+    # TP operations per forward and per backward: four per layer, one each for embedding and head.
     ends = sum(2 * bool(part.embedding) + 2 * bool(part.head) for part in rank.parts)
     tensor = 8 * len(rank.layers) + 4 * len(repeated) + ends
     fsdp = Traffic()
@@ -171,7 +171,7 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
         # A ring all-reduce is a reduce-scatter and an all-gather.
         fsdp += gather.times(one.gathers) + reduce + replicas.times(2)
     traffic = {
-        # Every round of accumulation gathers and reduces, also in a pipeline.
+        # FSDP gathers and reduces in every round of accumulation, in a pipeline as well.
         "fsdp": fsdp.times(rank.gradient_accumulation_steps),
         "tp": one.tensor().times(tensor * microbatches),
         "pp": one.stage().times(rank.neighbours * microbatches),
@@ -191,7 +191,7 @@ class Links(Exchanges):
     hardware: Hardware
 
     def expert_exchanges_ms(self) -> float:
-        """Return the time of a layer's dispatch and combine; their gradients take the same."""
+        """Return the time of a layer's dispatch and combine; their gradients take as long."""
         if self.shapes.ep == 1:
             return 0.0
         if self.shapes.deepep:
@@ -204,29 +204,29 @@ class Links(Exchanges):
         return sum(hw.all_to_all_latency_ms + one_ms for one_ms in sent_ms)
 
     def deepep_ms(self, chunks: int = 1) -> float:
-        """Return the time of DeepEP's dispatch or combine of one of a layer's `chunks`."""
+        """Return the time of one DeepEP dispatch or combine, for one of a layer's `chunks`."""
         hw = self.hardware
         sent_ms = self._ms(self.deepep(), hw.deepep_nvlink_gb_per_s, hw.deepep_infiniband_share)
         return hw.deepep_latency_ms + sent_ms / chunks
 
     def unit_ms(self, unit: Unit, beside_compute: bool = False) -> tuple[float, float]:
-        """Return the times of an FSDP module's gather and of its reduction, replicas included."""
+        """Return the times of an FSDP module's gather and of its reduction, including replicas."""
         gather, reduce, replicas = (self.nccl_ms(sent, beside_compute) for sent in self.unit(unit))
         return gather, reduce + 2 * replicas
 
     def nccl_ms(self, sent: Traffic, beside_compute: bool = False) -> float:
-        """Return the time in which NCCL sends `sent`."""
+        """Return the time that NCCL needs for the traffic `sent`."""
         hw = self.hardware
         share = hw.nccl_beside_compute_share if beside_compute else hw.nccl_nvlink_share
         return self._ms(sent, hw.nvlink_gb_per_s * share, hw.nccl_infiniband_share)
 
     def _ms(self, sent: Traffic, nvlink_gb_per_s: float, infiniband_share: float | None) -> float:
-        """Return the time of the slower network."""
+        """Return the time of the network that takes longer, as both send at once."""
         within = sent.nvlink / (nvlink_gb_per_s * 1e6)
         if not sent.infiniband:
             return within
         bandwidth = self.hardware.infiniband_gb_per_s
-        # `hardware_of` has rejected jobs of several nodes without these values.
+        # `hardware_of` has already rejected multi-node jobs on hardware without these values.
         assert bandwidth
         assert infiniband_share
         return max(within, sent.infiniband / (bandwidth * infiniband_share * 1e6))
