@@ -17,22 +17,20 @@ What it does, in this order; what is there already is left alone:
   3. the models' tokenizers from the Hugging Face hub, in assets/hf  seconds
   4. DeepEP at its pin, where a CUDA toolkit is found               2 to 15 minutes
   5. FlashAttention-4 at its pins, for Hopper and Blackwell GPUs    a minute, 0.6 GB
-  6. FlashAttention-4's kernels for the GPUs of --arch or of this
-     machine, so that no job waits for its compiler                 a minute for each
-  7. the doctor: is this machine ready, and what to do where not    under a second
+  6. the doctor: is this machine ready, and what to do where not    under a second
 
 Run it again at any time: it goes on where it was interrupted, and takes about
 a second where nothing is left to do. Its log is build/setup.log.
 
 options:
-  --local            only what runs on this machine alone need: steps 1, 2 and 7,
-                     and steps 5 and 6 where this machine has such GPUs
+  --local            only what runs on this machine alone need: steps 1, 2 and 6,
+                     and step 5 where this machine has such GPUs
   --no-deepep        leave out step 4
-  --no-flash-attention  leave out steps 5 and 6
+  --no-flash-attention  leave out step 5
   --no-tokenizers    leave out step 3
-  --arch LIST        build DeepEP and FlashAttention-4's kernels for these GPUs, also
-                     where this machine has none: 10.0 for B200, 9.0 for H100 and
-                     H200, "9.0;10.0" for both (default: the GPUs found here)
+  --arch LIST        build DeepEP for these GPUs, also where this machine has none:
+                     10.0 for B200, 9.0 for H100 and H200, "9.0;10.0" for both
+                     (default: the GPUs found here)
   --python COMMAND   the Python to use, 3.11 or later (default: $PYTHON, else one
                      that is found; 3.11 and 3.12 are tested)
   --torch-index URL  take torch and torchao from this package index, for example
@@ -339,11 +337,8 @@ main() {
     if "${local_only}"; then
       here_only=(--local)
     fi
-    planned installing "about a minute" cookbook.install.attention packages "${here_only[@]}" \
+    planned installing "about a minute" cookbook.install.attention "${here_only[@]}" \
       || failed "FlashAttention-4"
-    planned compiling "a minute for each kind of GPU" \
-      cookbook.install.attention kernels --arch "${arch}" \
-      || warn "each node's first job compiles these kernels; to try again, run ./setup.sh again"
   fi
 
   if "${quiet}" && ! "${changed}"; then

@@ -7,14 +7,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.install import attention, corpus, deepep
-from cookbook.install.attention import NOT_NEEDED, main
+from cookbook.install import corpus, deepep
 from cookbook.install.deepep import CannotBuildError, DeepEp, Plan, Toolkit, is_built, make_plan
 
 BUILT = Plan("c0ffee", "2.10.0", "12.8", "9.0;10.0", "3.4.5")
@@ -75,90 +73,6 @@ def test_the_toolkit_is_of_torchs_major_version(
     monkeypatch.setattr(deepep, "_find_toolkits", lambda cuda: found)
     with pytest.raises(CannotBuildError, match=reason):
         make_plan("10.0")
-
-
-def gpu(capability: float, driver: str = "580.1") -> Any:
-    return SimpleNamespace(model=SimpleNamespace(compute_capability=capability), driver=driver)
-
-
-class Machine:
-    """One with FlashAttention-4, whose compiler is noted and not run."""
-
-    def __init__(self, into: Path) -> None:
-        self.into = into
-        self.gpus: tuple[Any, ...] = ()
-        self.asked: list[str] = []
-        self.failing = ""
-        self.lacks: list[str] = []
-
-    def run(
-        self, command: list[str], env: dict[str, str], **_: Any
-    ) -> subprocess.CompletedProcess[str]:
-        assert command[1:] == ["-m", "cookbook.titan.common.compile_attention"]
-        # A user's own variable would be in the kernels.
-        assert "FA_LOG_LEVEL" not in env
-        self.asked.append(env["FLASH_ATTENTION_ARCH"])
-        if env["FLASH_ATTENTION_ARCH"] == self.failing:
-            return subprocess.CompletedProcess(command, 1, "")
-        kernel = Path(env["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"], "fwd/a.o")
-        kernel.parent.mkdir()
-        kernel.touch()
-        made = json.dumps({"cuda": 13, "kernels": ["fwd/a.o"]})
-        return subprocess.CompletedProcess(command, 0, f"some warning\n{made}\n")
-
-    def kernels(self, *words: str) -> int:
-        return main(["kernels", "--into", str(self.into), *words])
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    machine = Machine(tmp_path / "kernels")
-    monkeypatch.setattr(attention, "installed_gpus", lambda: machine.gpus)
-    monkeypatch.setattr(attention, "differences", lambda pins: machine.lacks)
-    monkeypatch.setattr("subprocess.run", machine.run)
-    monkeypatch.setenv("FA_LOG_LEVEL", "1")
-    return machine
-
-
-@pytest.mark.parametrize(
-    ("arch", "here", "expected"),
-    [
-        ("10.0", (9.0, 9.0), ["sm_100"]),
-        ("9.0a;10.0a", (), ["sm_90", "sm_100"]),
-        ("", (9.0, 9.0), ["sm_90"]),
-        ("8.9;10.3;12.0", (), ["sm_103"]),
-        ("", (8.0,), []),
-        ("", (), []),
-    ],
-)
-def test_kernels_are_for_the_gpus_that_are_asked_for_else_for_those_here(
-    arch: str, here: tuple[float, ...], expected: list[str], machine: Machine
-) -> None:
-    machine.gpus = tuple(map(gpu, here))
-    assert machine.kernels("--arch", arch) == (0 if expected else NOT_NEEDED)
-    assert machine.asked == expected
-
-
-@pytest.mark.parametrize("change", ["kernel", "stamp", "cut", "driver", "packages", "python"])
-def test_old_kernels(change: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.gpus = (gpu(9.0),)
-    assert machine.kernels() == machine.kernels() == 0 and len(machine.asked) == 1
-    stamp = machine.into / "sm90.json"
-    match change:
-        case "kernel":
-            (machine.into / "sm90-cuda13/fwd/a.o").unlink()
-        case "stamp":
-            stamp.unlink()
-        case "cut":
-            stamp.write_text(stamp.read_text()[:20])
-        case "driver":
-            # Another compiler may be taken with it.
-            machine.gpus = (gpu(9.0, "570.1"),)
-        case "packages":
-            monkeypatch.setattr(attention, "flash_attention_pins", list)
-        case "python":
-            monkeypatch.setattr("platform.python_version", lambda: "4.0.0")
-    assert machine.kernels() == machine.kernels() == 0 and len(machine.asked) == 2
 
 
 def make(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

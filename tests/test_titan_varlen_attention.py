@@ -1,9 +1,7 @@
 """The operator for attention within documents, against FlexAttention with TorchTitan's masks."""
 
-import logging
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cookbook.titan.common import kernel_cache
 from cookbook.titan.common import varlen_attention as varlen
 from cookbook.titan.common.varlen_attention import (
     AttendedLength,
@@ -281,61 +278,3 @@ def test_kernels_get_the_documents_and_the_scale(
     assert varlen.ran == {"flash_attention_4"}
     torch.testing.assert_close(found, gradients(torch.Tensor))
     assert kernels.is_deterministic == [is_deterministic]
-
-
-def compiled_here(folder: Path) -> Path:
-    made = folder.with_name("made")
-    for name in ("print/fwd/a.o", "print/bwd/b.o"):
-        (made / name).parent.mkdir(parents=True, exist_ok=True)
-        (made / name).write_text(name)
-    (made / "print/fwd/a.lock").touch()
-    kernel_cache.keep(made, folder)
-    return folder
-
-
-def test_set_ups_kernels_are_copied_where_they_are_missing(tmp_path: Path) -> None:
-    folder, cache = tmp_path / "compiled", tmp_path / "cache"
-    (folder / "old").mkdir(parents=True)
-    (folder / "old/c.o").touch()
-    compiled_here(folder)
-    (cache / "print/fwd").mkdir(parents=True)
-    (cache / "print/fwd/a.o").write_text("compiled by a job")
-    kernel_cache.take_over(folder, cache)
-    kernels = [path.relative_to(cache) for path in sorted(cache.rglob("*.o"))]
-    assert list(map(str, kernels)) == ["print/bwd/b.o", "print/fwd/a.o"]
-    assert (cache / kernels[1]).read_text() == "compiled by a job"
-    # Of another time nothing is left, and no locks.
-    assert sorted(path.name for path in folder.rglob("*.*")) == ["a.o", "b.o"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "compiled", "made"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "copied"),
-    [
-        ("flags\t\t: fpu vme avx2 bmi1 sse4_2 avx512f avx512_bf16", 2),
-        ("flags\t\t: fpu avx2 bmi1 sse4_2", 0),
-        ("Features\t: fp asimd", 0),
-    ],
-)
-def test_code_for_instructions_that_a_cpu_lacks_is_not_taken_over(
-    flags: str, copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A login node's CPU may be newer than those of the nodes."""
-    cpu = tmp_path / "cpuinfo"
-    monkeypatch.setattr(kernel_cache, "_CPUINFO", cpu)
-    cpu.write_text("processor\t: 0\nflags\t\t: fpu pni avx2 avx512f bmi1 sse4_2\n")
-    folder = compiled_here(tmp_path / "compiled")
-    cpu.write_text(f"processor\t: 0\n{flags}\n")
-    kernel_cache.take_over(folder, tmp_path / "cache")
-    assert len([*tmp_path.glob("cache/**/*.o")]) == copied
-
-
-def test_a_cache_that_cannot_be_written_costs_the_kernels_and_no_job(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = compiled_here(tmp_path / "compiled")
-    (tmp_path / "cache").touch()
-    with caplog.at_level(logging.WARNING):
-        kernel_cache.take_over(folder, tmp_path / "cache")
-    assert "are not used" in caplog.text and "they are compiled here" in caplog.text
-    kernel_cache.take_over(tmp_path / "none", tmp_path / "cache")

@@ -11,7 +11,6 @@ scale nor values whose head dimension differs from that of the keys.
 
 import contextlib
 import os
-import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
-
-from cookbook.titan.common import kernel_cache
 
 INTERFACE = "flash_attn.cute.interface"
 FLASH_ATTENTION_4 = "flash_attention_4"
@@ -115,27 +112,13 @@ def _packing(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any
 
 
 def _kernels() -> Any:
-    """Return FlashAttention-4's module; the first call imports it and copies set-up's kernels.
+    """Return FlashAttention-4's module, with its cache of compiled kernels enabled.
 
-    Without the copies, each process would spend 6 to 10 s compiling. The copies go to the cache in
-    the node's /tmp, because the cache needs file locks, which some shared file systems lack.
+    Compiling takes each process 6 to 10 s. The cache is in the node's /tmp, because it needs file
+    locks, which some shared file systems lack.
     """
-    if INTERFACE in sys.modules:
-        return sys.modules[INTERFACE]
-    os.environ.setdefault(kernel_cache.ENABLED, "1")
-    interface = import_module(INTERFACE)
-    if os.environ[kernel_cache.ENABLED] == "1":
-        major, minor = torch.cuda.get_device_capability()
-        kernel_cache.take_over(
-            kernel_cache.folder_of(10 * major + minor, compiler_version()),
-            import_module("flash_attn.cute.cache_utils").get_cache_path(),
-        )
-    return interface
-
-
-def compiler_version() -> int:
-    """Return the CUDA major version of the compiler that CuTe DSL selected for this driver."""
-    return int(import_module("cutlass.base_dsl.version_info").CUDA_VERSION.major)
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    return import_module(INTERFACE)
 
 
 _forward = torch.library.custom_op("cookbook::varlen_attention", forward, mutates_args=())
