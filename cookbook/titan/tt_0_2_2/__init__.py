@@ -1,20 +1,20 @@
-"""The cookbook's extensions of TorchTitan in a training process of stack 2026.02.
+"""The cookbook's extensions of TorchTitan, for the training processes of stack 2026.02.
 
 TorchTitan imports this package before it builds a Trainer: `--job.custom_config_module` imports
-`.job_config`, `--experimental.custom_import` the package itself. A registered spec overrides the
-built-in spec of the same name, so the `families` use the cookbook's spec and all other families use
+`.job_config`, and `--experimental.custom_import` the package itself. A registered spec overrides
+the built-in spec of the same name, so the `families` use the cookbook's spec and all others use
 TorchTitan's. To extend TorchTitan, write a function or a class in a file of its own and add one
 line below. Nothing in site-packages is edited; other versions of TorchTitan are refused.
 
-TorchTitan has no extension point ("door") for the following. Each is patched in one file:
+TorchTitan has no extension point for the following. Each is patched in one file:
 
 - names that a family's `parallelize_fn` and its `apply_moe_ep_tp` look up: `parallelize.py`, only
   while these functions run
 - the converters called `quantize.*.mx`: `mxfp8.py`, when a job of one of the families starts
 - functions that TorchAO's emulation calls: `mxfp8.py`, if the job uses them
 - the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
-- when to save, whether to continue training, and error messages of saves: `checkpoint.py`
-- gradient clipping, to see the norm: `loss_and_optimizer.py`, if the job allows skipped steps
+- when to save, whether to continue training, and the error messages of saves: `checkpoint.py`
+- gradient clipping, to record the norm: `loss_and_optimizer.py`, if the job allows skipped steps
 - the exit of the process: `common/process.py`
 """
 
@@ -62,7 +62,7 @@ def register() -> None:
             # Updates the routing bias, which released Qwen3 does not; can skip steps whose
             # gradients are not finite.
             build_optimizers_fn=build_optimizers,
-            # Keeps the schedule of a run that is resumed with more steps.
+            # Keeps the original schedule when a run is resumed with more steps.
             build_lr_schedulers_fn=build_lr_schedulers,
             # Loads published weights that lack the routing bias.
             state_dict_adapter=without_missing_bias(released.state_dict_adapter),
@@ -74,7 +74,7 @@ def register() -> None:
         try:
             register_train_spec(name, spec)
         except ValueError:
-            # TorchTitan registers a name only once, which a second import of this package may hit.
+            # TorchTitan refuses to register a name twice, even if this package is imported twice.
             if get_train_spec(name).parallelize_fn.__module__ != parallelize.__module__:
                 raise refuse(
                     f"another module has registered its own {name} with TorchTitan; remove that, "

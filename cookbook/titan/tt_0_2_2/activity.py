@@ -1,8 +1,8 @@
-"""The active options, observed on each rank, merged over ranks and compared with the declaration.
+"""The active options: observed on each rank, merged over ranks, compared with the declaration.
 
 The quantization of GEMMs is read from the model's weights and layers: TorchAO's scaling type of the
 routed experts (`mxfp8`, ...), the kind of linear layer (`mx`, `float8`), or `bf16`. Everything else
-is recorded in this module's sets by the code as it runs.
+records itself in this module's sets when its code runs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,15 +40,15 @@ class RankActivity:
     """One rank's observations in its first step."""
 
     stage: int  # the rank's pipeline stage
-    found: dict[str, frozenset[str]]  # the observed values of each aspect, such as `dispatch`
+    found: dict[str, frozenset[str]]  # each aspect, such as `dispatch`, with its values
     emulated: bool
-    mean_attended_length: float | None  # in tokens; None if the rank saw no attention mask
+    mean_attended_length: float | None  # keys per token; None if nothing was counted
     patches_applied: frozenset[str]
     node: str
 
 
 def words(found: Iterable[str]) -> str | None:
-    """Return the words joined with "and", or None if there are none."""
+    """Join the sorted strings with " and "; return None if there are none."""
     return " and ".join(sorted(found)) or None
 
 
@@ -79,7 +79,7 @@ def observe_model(model_parts: Iterable[nn.Module]) -> tuple[dict[str, frozenset
 
 
 def observe_dispatch() -> frozenset[str]:
-    """Return the kinds of dispatch that this rank ran: `standard`, `deepep`, `mxfp8`, or none."""
+    """Return the kinds of dispatch that this rank ran, such as `standard`, `deepep` or `mxfp8`."""
     both = {MXFP8_DISPATCH, MXFP8_COMBINE}
     return frozenset(dispatches - both | {"mxfp8"} if both <= dispatches else dispatches)
 
@@ -124,7 +124,7 @@ def check(job_config: Any, found: dict[str, Any]) -> None:
         if value != found[aspect]:
             kind = "ep_backend" if aspect == "dispatch" else "precision"
             overlay = f"{KINDS[kind]} {getattr(options, kind)}".rstrip()
-            # Write `true` and `none`; the other values have no capitals.
+            # Write True and None in lower case; the other values have no capitals.
             wanted, active = str(value).lower(), str(found[aspect]).lower()
             texts.append(f"{overlay} declares {aspect} {wanted}, but {active} is active")
     if texts:

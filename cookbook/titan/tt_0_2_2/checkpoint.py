@@ -1,17 +1,17 @@
 """Checkpoints: coordinated saves and stops, plain weights, and errors that name their cause.
 
 - To stop a run, create the file `stop` in the attempt's folder. A signal does not work: on SIGTERM
-  torchrun kills the ranks within 30 s, and Slurm's USR1 kills helper processes too.
-- After each step an all-reduce of one number makes all ranks agree to save or to stop. TorchTitan's
+  torchrun kills the ranks within 30 s, and Slurm's USR1 also kills helper processes.
+- After each step an all-reduce of two flags makes all ranks agree to save or to stop. TorchTitan's
   loop already waits for an all-reduce in each step, so this adds no wait.
-- A checkpoint holds plain tensors, so an MXFP8 run can be resumed, in another precision too.
+- A checkpoint holds plain tensors, so an MXFP8 run can be resumed, even in another precision.
   TorchTitan 0.2.2 saves TorchAO's wrapper, which PyTorch refuses to load with `weights_only`.
 - DCP's `CheckpointException` is a `BaseException`, for which torchrun's `@record` writes no
   `error.json`, and its first line names no cause. It is re-raised as an ordinary exception.
 - TorchTitan requires a routing bias. Published softmax models, such as DeepSeek-V2-Lite, have none
-  because they were trained with a balance loss; their bias stays zero, as initialized. A checkpoint
-  is damaged if it lacks the bias of only some layers, or if it has no bias although its scores are
-  a sigmoid, as DeepSeek-V3's are.
+  because they were trained with a balance loss; their bias stays zero, as initialized. Loading
+  still fails if only some layers lack the bias, or if the scores are a sigmoid, as DeepSeek-V3's
+  are: such a checkpoint is damaged.
 """
 
 import functools
@@ -42,11 +42,11 @@ class CheckpointPolicy:
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
-        # TorchTitan registers the Trainer itself as a state to save.
+        # TorchTitan registers the Trainer itself under this name.
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
         if self.interval_s:
-            # Minutes replace steps: no step is a multiple of infinity.
+            # Minutes replace steps: with an infinite interval, no step is due.
             manager.interval = math.inf
         self.attempt = attempt_folder()
         self.saved_at = time.monotonic()
@@ -69,14 +69,14 @@ class CheckpointPolicy:
             logger.info(f"{reason}; the run ends at a checkpoint of step {curr_step}")
         if self.should_save(curr_step, last_step):
             self.saved_at = time.monotonic()
-        # On an early stop `last_step` is False, since TorchTitan may save the last step without
-        # the optimizer, and over NCCL, which can time out during a large save.
+        # On an early stop `last_step` stays False: TorchTitan may save a last step without the
+        # optimizer, and it does so over NCCL, which can time out during a large save.
         self._save(curr_step, last_step=last_step)
         if last_step:
-            # TorchTitan does not purge after the last step, and would exceed `keep_latest_k`.
+            # TorchTitan does not purge after the last step, and so would exceed `keep_latest_k`.
             self.manager._purge_stale_checkpoints()
         if stops:
-            # TorchTitan logs "Finished saving" after the copy, before the write.
+            # TorchTitan logs "Finished saving" once the weights are copied, not yet written.
             if self._is_writing():
                 logger.info("cookbook: waiting until the checkpoint is written")
             self.manager._async_wait()
@@ -92,8 +92,8 @@ class CheckpointPolicy:
     def wait_for_copy(self) -> None:
         """Wait until the weights are copied; TorchTitan calls this before the optimizer step.
 
-        The first copy is slow because it pins memory. The supervisor reads the log lines, and so
-        does not mistake the wait for a hang.
+        The first copy is slow because it pins memory. The log lines keep the supervisor from
+        mistaking the wait for a hang.
         """
         waits = self.manager.staging and not self.manager.staging_future.done()
         if waits:
@@ -103,7 +103,7 @@ class CheckpointPolicy:
             logger.info("cookbook: the checkpoint is copied")
 
     def _is_asked_to_stop(self) -> bool:
-        # One rank per node checks: a file from another node may become visible late.
+        # One rank on each node checks: a file written on another node may become visible late.
         is_first = os.environ.get("LOCAL_RANK") == "0"
         return is_first and self.attempt is not None and (self.attempt / STOP).exists()
 
@@ -122,7 +122,7 @@ class CheckpointPolicy:
 def save_when_ranks_agree() -> None:
     """Patch CheckpointManager so that ranks save and stop together and errors name their cause.
 
-    No door: the Trainer constructs its CheckpointManager itself.
+    This is a patch, because the Trainer constructs its CheckpointManager itself.
     """
     initialize = CheckpointManager.__init__
 
@@ -193,7 +193,7 @@ def without_missing_bias(adapter: Any) -> Any:
             return self._asked
 
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-            # TorchTitan loads only the keys of the dict that `to_hf` returned last.
+            # TorchTitan loads only the keys left in the dict that `to_hf` returned last.
             reader = super().get_hf_storage_reader(path, from_quantized)
             if self.model_args.moe_args.score_func != "softmax":
                 return reader

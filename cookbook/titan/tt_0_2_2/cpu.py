@@ -1,14 +1,14 @@
 """Run TorchTitan on the CPU with gloo, on a machine without CUDA.
 
-No door: TorchTitan supports no CPU, and its modules store their device when they are imported. On a
-machine without CUDA the whole process is therefore bound to the CPU, whatever it trains.
+TorchTitan does not support CPUs, and its modules store their device when imported. On a machine
+without CUDA, the whole process is therefore patched to use the CPU, whatever it trains.
 
 - BF16 GEMMs are computed in float32 if the CPU has no BF16 instructions (for example no AVX-512):
-  PyTorch's fallback loops reach 1 GFLOP/s per core, float32 reaches 70. Products of BF16 numbers
-  are exact in float32, and both variants sum in float32, so only the order of summation differs.
-- Each shard of a DTensor draws its own random numbers. PyTorch offsets a CUDA generator per shard;
-  on CPU meshes every rank would draw the same numbers, and with EP 2 the second half of the experts
-  would start as a copy of the first.
+  PyTorch's fallback loops reach 1 GFLOP/s per core, float32 GEMMs 70. Products of BF16 numbers are
+  exact in float32, and both variants sum in float32, so only the order of summation differs.
+- Each shard of a DTensor draws its own random numbers. PyTorch offsets only CUDA generators per
+  shard. On a CPU mesh every rank would draw the same numbers, and with EP 2 the second half of the
+  experts would start as a copy of the first.
 """
 
 import ctypes
@@ -67,11 +67,11 @@ def prepare_cpu() -> None:
     """Bind TorchTitan to the CPU; call once, before a Trainer exists."""
     own = {"device_type": "cpu", "device_module": CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")}
     for name, module in list(sys.modules.items()):
-        # Modules keep copies of the device. `dual_pipe_v`, which detects it, must be among them.
+        # Modules keep copies of the device. `dual_pipe_v` detects it anew, so it is imported above.
         if name.startswith("torchtitan."):
             vars(module).update({key: own[key] for key in own if hasattr(module, key)})
         # Below SM90, models fall back to a Python loop over experts, but quantization hooks only
-        # into torch._grouped_mm. The CPU has this operation too, so it takes the GPU's path.
+        # into torch._grouped_mm. The CPU supports this operation too, so it takes the GPU's path.
         if name.startswith("torchtitan.models.") and hasattr(module, "has_cuda_capability"):
             vars(module)["has_cuda_capability"] = lambda major, minor: True
 
@@ -90,7 +90,7 @@ def prepare_cpu() -> None:
     multiply_bf16_in_float32()
     seed_shards_apart()
 
-    # The router counts tokens per expert with `torch.histc` of integers, which is CUDA-only.
+    # The router counts tokens per expert with `torch.histc` on integers, which only CUDA supports.
     histc = torch.histc
 
     def counting_histc(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -106,7 +106,7 @@ def prepare_cpu() -> None:
 
 
 def sum_gradients_in_fsdp(model: nn.Module) -> None:
-    """Make FSDP reduce by plain sums: gloo lacks PREMUL_SUM, which FSDP's divide factor needs."""
+    """Make FSDP reduce with plain sums: gloo lacks PREMUL_SUM, which FSDP's divide factor needs."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -119,7 +119,7 @@ def cpu_has_bf16() -> bool:
 
 @functools.cache
 def multiply_bf16_in_float32() -> torch.library.Library | None:
-    """Replace PyTorch's CPU kernels for BF16 GEMMs, also in autograd and in compiled code.
+    """Replace PyTorch's CPU kernels for BF16 GEMMs, including in autograd and in compiled code.
 
     Return the library that keeps the new kernels alive, or None if the CPU supports BF16.
     """
@@ -178,6 +178,6 @@ class ShardSeededTracker:
 
 def seed_shards_apart() -> None:
     """Give every shard of a DTensor on a CPU mesh its own random numbers, in this process."""
-    # DTensor warns that CPU meshes have no RNG tracker, which this function provides.
+    # DTensor warns that CPU meshes have no RNG tracker; this function provides one.
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu")
     _random._rng_tracker = ShardSeededTracker()

@@ -1,10 +1,10 @@
-"""Export a native checkpoint as safetensors files that transformers opens.
+"""Export a native checkpoint as safetensors files that transformers can open.
 
     python -m cookbook.titan.tt_0_2_2.export '{"checkpoint": ..., "to": ..., ...}'
 
 It runs on a CPU node without a process group. It writes files of about 5 GB one at a time, and
-reads each back before it starts the next. Memory therefore does not grow with the model, and an
-interrupted export resumes at the first missing file.
+reads each back before it starts the next. Memory use therefore does not grow with the model, and
+an interrupted export resumes at the first missing file.
 """
 
 import json
@@ -43,7 +43,7 @@ class Request:
     model: str
     flavor: str
     seq_len: int  # training's sequence length, which decides whether RoPE is scaled
-    dtype: str = "bfloat16"  # the dtype of all tensors but the routing bias, which stays float32
+    dtype: str = "bfloat16"  # of all tensors except the routing bias, which stays float32
     tokenizer: str = ""  # the folder to copy the tokenizer from; empty copies none
     file_bytes: int = 5 * 10**9
 
@@ -68,7 +68,7 @@ def export(request: Request) -> int:
     Raises:
         InputError: the folder holds another export, or a tensor of the checkpoint is missing or has
             the wrong shape.
-        JobError: the disk is too small, or a file reads back different from what was written.
+        JobError: the disk is too full, or a file reads back different from what was written.
     """
     to = Path(request.to)
     _claim(to, request)
@@ -108,7 +108,7 @@ def export(request: Request) -> int:
 
 
 def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[str]) -> None:
-    """Print which routing biases were not exported because the published format has none."""
+    """Print how many routing biases were not exported, because the published format has none."""
     left_out = [
         Part(fqn, (fqn,), 0, tuple(saved.size), torch.float32)
         for fqn, saved in metadata.state_dict_metadata.items()
@@ -139,7 +139,7 @@ def _claim(to: Path, request: Request) -> None:
 
 
 def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
-    """Return the parts of each file, in the order of the model's state dict."""
+    """Divide the tensors into files, in the order of the model's state dict; return their parts."""
     parts = FAMILIES[request.model]
     args = parts.flavors[request.flavor]
     # TorchTitan normally sets `moe_impl` from a job's options.
@@ -166,7 +166,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
             if room < each and files[-1]:
                 files.append([])
                 room = request.file_bytes
-            # A tensor larger than a file has a file of its own.
+            # A tensor larger than the file size limit gets a file of its own.
             last = min(first + max(room // each, 1), len(names))
             files[-1].append(Part(fqn, names[first:last], first, shape, dtype))
             room -= (last - first) * each
@@ -175,7 +175,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
 
 
 def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[str, torch.Tensor]:
-    """Return the tensors of `part` by exported name, in its dtype."""
+    """Read the tensors of `part`; return them by exported name, in its dtype."""
     # The checkpoint stacks experts along a first dimension, even a single one.
     is_stacked = ".experts." in part.fqn
     shape = torch.Size([len(part.names), *part.shape] if is_stacked else part.shape)
@@ -191,8 +191,8 @@ def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[
             tensor = tensor.narrow(dim, start, length)
         return tensor
 
-    # The planner methods that a storage reader calls. It copies into the resolved tensor, so
-    # there is nothing to commit.
+    # A storage reader calls only these methods of a planner. It copies into the resolved tensor, so
+    # `commit_tensor` has nothing to do.
     planner: Any = SimpleNamespace(resolve_tensor=resolve_tensor, commit_tensor=lambda *_: None)
     try:
         reader.read_data(LoadPlan(items), planner).wait()
@@ -206,7 +206,7 @@ def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[
 
 
 def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one file, compare it with `tensors`, and only then give it its name."""
+    """Write a temporary file, compare it with `tensors`, and only then rename it to `path`."""
     part = path.with_name(f".{path.name}.part")
     try:
         save_file({k: v.contiguous() for k, v in tensors.items()}, part, {"format": "pt"})

@@ -36,16 +36,16 @@ class Cookbook:
     """The name of the EP backend overlay, for the log and the report."""
 
     grouped_gemms: str = ""
-    """The precision's declaration for the routed experts' grouped GEMMs: `bf16`, `mxfp8`,
-    `mxfp8_wgrad_with_hp` or `fp8_rowwise`. The run ends at its first step if another is active;
-    empty declares nothing, here and in the next two."""
+    """What the precision overlay declares for the routed experts' grouped GEMMs: `bf16`, `mxfp8`,
+    `mxfp8_wgrad_with_hp` or `fp8_rowwise`. The run ends at its first step if another is active.
+    Empty declares nothing, here and in the next two options."""
 
     linear_layers: str = ""
-    """The precision's declaration for linear layers: `bf16`, `mx` or `float8`."""
+    """What the precision overlay declares for linear layers: `bf16`, `mx` or `float8`."""
 
     dispatch: str = ""
-    """The EP backend's declaration for the exchange of tokens: `standard`, `deepep` or `mxfp8`
-    (both exchanges of the quantized all-to-all). Not checked with expert_parallel_degree 1."""
+    """What the EP backend overlay declares for the exchange of tokens: `standard`, `deepep` or
+    `mxfp8` (both exchanges quantized). Not checked if expert_parallel_degree is 1."""
 
     emulated: bool = False
     """Whether the driver asked for emulated low precision (numerics only, never a speed-up)."""
@@ -57,7 +57,7 @@ class Cookbook:
     row_kernels: bool = False
     """For the EP backends `standard` and `mxfp8_a2a`: group the routed rows by expert and sum them
     back into tokens with the cookbook's kernels, and apply the routing scores to the experts'
-    activations. The sum is the same, rounded at other places. `deepep` always uses such kernels.
+    activations. The sum is the same up to rounding. `deepep` always uses such kernels.
     The log's `cookbook active` line names them."""
 
 
@@ -71,24 +71,24 @@ class Model:
 @dataclass
 class ActivationCheckpoint:
     op_sac_save_list: list[str] = field(default_factory=list)
-    """The operators that `mode=selective` with `selective_ac_option=op` saves, not recomputes:
+    """The operators whose results are saved by `mode=selective` with `selective_ac_option=op`:
     `attention`, `communication` (dispatch and combine), `grouped_mm` (the routed experts'
     GEMMs) and `mm` (other GEMMs: in compiled layers with experts, those whose inner dimension is at
-    least the hidden size; elsewhere every second one). Empty is TorchTitan's own list: all but
+    least the hidden size; elsewhere every second one). Empty means TorchTitan's own list: all but
     `grouped_mm`, and no `mm` in compiled layers with experts. The log's `cookbook active` line
     names the saved ones."""
 
     num_layers_kept: int = 0
     """The number of final layers of each pipeline stage that `mode=full` or `selective` does not
-    recompute. Spends spare memory one layer at a time."""
+    recompute, to use spare memory one layer at a time."""
 
 
 @dataclass
 class Checkpoint:
     interval_minutes: float = 0.0
     """Save after the first step that ends this many minutes after the last save began, instead of
-    every `checkpoint.interval` steps; 0 counts steps. By rank 0's clock, and never while another
-    checkpoint is being written."""
+    every `checkpoint.interval` steps; 0 counts steps. Rank 0's clock decides, and never while
+    another checkpoint is being written."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Debug:
     moe_routing: Literal["trained", "round_robin", "random"] = "trained"
     """How tokens reach experts: by the trained router, or forced for benchmarks. `round_robin` is
     `debug.moe_force_load_balance`: at EP 32 each token goes to one rank. `random` deals experts
-    uniformly under the router's group limit, so that a token goes to as many ranks as when trained.
+    uniformly under the router's group limit: a token goes to as many ranks as in trained routing.
     """
 
 
@@ -104,8 +104,8 @@ class Debug:
 class Loss:
     num_chunks: int = 0
     """The number of chunks into which the loss splits a batch's tokens, so that only one chunk's
-    logits exist at a time (8 is a good number, as in later TorchTitan). 0 is TorchTitan's own loss
-    over whole logits. The gradients are the same."""
+    logits exist at a time (8 is a good number, as in later TorchTitan). 0 means TorchTitan's own
+    loss, over all logits at once. The gradients are the same."""
 
 
 @dataclass
@@ -116,15 +116,15 @@ class DeepEP:
 
     score_activations: bool = False
     """Apply the routing scores to the experts' activations instead of their outputs. The sum is
-    the same, rounded at other places. No gradient then needs the outputs: they are not kept, and
+    the same up to rounding. No gradient then needs the outputs: they are not kept, and
     recomputation skips them and their combine."""
 
 
 @dataclass
 class Training:
     max_skipped_steps: int = 0
-    """How many steps may be skipped because the gradients' norm is not finite; the job fails at the
-    next one. 0 skips none, as TorchTitan does."""
+    """How many steps may be skipped because the gradient norm is not finite; the job fails at the
+    next such step. 0 skips none, as in TorchTitan."""
 
 
 @dataclass
@@ -186,7 +186,7 @@ class Quantize:
 
 @dataclass
 class JobConfig:
-    """The added options; TorchTitan 0.2.2 has no `cookbook`, `data`, `deepep` and `loss`."""
+    """The added options; the sections `cookbook`, `data`, `deepep` and `loss` are new."""
 
     cookbook: Cookbook = field(default_factory=Cookbook)
     model: Model = field(default_factory=Model)
@@ -202,12 +202,12 @@ class JobConfig:
 
 
 def option_table() -> dict[str, dict[str, Any]]:
-    """Return by dotted name: all defaults, allowed choices, and the types of optional options."""
+    """Return tables by dotted name: defaults, choices, and types of options that may be None."""
     merged = ConfigManager._merge_configs(TitanJobConfig, JobConfig)
     table: dict[str, dict[str, Any]] = {"options": {}, "optional": {}, "choices": {}}
     for name, kind, default in _options(merged(), ""):
         table["options"][name] = default
-        # A union, even if only of one type and None.
+        # Adding None makes a union of any type, whose members `get_args` lists.
         kinds = typing.get_args(kind | None)
         for one in kinds:
             if typing.get_origin(one) is typing.Literal:
@@ -230,20 +230,19 @@ def _options(section: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def main() -> None:
-    """Print the table."""
     table = {
         **option_table(),
         "families": [dataclasses.asdict(parts.family) for parts in FAMILIES.values()],
         "refused_families": REFUSED,
         "datasets": [*DATASETS, DATASET],
     }
-    # Fold short lists and the sizes of a flavor into full lines, which are easier to read.
+    # Put short lists and a flavor's sizes on as few lines as possible, for readability.
     inner = re.compile(r"(?<=[\[{])\n {3,}([^][{}]*?)\s+(?=[]}])")
     print(inner.sub(_fold, json.dumps(table, indent=1)))
 
 
 def _fold(found: re.Match[str]) -> str:
-    # A string stays whole, whatever its length and spaces.
+    # Break lines only between items, never at a space within a string.
     items = " ".join(line.strip().replace(" ", "\0") for line in found[1].splitlines())
     lines = textwrap.fill(
         items, 78, subsequent_indent="     ", break_long_words=False, break_on_hyphens=False

@@ -5,11 +5,11 @@
   every step is clipped (pytorch/torchtitan#2972).
 - With `loss.num_chunks` the output layer returns its input with its weight attached, and the loss
   function multiplies by the weight, one chunk at a time (`common/chunked_loss.py`).
-- TorchTitan takes the optimizer step even if the gradient norm is not finite. No door: its clipping
-  function is wrapped to record the norm, and the optimizers' `step` to skip the update of weights,
-  moments and routing bias.
+- TorchTitan takes the optimizer step even if the gradient norm is not finite. Here its clipping
+  function is patched to record the norm, and the optimizers' `step` is wrapped to skip the update
+  of weights, moments and routing bias.
 - A run that is resumed with more steps keeps its original schedule (`lr_scheduler.total_steps`).
-  TorchTitan's learning rate turns negative or rises again after the end of the schedule.
+  After the schedule's end, TorchTitan's own learning rate would turn negative or rise again.
 """
 
 import math
@@ -50,7 +50,7 @@ def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
         sequences = training.global_batch_size
         if sequences < 0:
             sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard
-        # No label is masked in text, so the global batch has this many tokens.
+        # Text has no masked labels, so the loss covers every token of the global batch.
         factor = 1 / (sequences * training.seq_len)
         activity.patches_applied.add("pipeline-gradients-per-token")
 
@@ -63,7 +63,7 @@ def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
 
 
 def scale_gradient(loss: Tensor, factor: float) -> Tensor:
-    """Return the value of `loss` with its gradient scaled by `factor`."""
+    """Return `loss` with its value unchanged and its gradient scaled by `factor`."""
     return loss * factor + loss.detach() * (1 - factor)
 
 
@@ -100,7 +100,7 @@ def keep_gathered(model: nn.Module) -> None:
 class HandingOnColwiseParallel(ColwiseParallel):
     """TorchTitan's TP plan for the output layer, which shards the vocabulary over the TP ranks.
 
-    A `HandingOn` layer gets the hidden states of all TP ranks, gathered, as a plain tensor.
+    A `HandingOn` layer gets the hidden states gathered from all TP ranks, as a plain tensor.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -134,7 +134,7 @@ def build_chunked_loss(job_config: Any) -> LossFunction:
             weight, shard = weight.to_local(), VocabularyShard(offset[0], mesh.get_group())
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
-            # Without FSDP, mixed precision is autocast, which casts the operands of a GEMM.
+            # Without FSDP, mixed precision is autocast: cast the GEMM's operands as that would.
             dtype = torch.get_autocast_dtype(device)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         return chunked_cross_entropy(hidden, weight, labels, num_chunks, shard, backend)
@@ -160,10 +160,10 @@ def watch_gradients(job_config: Any) -> None:
 
 
 def build_optimizers(*args: Any, **kwargs: Any) -> Any:
-    """Return the optimizers with which TorchTitan updates the routing bias, for every family.
+    """Return TorchTitan's optimizers that also update the routing bias, for every family.
 
-    With `training.max_skipped_steps`, `step` skips non-finite gradients, and fails beyond the
-    allowed number of skipped steps.
+    With `training.max_skipped_steps`, `step` skips steps whose gradients are not finite, and fails
+    at the first one beyond that number.
     """
     optimizers = build_optimizers_with_moe_load_balancing(*args, **kwargs)
     if not GradientWatch.limit:
@@ -172,7 +172,7 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
 
     def step_if_finite(*args: Any, **kwargs: Any) -> None:
         assert GradientWatch.norm is not None
-        # This synchronizes with the GPU, as TorchTitan does when it logs the norm.
+        # This waits for the GPU, as TorchTitan does when it logs the norm.
         norm = GradientWatch.norm.item()
         if math.isfinite(norm):
             step(*args, **kwargs)

@@ -49,20 +49,20 @@ _NAMES = {
     "router_load/busiest_over_mean": "router_busiest_over_mean",
     "router_load/starved_experts": "router_starved_experts",
 }
-# Seconds between log lines while no step is logged.
+# After this many seconds without a log line, the next step writes one, due or not.
 _HEARTBEAT_S = 60.0
 
 
 class JsonLines(BaseLogger):
-    """Adds metrics.jsonl to TorchTitan's `logger`; NaN and infinite values become strings."""
+    """Wraps TorchTitan's `logger` to write metrics.jsonl too; NaN and infinity become strings."""
 
     def __init__(self, logger: BaseLogger, path: Path, rank: int) -> None:
         self._logger, self._rank = logger, rank
-        # Line-buffered: each step is in the file at once.
+        # Line-buffered, so that each step reaches the file at once.
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Write the step; TorchTitan logs a validation separately, as a line without `loss`."""
+        """Write a line for the step; a validation gets a line of its own, without `loss`."""
         self._logger.log(metrics, step)
         line: dict[str, float | str] = {"step": step, "time": time.time(), "rank": self._rank}
         for name, ours in _NAMES.items():
@@ -80,7 +80,7 @@ class JsonLines(BaseLogger):
 class CookbookMetrics(metrics.MetricsProcessor):
     """TorchTitan's MetricsProcessor with the router's load, the stall alarm and the report.
 
-    TorchTitan builds it after the converters ran and before the model is allocated.
+    TorchTitan builds it after the converters have run and before the model is allocated.
     """
 
     logger: BaseLogger
@@ -100,7 +100,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
             maybe_warm_pool()
         self.model_args = model_args
         self.self_check = check_kernels(job_config, parallel_dims, model_args)
-        # No door: TorchTitan calls a module function of this name to choose the rank that logs.
+        # Patch the module function by which TorchTitan chooses the rank that logs.
         with patch.object(metrics, "_get_metrics_rank", metrics_rank):
             super().__init__(job_config, parallel_dims)
         if attempt := attempt_folder():
@@ -141,7 +141,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         return torch.distributed.get_rank() == metrics_rank(self.parallel_dims, self.job_config)
 
     def _report(self) -> None:
-        """Gather, check and log the ranks' observations; a collective of all ranks."""
+        """Gather, check and log the ranks' observations; all ranks must call this."""
         views: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(views, self._observe())
         found = activity.merge(views)
@@ -192,7 +192,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
 def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
     """Return the rank that has the loss, and so logs the metrics.
 
-    TorchTitan handles only one V-shaped schedule; for the others it logs a rank without the loss.
+    TorchTitan handles only one V-shaped schedule; for others its logging rank lacks the loss.
     """
     schedule = job_config.parallelism.pipeline_parallel_schedule
     return loss_rank(schedule, parallel_dims.pp, parallel_dims.world_size)

@@ -1,14 +1,15 @@
 """The router's choices: counts of each expert's tokens, and forced routing for benchmarks.
 
 For the expert bias, TorchTitan counts tokens in each MoE layer (`tokens_per_expert`). 0.2.2 counts
-every forward, including those of validation and of a pipeline's shape inference over zeros, and
-these tokens would change the bias and the routing. The hooks here remove them. `tokens_per_expert`
+in every forward, even in validation and in a pipeline's shape inference over zeros, and those
+tokens would change the bias and the routing. The hooks here remove them. `tokens_per_expert` itself
 cannot be logged, because recomputation adds to it again and the optimizer resets it. Each layer
 therefore keeps a second count, at the cost of two small additions on the device per forward.
 
 TorchTitan's forced balance assigns experts 8t..8t+7 to token t, so at EP 32 each token goes to one
-rank. Random experts are on as many ranks as under trained routing. They come from a table that each
-router gets once, so recomputation selects the same experts and the router compiles as one graph.
+rank only. Random experts spread a token over as many ranks as trained routing does. Each router
+gets them once, as a table: recomputation selects the same experts, and the router compiles as one
+graph.
 """
 
 import json
@@ -30,7 +31,7 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 
 # An expert is starved if its load is below this fraction of the mean.
 STARVED = 0.1
-# Write all counts at most this often per run: for 58 layers of 256 experts they take 100 KB.
+# Write all counts at most this many times per run: 58 layers of 256 experts take 100 KB each time.
 _MOST_COUNTS = 50
 
 
@@ -41,7 +42,7 @@ def count_tokens(model: nn.Module) -> None:
         moe.register_forward_hook(_after)
 
 
-# Add the increase of TorchTitan's count by two in-place operations, without a wait or allocation.
+# Subtract TorchTitan's count before the forward and add it after, without a wait or an allocation.
 def _before(moe: Any, inputs: Any) -> None:
     if not torch.is_grad_enabled():
         moe.cookbook_counts = moe.tokens_per_expert.clone()
@@ -60,7 +61,7 @@ def _after(moe: Any, inputs: Any, output: Any) -> None:
 
 
 def moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
-    """Return the MoE layers by layer number in the whole model."""
+    """Return the MoE layers, keyed by layer number in the whole model."""
     return {
         int(number): block.moe
         for part in model_parts
@@ -70,10 +71,10 @@ def moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
 
 
 class RouterLoad:
-    """The load of every expert of the whole model since the metrics were last logged."""
+    """The load of every expert in the whole model since the metrics were last logged."""
 
     def __init__(self, processor: Any, first_step: int, writes: bool) -> None:
-        """Count for the job of `processor`, a CookbookMetrics; one rank `writes` the file."""
+        """Take the job from `processor`, a CookbookMetrics; `writes` is true on a single rank."""
         job_config, model_args = processor.job_config, processor.model_args
         self._own = moe_layers(processor.model_parts)
         self._device = next(processor.model_parts[0].parameters()).device
@@ -92,9 +93,9 @@ class RouterLoad:
         self._num_logs = 0
 
     def log(self, step: int) -> dict[str, float]:
-        """Write the load since the last call, up to `step`; a collective of all ranks.
+        """Write the load since the last call, up to `step`; all ranks must call this.
 
-        Return the metrics for TensorBoard and W&B; empty on a rank that does not write.
+        Return the metrics for TensorBoard and W&B; none on a rank that does not write.
         """
         counts = self.take_counts()
         if not self._writes:
@@ -151,7 +152,7 @@ TRAINED, ROUND_ROBIN, RANDOM = "trained", "round_robin", "random"
 
 
 def chosen_routing(job_config: Any) -> str:
-    """Return the job's routing; TorchTitan's `debug.moe_force_load_balance` is round-robin."""
+    """Return the job's routing; TorchTitan's `debug.moe_force_load_balance` means round-robin."""
     debug = job_config.debug
     if not debug.moe_force_load_balance:
         return str(debug.moe_routing)
@@ -166,7 +167,7 @@ def chosen_routing(job_config: Any) -> str:
 def deal_experts(
     router: Any, num_tokens: int, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Return random distinct experts per token, (tokens, top k) int16, within the group limit."""
+    """Draw distinct random experts per token, (tokens, top k) int16, within the group limit."""
     draws = torch.rand(num_tokens, router.num_experts, generator=generator, device=device)
     if router.num_expert_groups is not None:
         shape = num_tokens, router.num_expert_groups
@@ -198,12 +199,12 @@ def route_at_random(
             generator = torch.Generator(device).manual_seed(seed)
             tables.append(deal_experts(moe.router, num_tokens, generator, device))
         moe.router.cookbook_dealt = torch.cat(tables)
-        # No door: the router calls this method if routing is forced.
+        # Patch the method that the router calls if routing is forced.
         moe.router._debug_force_load_balance_routing = MethodType(_look_up, moe.router)
 
 
 def _look_up(router: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
-    # A microbatch of a pipeline is smaller than the table.
+    # A pipeline's microbatch has fewer tokens than the table.
     experts = router.cookbook_dealt[: scores.shape[0]].long()
     return experts, scores.gather(1, experts)
 

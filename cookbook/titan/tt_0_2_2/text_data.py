@@ -1,12 +1,12 @@
 """Train and validate on texts: the user's own with `--training.dataset=text --data.files=...`.
 
-TorchTitan 0.2.2 streams C4 and loses its position when it resumes in a second epoch. Here the
-position is a few numbers per source and the seed determines the order of each epoch, so a resumed
-job reads exactly the batches that an uninterrupted job reads.
+TorchTitan 0.2.2 streams C4 and loses its position when it resumes in a second epoch. Here, a few
+numbers per source store the position, and the seed determines the order of each epoch. A resumed
+job thus reads exactly the batches that an uninterrupted job would read.
 
-TorchTitan's DeepSeek-V3 has no validator. TorchTitan's validator reads different batches each time
-and adds its tokens to training's throughput. The validator here reads the same batches and restores
-the throughput's count; `routing.py` keeps its tokens out of the router's counts.
+TorchTitan's DeepSeek-V3 has no validator. TorchTitan's own validator reads different batches each
+time, and adds its tokens to the training throughput. The validator here reads the same batches each
+time and restores the throughput's token count; `routing.py` does so for the router's counts.
 """
 
 import random
@@ -39,8 +39,8 @@ class Place:
     epoch: int = 0
     file: int = 0  # index of the current file in this epoch's order
     before: int = 0  # documents in this epoch's earlier files
-    documents: int = 0  # documents passed in the current file, including other readers'
-    tokens: int = 0  # tokens that this reader returned in all epochs
+    documents: int = 0  # documents already passed in the current file, including other readers'
+    tokens: int = 0  # tokens that this reader has returned over all epochs
 
 
 def read_texts(
@@ -48,7 +48,7 @@ def read_texts(
 ) -> Iterator[str]:
     """Yield every `readers`-th text of a source, epoch after epoch, from `place` on.
 
-    Each text advances `place`; a copy of `place` resumes at the next text.
+    Yielding a text advances `place`. A new call with a copy of `place` resumes at the next text.
     """
 
     def shuffle(items: list[Any], name: str) -> None:
@@ -86,7 +86,7 @@ class TextDataset(IterableDataset, Stateful):
     """
 
     sources: Sequence[TextSource]
-    data: Any  # the job's options `data`
+    data: Any  # the job's options `data.*`
     tokenizer: Any
     seq_len: int
     dp_rank: int
@@ -140,8 +140,7 @@ class TextDataset(IterableDataset, Stateful):
 def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAwareDataloader:
     """Return the loader of a job's training texts, or of its validation texts from their start.
 
-    It reads the user's texts or TorchTitan's data sets. `arguments` are those of TorchTitan's
-    function.
+    The texts are the user's or a TorchTitan data set; `arguments` are those TorchTitan passes.
     """
     config = arguments["job_config"]
     section = config.validation if validates else config.training
@@ -160,8 +159,8 @@ def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAware
         loader = text_datasets.build_text_validation_dataloader(**arguments, infinite=True)
     else:
         loader = text_datasets.build_text_dataloader(**arguments)
-    # A worker that outlives its rank would block forever writing its state, which can exceed the
-    # pipe's buffer, into a pipe that nobody reads.
+    # Workers must die with their rank. One that survived would block forever: it writes its state,
+    # which can exceed the pipe's buffer, into a pipe that nobody reads any more.
     loader.worker_init_fn = die_with_parent
     return loader
 
@@ -169,7 +168,7 @@ def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAware
 class RepeatableValidator(Validator):
     """TorchTitan's validator over the first `validation.steps` batches of its texts.
 
-    Its batches have training's shape, so nothing is compiled or allocated for a second shape.
+    Its batches have the training shape, so nothing is compiled or allocated for a second shape.
     """
 
     def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, **parts: Any) -> None:
