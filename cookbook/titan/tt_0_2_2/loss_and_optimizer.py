@@ -180,7 +180,7 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
         GradientWatch.skipped += 1
         words = f"{GradientWatch.skipped} of training.max_skipped_steps={GradientWatch.limit}"
         if GradientWatch.skipped > GradientWatch.limit:
-            raise RuntimeError(f"cookbook: the gradients' norm is {norm} again: {words} skipped")
+            raise RuntimeError(f"cookbook: the gradient norm is {norm} in too many steps: {words}")
         logger.warning(f"cookbook: skipped a step whose gradients' norm is {norm} ({words})")
 
     optimizers.step = step_if_finite

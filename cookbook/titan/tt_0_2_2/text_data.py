@@ -74,7 +74,7 @@ def read_texts(
         if place.before <= rank:
             few = f"{source.pattern} has {place.before} documents for {readers}"
             reason = f"{few} data-parallel ranks and workers"
-            raise InputError("data.files", reason, "use fewer, or more documents")
+            raise InputError("data.files", reason, "use fewer of them, or more documents")
         place.epoch, place.file, place.before = place.epoch + 1, 0, 0
 
 
