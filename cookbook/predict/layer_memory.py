@@ -119,7 +119,7 @@ def _moe(s: Shapes) -> LayerBytes:
     # The router's input is the output of a norm, which `_attention` counts.
     router = s.tokens * (2 * 4 * s.num_experts + 3 * 8 * s.top_k)
     shared = s.act * s.tokens * _activations(s) * s.shared_hidden
-    # The experts' input rows, and their hidden states.
+    # The bytes of the experts' input rows, and of one tensor of their hidden size.
     rows, hidden = float(s.act * s.rows * s.dim), float(s.act * s.rows * s.expert_hidden)
     shared_mm = 0.0 if s.compiled or "mm" not in s.saves else shared / 4
     # `saved` includes the outputs of gate and up anyway, as inputs of the activation function.

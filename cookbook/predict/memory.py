@@ -187,7 +187,7 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
             # Eager, in FP32: log-softmax, its gradient and the gradient of the loss. With loss
             # parallelism: log-softmax, the scattered labels, softmax and their sum.
             size = 16 if s.loss_parallel else 12
-            # A pipeline stage also keeps its output, the logits; without one they are freed.
+            # A pipeline stage keeps its output; without a pipeline the logits are already freed.
             size += s.act if rank.num_stages > 1 else 0
         logits = elements * size
         # The output layer's gathered weight, and its gradient before reduction.

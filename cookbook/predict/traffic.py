@@ -41,7 +41,7 @@ class Exchanges:
     shapes: Shapes
 
     def _in_node(self, ranks: int, stride: int) -> int:
-        """Return how many ranks of a group share a node; it has `ranks` ranks, `stride` apart."""
+        """Return how many ranks share a node, in a group of `ranks` that are `stride` apart."""
         return max(1, min(ranks, self.cell.cluster.ranks_per_node // stride))
 
     def _gather(self, size: float, ranks: int, stride: int) -> Traffic:
