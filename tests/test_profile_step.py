@@ -191,7 +191,7 @@ def test_a_trace_is_read_plain_and_packed(tmp_path: Path, packed: bool) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "is not JSON, or was cut"),
+        (b"", "is not JSON, or is truncated"),
         (b'{"traceEvents": []}', "holds no operation and no kernel; the profiler recorded nothing"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x"}]}', "PyTorch does not"),
         (b"\x1f\x8bnonsense", "cannot be read"),

@@ -219,7 +219,7 @@ def test_the_last_sentence_has_the_losses_and_the_worse_verdict_counts(full: Pat
     assert one.loss is not None
     worse = replace(one, loss_last_tenth=replace(one.loss, verdict="different"))
     assert headlines(replace(results, cells=(base, worse)))[-1].endswith(f"different: {one.name}.")
-    for reason, says in ((None, "the interval reaches over the margin"), ("no steps", "no steps")):
+    for reason, says in ((None, "the interval crosses the margin"), ("no steps", "no steps")):
         last = replace(one.loss, window="last tenth", verdict="cannot tell", reason=reason)
         answer = headlines(replace(results, cells=(base, replace(one, loss_last_tenth=last))))[-1]
         assert answer.endswith(f"cannot tell: {one.name} (last tenth: {says}).")

@@ -255,7 +255,7 @@ def test_a_loss_that_is_no_number_is_different(bad: float) -> None:
     base = falling(200)
     broken = base | dict.fromkeys(range(190, 201), bad)
     assert [found.verdict for found in judge_curves(broken, base)] == [DIFFERENT, DIFFERENT]
-    assert judge_curves(broken, base)[0].reason == "the loss is no number"
+    assert judge_curves(broken, base)[0].reason == "the loss is not finite"
     assert [found.verdict for found in judge_curves(base, broken)] == [CANNOT_TELL] * 2
 
 

@@ -110,7 +110,7 @@ RULES = (
     # Everything that an attention operation launches, including its matrix products on a CPU.
     # The cookbook's own operation is varlen_attention.
     Rule("attention", inside=r"(?i)scaled_?dot_?product|flex_?attention|varlen_attention"),
-    # --- Optimizer and gradient norm: listed before GEMMs and copies, which these also launch.
+    # --- Optimizer and gradient norm: listed before GEMMs and copies, which they launch too.
     Rule("optimizer", inside=r"^Optimizer\.(step|zero_grad)#"),
     # Fused AdamW, and the norms and scaling of clip_grad_norm_ (multi_tensor_apply, _foreach_*).
     # FSDP's _foreach_copy_ uses the same kernels, so its rule comes first.

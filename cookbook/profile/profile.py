@@ -21,7 +21,7 @@ from cookbook.profile.rank import RankProfile, profile_rank
 from cookbook.profile.trace import read_header
 from cookbook.run.folder import CellFolder
 
-# If there are more traces, only the first rank of each pipeline stage is read by default.
+# With more traces than this, only each pipeline stage's first rank is read by default.
 MOST_TRACES = 8
 _TRACE = re.compile(r"rank[-_]?(\d+).*\.json(\.gz)?")
 
@@ -90,7 +90,7 @@ def _newest(folder: Path) -> dict[int, Path]:
 def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
     """Return the traces selected by `asked`: `all`, ranks separated by commas, or None.
 
-    None selects all traces or, of more than `MOST_TRACES`, each pipeline stage's first rank.
+    None selects all traces; if there are more than `MOST_TRACES`, each pipeline stage's first rank.
     """
     if asked is None and len(traces) > MOST_TRACES:
         first = min(traces)
@@ -116,7 +116,7 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
         ) as pool:
             ranks = list(pool.map(profile_rank, paths))
     except BrokenProcessPool:
-        found = f"{source}: a process that read a trace was killed, perhaps for its memory"
+        found = f"{source}: a process that read a trace was killed, perhaps for lack of memory"
         raise JobError(f"{found}; read fewer at a time: --ranks") from None
     ranks.sort(key=lambda rank: (rank.stage or 0, rank.rank or 0))
     set_waits(ranks)
@@ -168,7 +168,7 @@ def step_parts(rank: RankProfile) -> list[tuple[str, str, float]]:
 
 
 def render_text(profile: Profile, width: int | None = None) -> str:
-    """Return the report's tables; `width`, if given, wraps their last columns."""
+    """Return the report's tables; their last columns wrap to fit `width`, if given."""
     first = profile.ranks[0]
     numbers = ", ".join(map(str, first.steps))
     steps = f"mean of steps {numbers}" if len(first.steps) > 1 else f"step {numbers}"
@@ -193,7 +193,7 @@ def render_text(profile: Profile, width: int | None = None) -> str:
 
 def _details(profile: Profile, width: int | None) -> Iterator[str]:
     """Yield the tables of communication, of GEMMs and of the host's activity during idle time."""
-    communication = [["communication", "ran", "hidden", "exposed", "of it waiting"]]
+    communication = [["communication", "ran", "hidden", "exposed", "of which waiting"]]
     gemms = [["GEMMs", "ms", "TFLOP/s", "of peak", "shapes known"]]
     idle = [["the host meanwhile", "ms", "was in"]]
     for rank, _ in profile.shown():

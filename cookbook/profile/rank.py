@@ -55,7 +55,7 @@ class Idle:
 
     host_ms: float  # until the host launched the next kernel
     queued_ms: float  # from the launch to the kernel's start
-    causes_ms: Mapping[str, float]  # what the host did during `host_ms`, by activity
+    causes_ms: Mapping[str, float]  # parts of `host_ms` by what the host was doing
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RankProfile:
     rank: int | None
     stage: int | None
     trace: str
-    steps: tuple[int, ...]  # step numbers; empty if the trace marks no steps: it counts as one
+    steps: tuple[int, ...]  # step numbers; empty if the trace marks none and counts as one step
     step_ms: float
     each_step_ms: Sequence[float]
     accounted: float  # share of the step not spent in unknown kernels (category `other`)
@@ -184,8 +184,8 @@ def divide(
 ) -> tuple[dict[str, tuple[float, float]], Column]:
     """Divide the microseconds from `start` to `end` among the categories of kernels.
 
-    Return for each category the time that counts for it and the time for which it ran at all, and
-    the idle gaps, (gaps, 2). Overlapping time counts for the first category in CATEGORIES.
+    Return two times per category, the time that counts for it and the time for which it ran at all,
+    and the idle gaps, (gaps, 2). Overlapping time counts for the first category in CATEGORIES.
     """
     first, last = np.clip(kernels.start, start, end), np.clip(kernels.end, start, end)
     edges = np.unique(np.concatenate([[start, end], first, last]))

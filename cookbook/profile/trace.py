@@ -173,7 +173,7 @@ def read_trace(path: Path) -> Trace:
     except json.JSONDecodeError as error:
         raise InputError(
             f"{place}: character {error.pos:,}",
-            "is not JSON, or was cut: the job ended while writing it?",
+            "is not JSON, or is truncated: did the job end while writing it?",
             "profile the recipe again",
         ) from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
@@ -310,7 +310,7 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Return a CPU's work as columns, and its operations: time in nested ones is not counted."""
+    """Attribute a CPU's time to innermost operations; return the work's columns and operations."""
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
     # Between two neighbouring edges of a thread, nothing starts or ends.

@@ -129,7 +129,7 @@ def _losses(cells: Sequence[Result]) -> Iterator[str]:
             reason = ""
             if worst.verdict == verdicts.CANNOT_TELL:
                 where = f"{verdicts.LAST_TENTH}: " if worst.window == verdicts.LAST_TENTH else ""
-                reason = f" ({where}{worst.reason or 'the interval reaches over the margin'})"
+                reason = f" ({where}{worst.reason or 'the interval crosses the margin'})"
             names[worst.verdict, reason].append(cell.name)
     margin = {verdicts.EQUIVALENT: f" within ±{verdicts.MARGIN:.2%}"}
     parts = [

@@ -23,7 +23,7 @@ class LoadSummary:
     busiest_over_mean: float  # the busiest expert's tokens over the mean, in `layer`; 1 is even
     layer: int  # the layer whose median ratio over the steps is highest
     median_over_layers: float  # the same ratio in the median layer
-    starved_experts: int  # experts with less than a tenth of their layer's mean, in all layers
+    starved_experts: int  # experts in all layers that got less than a tenth of their layer's mean
     layers: int
     is_forced: bool  # whether balance was forced, so that the load says nothing about the router
     steps: tuple[int, int]  # first and last training step

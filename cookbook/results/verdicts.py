@@ -136,9 +136,9 @@ def median_of(values: Iterable[float | None]) -> float | None:
 
 
 def measured_steps(curve: Sequence[StepMetrics]) -> list[StepMetrics]:
-    """Return the steps after warm-up: every attempt compiles and allocates from scratch.
+    """Return the steps after each attempt's warm-up, in which it compiles and allocates.
 
-    The first quarter of an attempt's steps is warm-up, but at least 1 and at most 10 steps.
+    Warm-up is the first quarter of an attempt's steps, but at least 1 and at most 10 steps.
     """
     kept: list[StepMetrics] = []
     for attempt in dict.fromkeys(step.attempt for step in curve):
@@ -265,7 +265,7 @@ def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
 
 
 def judge_curves(own: Losses, reference: Losses) -> list[LossVerdict]:
-    """Return verdicts on two runs over the steps that both logged: on all, and the last tenth."""
+    """Return verdicts on two runs over the steps that both logged: for all, and the last tenth."""
     verdicts = []
     for window, steps in _windows([own, reference]):
         pair = [own[step] for step in steps], [reference[step] for step in steps]
@@ -312,9 +312,9 @@ def _judge(
     """Return the verdict on the difference of two means; `reason` says why `spread` is None."""
     verdict = CANNOT_TELL
     if not all(map(math.isfinite, reference)):
-        reason = "the reference's loss is no number"
+        reason = "the reference's loss is not finite"
     elif not all(map(math.isfinite, own)):
-        verdict, reason = DIFFERENT, "the loss is no number"
+        verdict, reason = DIFFERENT, "the loss is not finite"
     elif spread is not None:
         difference = statistics.fmean(own) - statistics.fmean(reference)
         half, limit = spread.half_width(LOSS_LEVEL), MARGIN * statistics.fmean(reference)
