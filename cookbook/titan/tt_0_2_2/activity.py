@@ -40,7 +40,7 @@ class RankActivity:
     """One rank's observations in its first step."""
 
     stage: int  # the rank's pipeline stage
-    found: dict[str, frozenset[str]]  # each aspect, such as `dispatch`, with its values
+    found: dict[str, frozenset[str]]  # aspect, such as `dispatch` -> observed values
     emulated: bool
     mean_attended_length: float | None  # keys per token; None if nothing was counted
     patches_applied: frozenset[str]
@@ -53,10 +53,7 @@ def words(found: Iterable[str]) -> str | None:
 
 
 def observe_model(model_parts: Iterable[nn.Module]) -> tuple[dict[str, frozenset[str]], bool]:
-    """Return the quantization of `grouped_gemms` and `linear_layers`, and whether it is emulated.
-
-    It is read from the weights and layers themselves, not from the job's options.
-    """
+    """Return how `grouped_gemms` and `linear_layers` are quantized, and whether it is emulated."""
     grouped, linear, emulated = set(), set(), False
     for module in (module for part in model_parts for module in part.modules()):
         if isinstance(module, MXLinear):

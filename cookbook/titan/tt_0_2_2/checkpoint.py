@@ -42,7 +42,7 @@ class CheckpointPolicy:
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
-        # TorchTitan registers the Trainer itself under this name.
+        # The Trainer registers itself as the state `train_state`.
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
         if self.interval_s:
@@ -122,7 +122,7 @@ class CheckpointPolicy:
 def save_when_ranks_agree() -> None:
     """Patch CheckpointManager so that ranks save and stop together and errors name their cause.
 
-    This is a patch, because the Trainer constructs its CheckpointManager itself.
+    There is no extension point: the Trainer constructs its CheckpointManager itself.
     """
     initialize = CheckpointManager.__init__
 
@@ -193,7 +193,7 @@ def without_missing_bias(adapter: Any) -> Any:
             return self._asked
 
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-            # TorchTitan loads only the keys left in the dict that `to_hf` returned last.
+            # To skip keys, delete them from `to_hf`'s last result: TorchTitan loads only its keys.
             reader = super().get_hf_storage_reader(path, from_quantized)
             if self.model_args.moe_args.score_func != "softmax":
                 return reader

@@ -108,7 +108,7 @@ def export(request: Request) -> int:
 
 
 def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[str]) -> None:
-    """Print how many routing biases were not exported, because the published format has none."""
+    """Print how many routing biases the export left out because the published format has none."""
     left_out = [
         Part(fqn, (fqn,), 0, tuple(saved.size), torch.float32)
         for fqn, saved in metadata.state_dict_metadata.items()
@@ -176,7 +176,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
 
 def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[str, torch.Tensor]:
     """Read the tensors of `part`; return them by exported name, in its dtype."""
-    # The checkpoint stacks experts along a first dimension, even a single one.
+    # The checkpoint stacks experts along a first dimension, even if there is only one.
     is_stacked = ".experts." in part.fqn
     shape = torch.Size([len(part.names), *part.shape] if is_stacked else part.shape)
     offsets = torch.Size([part.first, *[0] * (len(shape) - 1)] if shape else [])

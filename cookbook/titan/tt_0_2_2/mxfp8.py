@@ -80,7 +80,7 @@ class MXGroupedMMConverter(_Converter):
         super().__init__(job_config, parallel_dims)
         self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
         if self.emulate:
-            # This is a patch, because TorchAO calls its emulation by name.
+            # There is no extension point: TorchAO calls its emulation by name.
             scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d = emulated_weight_gradient
         # Pad each expert's tokens to whole 32-element scale blocks: the weight gradient's GEMM
         # contracts over tokens.
@@ -139,7 +139,7 @@ def emulated_weight_gradient(
 def replace_mx_converters() -> None:
     """Replace TorchTitan's MX converters in its registry.
 
-    This is a patch: `register_model_converter` refuses a name that is already registered.
+    There is no extension point: `register_model_converter` refuses a name already registered.
     """
     model_converter._registry_model_converter_cls.update(
         {"quantize.grouped_mm.mx": MXGroupedMMConverter, "quantize.linear.mx": MXLinearConverter}
