@@ -56,8 +56,8 @@ def merge_config(
     """Merge the parts into a cell without validating it.
 
     Later parts win: recipe, EP backend, precision (emulated if the GPU lacks it), cluster, sweep,
-    `overrides`. On the `local` cluster, a recipe's stand-in replaces the recipe. The sweep's own
-    settings are then dropped, because they suit the size of the original.
+    `overrides` (`--set`). On the `local` cluster, a recipe's stand-in replaces the recipe. The
+    sweep's own settings are then dropped, because they suit the size of the original.
     """
     stand_in_for, left_out, is_local = None, tuple[str, ...](), cluster.scheduler == "local"
     if is_local and recipe.stand_in is not None:

@@ -15,6 +15,7 @@ from cookbook.base.gpus import Gpu, InstalledGpu
 from cookbook.doctor.check import State, Surroundings, Verdict, check
 from cookbook.install import find_distribution
 from cookbook.install.deepep import torch_cuda
+from cookbook.run.excluded import HARDWARE_H, PASSING_H
 
 GIB = 1024**3
 NETWORK_FILE = "/etc/profile.d/90-nccl-network-vars.sh"
@@ -23,7 +24,7 @@ OLDEST_DRIVER = {"12": 525, "13": 580}
 OLDEST_BLACKWELL_DRIVER = 570
 
 
-@check("gpus", local=True, node_hours=24)
+@check("gpus", local=True, node_hours=HARDWARE_H)
 def gpus(here: Surroundings) -> Verdict:
     if not here.installed_gpus:
         return _without_gpus(here)
@@ -129,7 +130,7 @@ def _faults(here: Surroundings, fault: Callable[[InstalledGpu], str]) -> str:
     return "; ".join(f"GPU {number(gpu)}: {words}" for gpu in here.gpus if (words := fault(gpu)))
 
 
-@check("idle", node_hours=1, of_gpus=True)
+@check("idle", node_hours=PASSING_H, of_gpus=True)
 def idle(here: Surroundings) -> Verdict:
     def use(gpu: InstalledGpu) -> str:
         if gpu.processes:
@@ -143,7 +144,7 @@ def idle(here: Surroundings) -> Verdict:
     return "ok", "no GPU is in use"
 
 
-@check("gpu memory", node_hours=24, of_gpus=True)
+@check("gpu memory", node_hours=HARDWARE_H, of_gpus=True)
 def gpu_memory(here: Surroundings) -> Verdict:
     def errors(gpu: InstalledGpu) -> str:
         count = gpu.ecc_errors
@@ -159,7 +160,7 @@ def gpu_memory(here: Surroundings) -> Verdict:
     return "ok", "no uncorrectable error since the driver was loaded"
 
 
-@check("xid", node_hours=24, of_gpus=True)
+@check("xid", node_hours=HARDWARE_H, of_gpus=True)
 def xid(here: Surroundings) -> Verdict:
     """Check the kernel log, if readable, for the GPU driver's errors of the last day."""
     log, uptime = here.answer(KERNEL_LOG), here.text("/proc/uptime").split()
@@ -177,7 +178,7 @@ def xid(here: Surroundings) -> Verdict:
     return "ok", "no hardware error of a GPU in the last day"
 
 
-@check("nvlink", node_hours=24)
+@check("nvlink", node_hours=HARDWARE_H)
 def nvlink(here: Surroundings) -> Verdict:
     """Check for a GPU with fewer active NVLinks than the others; skip GPUs without NVLink."""
     most = max((gpu.links for gpu in here.gpus), default=0)
@@ -189,7 +190,7 @@ def nvlink(here: Surroundings) -> Verdict:
     return "ok", f"{most} links up on each of {len(here.gpus)} GPUs"
 
 
-@check("dcgm", node_hours=24, of_gpus=True)
+@check("dcgm", node_hours=HARDWARE_H, of_gpus=True)
 def dcgm(here: Surroundings) -> Verdict:
     """Report DCGM's health verdict, if DCGM runs and its health watches are enabled."""
     output = here.answer(DCGM_HEALTH).output
@@ -203,7 +204,7 @@ def dcgm(here: Surroundings) -> Verdict:
     return state, f"{overall[1]}: {words[:200]}", "dcgmi diag -r 2 says more"
 
 
-@check("ibgda", node_hours=24)
+@check("ibgda", node_hours=HARDWARE_H)
 def ibgda(here: Surroundings) -> Verdict:
     """Check for IBGDA, where the GPU rings the NIC's doorbell: DeepEP needs it between nodes."""
     if not here.installed_gpus:
@@ -224,7 +225,7 @@ def ibgda(here: Surroundings) -> Verdict:
     return "problem" if here.deepep_between_nodes else "warning", found, remedy
 
 
-@check("memlock", node_hours=24)
+@check("memlock", node_hours=HARDWARE_H)
 def memlock(here: Surroundings) -> Verdict:
     match = re.search(r"^Max locked memory\s+(\S+)", here.text("/proc/self/limits"), re.MULTILINE)
     if match is None:
@@ -247,7 +248,7 @@ def rdma_devices(here: Surroundings) -> dict[str, str]:
     return {name: state.rpartition(":")[2].strip() for name, state in states.items()}
 
 
-@check("network", node_hours=24)
+@check("network", node_hours=HARDWARE_H)
 def network(here: Surroundings) -> Verdict:
     devices = rdma_devices(here)
     chosen = here.environment.get("NCCL_IB_HCA", "")
@@ -278,7 +279,7 @@ def network(here: Surroundings) -> Verdict:
     return "ok", f"{len(named)} devices, active ({place}={chosen})"
 
 
-@check("disk", local=True, node_hours=1)
+@check("disk", local=True, node_hours=PASSING_H)
 def disk(here: Surroundings) -> Verdict:
     folder = here.job_folder or here.runs
     if not here.is_in_job:
@@ -296,7 +297,7 @@ def disk(here: Surroundings) -> Verdict:
     return "ok", found
 
 
-@check("scratch", local=True, node_hours=1)
+@check("scratch", local=True, node_hours=PASSING_H)
 def scratch(here: Surroundings) -> Verdict:
     """Check the space in /tmp and /dev/shm for compilers' and worker processes' files.
 
@@ -315,7 +316,7 @@ def scratch(here: Surroundings) -> Verdict:
     return "ok", " and ".join(found)
 
 
-@check("memory", node_hours=1)
+@check("memory", node_hours=PASSING_H)
 def memory(here: Surroundings) -> Verdict:
     text = here.text("/proc/meminfo")
     sizes = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", text, re.MULTILINE))
@@ -329,7 +330,7 @@ def memory(here: Surroundings) -> Verdict:
     return "ok", found
 
 
-@check("job folder", node_hours=1)
+@check("job folder", node_hours=PASSING_H)
 def job_folder(here: Surroundings) -> Verdict:
     """Check that the run's folder exists on this node and is writable."""
     if here.job_folder is None:

@@ -89,6 +89,15 @@ class Hardware:
     deepep_infiniband_share: Fact | None = None
 
 
+# What a hardware file needs for more than one node.
+_NETWORK = (
+    "infiniband_gb_per_s",
+    "nccl_infiniband_share",
+    "all_to_all_infiniband_share",
+    "deepep_infiniband_share",
+)
+
+
 def hardware_of(cell: Cell) -> Hardware:
     """Return the facts about the cell's GPU; raise InputError if it has no GPU or no file on it."""
     place, gpu = f"cluster {cell.cluster.name}", cell.cluster.gpu
@@ -100,7 +109,7 @@ def hardware_of(cell: Cell) -> Hardware:
     if found is None:
         remedy = f"describe it in recipes/hardware/, as {', '.join(one.path.name for one in known)}"
         raise InputError(place, f"nothing is known of the speed of a {gpu.name}", remedy)
-    if cell.nodes > 1 and found.infiniband_gb_per_s is None:
+    if cell.nodes > 1 and not all(getattr(found, name) for name in _NETWORK):
         reason = "says nothing of the network between nodes"
         remedy = "add infiniband_gb_per_s and its shares, or use one node"
         raise InputError(f"recipes/hardware/{found.path.name}", reason, remedy)

@@ -160,7 +160,7 @@ def watch_gradients(job_config: Any) -> None:
 
 
 def build_optimizers(*args: Any, **kwargs: Any) -> Any:
-    """Return TorchTitan's optimizers that also update the routing bias, for every family.
+    """Return TorchTitan's optimizers that also update the routing bias, in every family and cell.
 
     With `training.max_skipped_steps`, `step` skips steps whose gradients are not finite, and fails
     at the first one beyond that number.

@@ -190,7 +190,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
 
 
 def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
-    """Return the rank that has the loss, and so logs the metrics.
+    """Return the rank that has the loss, in the last pipeline stage, and so logs the metrics.
 
     TorchTitan handles only one V-shaped schedule; for others its logging rank lacks the loss.
     """

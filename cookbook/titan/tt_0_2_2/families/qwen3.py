@@ -1,7 +1,8 @@
 """Qwen3-MoE: grouped-query attention with QK norm, routed experts in every layer.
 
 TorchTitan's released `qwen3` ignores the job's EP backend, recomputes the all-to-all even under
-selective recomputation, and never updates the routing bias. It does not support pipelines.
+selective recomputation, and never updates the routing bias; the cookbook's build_optimizers does.
+It does not support pipelines.
 `30B-A3B_4layers` is 30B-A3B with 4 of its 48 layers, for timing its kernels on one GPU.
 """
 
