@@ -90,6 +90,13 @@ def test_a_second_backward_finds_the_same_gradients() -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
+def test_every_label_needs_a_token() -> None:
+    hidden, weight, labels = batch()
+    with pytest.raises(RuntimeError, match="shape"):
+        # These tokens fill all chunks.
+        chunked_cross_entropy(hidden[:1], weight, labels, 5)
+
+
 class Largest(TorchDispatchMode):
     """The size of the largest tensor that an operation made."""
 

@@ -40,7 +40,8 @@ def chunked_cross_entropy(
     """
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden states are {hidden.dtype}, the output layer is {weight.dtype}")
-    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    # `reshape` refuses another number of labels than tokens.
+    hidden, labels = hidden.flatten(0, -2), labels.reshape(hidden.shape[:-1].numel())
     chunks = _Chunks(-(-len(hidden) // num_chunks), shard, backend)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunks)
