@@ -222,10 +222,8 @@ def exchange_errors(
 
     # The reference has a separate factor for each copy of a token.
     factors = expert_factors(num_experts, str(x.device))[given.experts]
-    exact = with_gradients(
-        weighted_sum, [given.x.float(), given.scores, factors], given.grad.float()
-    )
-    wanted, wanted_dx, wanted_ds, by_copy = exact
+    exact = [given.x.float(), given.scores, factors]
+    wanted, wanted_dx, wanted_ds, by_copy = with_gradients(weighted_sum, exact, given.grad.float())
     # The gradient of an expert's factor is often close to zero, because its terms cancel. So divide
     # its error by the square root of the sum of the squared terms.
     terms = by_copy[:, part].flatten()
