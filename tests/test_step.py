@@ -130,3 +130,15 @@ def test_a_step_that_takes_too_long_is_ended(srun: Callable[[str], Path]) -> Non
         ["worker-0"], "a", "b", 25.0, lambda line, at: seen.append(line), lambda: bool(seen)
     )
     assert not end.is_late and seen == ["one\n"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_command_that_cannot_be_executed_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    if is_there:
+        # Not executable; a folder in PATH that may not be read gives the same error.
+        (tmp_path / "squeue").touch(0o644)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(JobError, match="squeue is not on PATH"):
+        slurm.own_jobs()

@@ -230,7 +230,7 @@ def _run(
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout}
     try:
         return subprocess.run(command, env=environment, **options)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # a folder in PATH may be unreadable
         remedy = "log in to the cluster, or use --cluster local"
         raise JobError(f"{command[0]} is not on PATH; {remedy}") from None
     except subprocess.TimeoutExpired:
