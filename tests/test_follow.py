@@ -270,6 +270,8 @@ def test_the_summary_counts_states_steps_and_time() -> None:
     )
     # Where two run at a time, those that wait take half as long.
     assert summarize([LEFT, replace(LEFT, name="d"), *waiting]).endswith(", 2:55 left")
+    # After the last step, which lost its time on the console, nothing is estimated from it.
+    assert "1 running" in summarize([replace(LEFT, step=20), *waiting])
 
 
 def test_a_terminal_is_redrawn_in_place_in_colour(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def summarize(cells: Sequence[CellProgress]) -> str:
     paces = [
         cell.left / (cell.total_steps - cell.step)
         for cell in running
-        if cell.left and cell.total_steps and cell.step
+        if cell.left and cell.total_steps and cell.step and cell.step < cell.total_steps
     ]
     if paces and len(cells) > 1:
         waiting = sum(cell.total_steps or 0 for cell in cells if cell.state == "queued")
