@@ -171,7 +171,7 @@ def test_only_an_attempt_without_a_word_of_its_end_was_cut_short(cell: CellFolde
 def at(step: int | None, phase: Phase = Phase.TRAINING) -> Any:
     """Stand for the tail of a log."""
     newest = StepMetrics(step, 7.0) if step else None
-    return SimpleNamespace(step=newest, phase=phase, recent=[], lines=[])
+    return SimpleNamespace(step=newest, phase=phase, recent=[])
 
 
 def trained(clock: StepClock, seconds: float, steps: int = 8, stride: int = 1) -> float:
@@ -182,7 +182,7 @@ def trained(clock: StepClock, seconds: float, steps: int = 8, stride: int = 1) -
         tail = at(done or None, Phase.TRAINING if done else Phase.FIRST_STEP)
         made = range(stride, done + 1, stride)
         tail.recent = [StepMetrics(step, 7.0, time=step * seconds) for step in made]
-        clock.look(tail, now)
+        clock.look(tail, [], now)
         now += 0.5
     return now
 
@@ -192,7 +192,7 @@ def seen_after(clock: StepClock, newest: Any, start: float) -> float:
     while clock.hang is None:
         assert now < start + 10_000
         now += 0.5
-        clock.look(newest, now)
+        clock.look(newest, [], now)
     return now - start
 
 
@@ -215,8 +215,7 @@ def test_until_a_step_has_a_usual_time_each_line_is_a_sign_of_life(
 ) -> None:
     clock = StepClock(Timeouts(), usual=usual, log_freq=100)
     for now in range(0, 7200, 2):
-        newest.lines = [b"a line"] if now % 1000 == 0 else []
-        clock.look(newest, float(now))
+        clock.look(newest, [b"a line"] if now % 1000 == 0 else [], float(now))
         assert clock.hang is None
     assert 1500 < seen_after(clock, newest, 7200.0) < 1700
     assert ("before the first step" in (clock.hang or "")) == (newest.step is None)
@@ -245,7 +244,7 @@ def test_a_save_may_take_as_long_as_saves_do(
 def test_a_job_that_was_suspended_does_not_hang() -> None:
     clock = StepClock(Timeouts())
     now = trained(clock, 1.0)
-    clock.look(at(7), now + 3600)
+    clock.look(at(7), [], now + 3600)
     assert clock.hang is None
 
 

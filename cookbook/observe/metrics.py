@@ -234,7 +234,6 @@ class Tail:
     Attributes:
         step, phase, validation_loss: the newest ones of `rank`; None if not logged yet.
         recent: the newest steps of `rank`.
-        lines: the console lines that the last `read` found, of all ranks.
     """
 
     def __init__(self, attempt: Attempt, rank: int) -> None:
@@ -244,15 +243,15 @@ class Tail:
         self.phase: Phase | None = None
         self.validation_loss: float | None = None
         self.recent: deque[StepMetrics] = deque(maxlen=_NUM_RECENT)
-        self.lines: list[bytes] = []
 
-    def read(self) -> None:
+    def read(self) -> list[bytes]:
+        """Return the new console lines of all ranks."""
         steps = _parse(_METRICS, self._metrics.lines())
         for step in steps:
             self.validation_loss = step.validation_loss or self.validation_loss
         has_metrics = self._metrics.offset > 0
-        self.lines = self._console.lines()
-        for line in self.lines:
+        lines = self._console.lines()
+        for line in lines:
             # The first message comes after the imports, so any line means LOADING.
             self.phase = self.phase or Phase.LOADING
             text = line.decode("utf-8", "replace") if b" - INFO - " in line else ""
@@ -267,6 +266,7 @@ class Tail:
                     steps.append(shown)
         self.recent.extend(step for step in steps if step.loss is not None)
         self.step = self.recent[-1] if self.recent else None
+        return lines
 
 
 class GrowingFile:

@@ -84,8 +84,8 @@ class StepClock:
         self._looked_at: float | None = None
         self.silent = 0.0
 
-    def look(self, tail: Tail, now: float) -> None:
-        """Update the clock after each `read` of the attempt's tail."""
+    def look(self, tail: Tail, lines: Sequence[bytes], now: float) -> None:
+        """Update the clock after each `read` of the attempt's tail, which returned `lines`."""
         gap = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         # Cap the gap: if the job was suspended, training was suspended too.
@@ -95,7 +95,7 @@ class StepClock:
         step, before = tail.step, self._step
         is_new_step = step is not None and (before is None or step.step > before.step)
         # Any log line counts as progress while no step time is known.
-        is_new_line = bool(tail.lines) and (before is None or self.usual is None)
+        is_new_line = bool(lines) and (before is None or self.usual is None)
         if is_new_step or is_new_line or tail.phase != self._phase:
             self.silent = 0.0
         self._step, self._phase = step, tail.phase
@@ -155,7 +155,7 @@ class RunningAttempt:
             timeouts.adjusted(record),
             usual_step_time(earlier),
             lambda: longest_save([*earlier, attempt]),
-            record.options.get(log_freq, load_stack().options[log_freq].default),
+            record.options.get(log_freq) or load_stack().options[log_freq].default,
         )
         self._tail = Tail(attempt, record.loss_rank)
         self._is_stopped = False
@@ -198,9 +198,9 @@ class RunningAttempt:
                 if options.get("checkpoint.enable") and any(folder.glob("step-*/.metadata")):
                     late = "asked to stop, it has not ended in time"
                     return self._end(None, None, Cause.TOO_LATE, late)
-            self._tail.read()
-            self.clock.look(self._tail, time.monotonic())
-            if seen is None and any(map(_GONE.search, self._tail.lines)):
+            lines = self._tail.read()
+            self.clock.look(self._tail, lines, time.monotonic())
+            if seen is None and any(map(_GONE.search, lines)):
                 seen = time.time()
             if seen is not None:
                 if time.time() - seen > _GRACE_S:
