@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-# An error about a name has the name's kind as `place`, until `named_at` says where it was read.
+# In an error about a name, `place` is first the name's kind; `named_at` replaces it.
 _KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
 
 
@@ -36,7 +36,7 @@ class JobError(Exception):
 
 @contextlib.contextmanager
 def named_at(place: str) -> Iterator[None]:
-    """Make errors about a name give `place`, where the name was read, instead of only its kind."""
+    """Within this block, errors about a name report `place`, where it was read, not its kind."""
     try:
         yield
     except InputError as error:
@@ -125,6 +125,6 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        # Python flushes again at exit, and a second failure would change the exit status.
+        # Redirect it: Python flushes stdout again at exit; another failure would change the status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status

@@ -56,7 +56,7 @@ class Family:
     name: str
     title: str  # name in messages
     flavors: Mapping[str, Model]
-    # Tensors of a published checkpoint. A dimension names a field of `Model`; None allows any size.
+    # Tensor shapes in published checkpoints. A dimension names a `Model` field; None is any size.
     weights: Mapping[str, Sequence[str | None]]
     extra_layers: int = 0  # layers that a published checkpoint may have on top of the model's
     has_pipelines: bool = True  # whether TorchTitan can split the model into pipeline stages

@@ -159,7 +159,7 @@ def check_sources(patterns: Sequence[str], key: str, root: Path) -> None:
 def write_lengths(
     sources: Sequence[TextSource], text_key: str, tokenizer: Path, mean: float, median: float
 ) -> None:
-    """Record the mean and median length of the documents in tokens."""
+    """Record the mean and median document length of `sources`, in tokens, for `read_lengths`."""
     found = _read_lengths() | {_key(sources, text_key, tokenizer): [mean, median]}
     write_whole(runs_folder() / "texts.json", json_text(found))
 
@@ -167,7 +167,7 @@ def write_lengths(
 def read_lengths(
     sources: Sequence[TextSource], text_key: str, tokenizer: Path
 ) -> list[float] | None:
-    """Return the recorded mean and median; None if none are recorded or the files changed."""
+    """Return the recorded mean and median length; None if there is none or the files changed."""
     return _read_lengths().get(_key(sources, text_key, tokenizer))
 
 
@@ -180,7 +180,7 @@ def _read_lengths() -> dict[str, list[float]]:
 
 
 def _key(sources: Sequence[TextSource], text_key: str, tokenizer: Path) -> str:
-    """Return a digest of key, tokenizer and weights, and of the files' paths, sizes and mtimes."""
+    """Return the key for recorded lengths: a digest of all arguments, file sizes and mtimes."""
     total = sum(source.weight for source in sources)
     known = [text_key, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     for source in sources:

@@ -121,7 +121,7 @@ Natural = Annotated[int, Field(strict=True, ge=0)]
 Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Texts = tuple[Text, ...]
 Numbers = dict[str, Annotated[float, Field(strict=True)]]
-# A mapping whose values the caller checks.
+# A mapping whose values pydantic does not check; the caller does.
 Unchecked = dict[str, Any]
 # Values for a shell, by name. Numbers keep their spelling (`3.10`, not 3.1), except in a cluster
 # profile stored in a run's record: there it is lost, so pydantic converts them to strings.
@@ -148,9 +148,9 @@ def fill(
     beside: Collection[str] = (),
     **given: Any,
 ) -> T:
-    """Make a `cls` from the mapping in `file` at the path `within` and from the values `given`.
+    """Make a `cls`: fields `given` as they are, others from the mapping in `file` at `within`.
 
-    Fields in `given` are not keys of the mapping. Keys in `beside` are ignored; `a` covers `a.b`.
+    The mapping may not set fields in `given`. Its keys in `beside` are ignored; `a` covers `a.b`.
     """
     fields = {
         field.metadata.get("key", field.name): field.name

@@ -50,7 +50,7 @@ class Built:
 
 @contextlib.contextmanager
 def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell], Built]]:
-    """Start the subprocess; yield a function that has it build a cell and caches the answer."""
+    """Start a subprocess; yield a function that makes it build a cell and caches the outcome."""
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         # Errors go to a file: a pipe that nobody reads could block the subprocess.
         said = Path(folder) / "errors"
@@ -134,7 +134,7 @@ class CellCheck:
     judged: Verdict
     advice: tuple[Finding, ...] = ()
     built: Built | None = None
-    ranks: tuple[Rank, ...] = ()  # empty if the cell is not built or its ranks cannot be counted
+    ranks: tuple[Rank, ...] = ()  # empty if the cell is not built or its layers are not counted
     stages: tuple[StageMemory, ...] = ()  # the predicted memory of each of `ranks`
     work: Work | None = None
     step: StepTime | None = None
@@ -223,7 +223,7 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
         return
     if built.failure:
         message, place = built.failure["error"], built.failure["place"]
-        # Blame an option whose name ends in a word of the message; of several, the longest.
+        # Blame an option whose last name part is in TorchTitan's message; of several, the longest.
         named = [name for name in cell.options.settings if name.rpartition(".")[2] in message]
         version, (package, _, file) = cell.options.stack.pins["torchtitan"], place.partition("/")
         reason = f"TorchTitan {version} refuses it: {message} (rank {built.failure['rank']}, "

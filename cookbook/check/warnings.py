@@ -14,7 +14,7 @@ from cookbook.predict.operators import BYTES
 from cookbook.predict.rank import count_parameters, model_of
 from cookbook.predict.shapes import destinations, routing_of
 
-# Rules for any cell, and rules that also need TorchTitan's build and a model that can be counted.
+# Rules for any cell, and rules for cells that TorchTitan has built and whose work can be predicted.
 ADVICE: list[Rule] = []
 BUILT_ADVICE: list[Rule] = []
 
@@ -118,10 +118,10 @@ def _routing_option(cell: Cell) -> str:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/components/lr_scheduler.py")
 def warm_up_ends(cell: Cell) -> Problems:
-    """TorchTitan cuts a warm-up that is longer than the schedule; only benchmarks may have one."""
+    """TorchTitan cuts off a warm-up longer than the schedule, which only benchmarks can afford."""
     options, option = cell.options, "lr_scheduler.warmup_steps"
     total = options["lr_scheduler.total_steps"] or cell.steps
-    # The published convergence experiment uses these values.
+    # The published convergence experiment has 2,000 warm-up steps in a schedule of 1,500.
     is_published = (options[option], total) == (2000, 1500)
     if options[option] > total and not (is_published or options["debug.moe_force_load_balance"]):
         reason = f"{options[option]} steps are longer than the run, whose {total} steps all warm up"
@@ -224,7 +224,7 @@ def small_experts(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def forced_balance_flatters(cell: Cell) -> Problems:
-    """Round-robin sends a token to few ranks, which flatters a backend that sends once per rank."""
+    """Round-robin routing sends tokens to few ranks, which flatters sending once per rank."""
     ep, exchange = cell.layout.ep, cell.exchange
     if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
         return
@@ -237,7 +237,7 @@ def forced_balance_flatters(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference="https://doi.org/10.1016/j.future.2004.11.016")
 def saving(cell: Cell) -> Problems:
-    """The best interval minimizes the time lost to saves and to repeated steps (Young and Daly)."""
+    """The best save interval minimizes time lost to saves and repeated steps (Young and Daly)."""
     cluster, options = cell.cluster, cell.options
     if not options["checkpoint.enable"] or cluster.node_failure_days is None:
         return

@@ -32,8 +32,8 @@ SAVE_LIST = "activation_checkpoint.op_sac_save_list"
 LAYERS_KEPT = "activation_checkpoint.num_layers_kept"
 # The options that do nothing unless TorchTitan imports the cookbook's hooks.
 OF_HOOKS = (NUM_CHUNKS, EP_CHUNKS, LAYERS_KEPT, SAVE_LIST, SCORE_ACTIVATIONS, ATTENTION)
-# The parts of a cell that are read from files. Keys are those of the cell's record; values are the
-# folders below `recipes/`, where recipes themselves are at the top.
+# The parts of a cell that are read from files: each part's key in the cell's record, and the folder
+# below `recipes/` that holds such files. Recipes are in `recipes/` itself.
 PARTS = {"recipe": "", "precision": "precision", "ep_backend": "ep_backend", "cluster": "cluster"}
 # The operators that SAVE_LIST may name; the first three are TorchTitan's default.
 SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
@@ -100,7 +100,7 @@ class Cell:
 
     @property
     def own_pair(self) -> str:
-        """The pair that the recipe is designed for; empty if the cell uses it or any pair suits."""
+        """The recipe's intended `precision+EP backend`; empty if the cell uses it or any suits."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         # A recipe that sets neither `precision` nor `ep_backend` suits any pair.
         return "" if own in (self.pair, "bf16+standard") else own
@@ -131,7 +131,7 @@ class Cell:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the job exports; those of precision win, then those of EP backend."""
+        """The job's exported variables; precision overrides EP backend, which overrides cluster."""
         parts = (self.cluster, self.ep_backend, self.precision)
         return exported(Words(itertools.chain(*(part.environment.items() for part in parts))))
 
@@ -160,13 +160,13 @@ class Cell:
         )
 
     def job_record(self) -> CellRecord:
-        """Return the record with all that a job would otherwise read from other YAML files."""
+        """Return the record plus what a job would otherwise read from recipe and cluster files."""
         profile = dict(self.cluster.content)
         return replace(self.record(), too_few_nodes=self.recipe.too_few_nodes, profile=profile)
 
 
 def train_argv(cell: Cell) -> list[str]:
-    """Return the cell's arguments for TorchTitan, all but the folders of the run."""
+    """Return the cell's arguments for TorchTitan, except those that name the run's folders."""
     stack = cell.options.stack
     words = launch_argv(stack, cell.description)
     for overlay in (cell.precision, cell.ep_backend):
@@ -245,7 +245,7 @@ def unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, 
 class Verdict:
     """The findings about a cell, in three parts; `built` is None if its model was not built."""
 
-    rules: tuple[Finding, ...]  # errors in any environment
+    rules: tuple[Finding, ...]  # errors wherever the job runs
     # Packages and files missing here: errors if the job would run here, else warnings.
     here: tuple[Finding, ...]
     built: tuple[Finding, ...] | None = None  # from TorchTitan building the model on the CPU

@@ -46,7 +46,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The lowest bus bandwidths that pass the test before training, in GB/s as in nccl-tests."""
+    """Bus bandwidths that the test before training must reach, in GB/s as in nccl-tests."""
 
     all_reduce: Number
     all_to_all: Number
@@ -122,7 +122,7 @@ _TAKEN = frozenset(
 
 
 def default_cluster() -> str:
-    """Return COOKBOOK_CLUSTER if set, `local` without Slurm, else the profile for Slurm's nodes."""
+    """Return COOKBOOK_CLUSTER, or `local` without Slurm, or the profile that fits Slurm's nodes."""
     if name := os.environ.get("COOKBOOK_CLUSTER"):
         return name
     groups = slurm.node_groups()
@@ -197,7 +197,7 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
         found = f"found {cluster.gpu.compute_capability:g}, allowed: MAJOR.MINOR"
         remedy = f"write {cluster.gpu.compute_capability / 10:.1f}"
         yield ("gpu", "compute_capability"), found, remedy
-    # sbatch accepts these two words in upper or lower case.
+    # sbatch accepts INFINITE and UNLIMITED in upper or lower case.
     is_word = cluster.time and cluster.time.upper() in ("INFINITE", "UNLIMITED")
     if cluster.time and not is_word and seconds_of(cluster.time) is None:
         allowed = "MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED"
@@ -233,7 +233,7 @@ def seconds_of(limit: str) -> int | None:
     if match is None:
         return None
     days, parts = match[1], [int(part) for part in match[2].split(":")]
-    # The first part is minutes, or hours if there are days or three parts.
+    # The first number is minutes; if there are days or three numbers, it is hours.
     if days is None and len(parts) < 3:
         parts.insert(0, 0)
     hours, minutes, seconds = [*parts, 0, 0][:3]

@@ -83,7 +83,7 @@ class Layout:
     world: int
     pp: int
     dp_replicate: int
-    # -1 (all remaining ranks) is already resolved here; 0 if the other degrees leave no ranks.
+    # A configured -1 (all remaining ranks) is resolved here, to 0 if other degrees leave no ranks.
     dp_shard: int
     cp: int
     tp: int

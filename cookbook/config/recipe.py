@@ -41,8 +41,8 @@ from cookbook.config.options import (
 )
 from cookbook.config.stack import load_stack
 
-# The kinds of files, by folder below `recipes/`: the kind's name in messages, and the remedy if a
-# file of this kind is named where another kind is expected.
+# The kinds of files, by folder below `recipes/`. Each has its name in messages, and the remedy for
+# naming such a file where another kind is expected.
 KINDS = {
     "": ("recipe", "write: python submit.py run {}"),
     "precision": ("precision", "it is a precision: --precision {}"),
@@ -121,7 +121,7 @@ class Exchange:
     sizes: tuple[int, ...] = ()  # supported EP degrees; empty for any
     ranks_per_node: int = 0  # required ranks per node if EP spans nodes; 0 for any number
     has_etp: bool = True  # whether it works with expert tensor parallelism
-    # Whether the cookbook's hooks have an MoE layer for it, which overlaps it with shared experts.
+    # Whether the cookbook's hooks have an MoE layer that overlaps it with the shared experts.
     has_own_layer: bool = False
     sends_once_per_rank: bool = False  # whether a rank gets a token once, not once per expert
 
@@ -138,7 +138,7 @@ EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8, _DEEPEP)
 
 
 def implied(options: Options) -> dict[str, str]:
-    """Return the formats of grouped GEMMs and linear layers and the dispatch that are enabled."""
+    """Return what `options` enable: dispatch, and formats of grouped GEMMs and linear layers."""
     formats = {
         "grouped_gemms": {
             "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],

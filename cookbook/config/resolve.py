@@ -21,7 +21,7 @@ from cookbook.run.record import CellRecord
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
     """Append `words` to a merged cell's name; complete and validate the cell."""
     name = "-".join([cell.name, *words])
-    # A folder's name may have at most 255 bytes, and a run creates it under a longer name.
+    # A folder's name may have at most 255 bytes, and a new run's folder first has a longer one.
     if len(name) > 200:
         found = f"its name has {len(name)} characters, allowed: 200"
         raise InputError(f"cell {name[:40]}...", found, "vary less, or shorten the names")
@@ -106,7 +106,7 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
 def cell_from_record(
     name: str, record: CellRecord, place: str, nodes: int | None, overrides: Settings
 ) -> Cell:
-    """Rebuild the cell of `record` as last requested, apply `overrides`, and validate it.
+    """Rebuild a recorded cell from its last requested options and `overrides`; validate it.
 
     The options are the recorded ones, even if the recipe has changed. The overlays' `expect` blocks
     and the environment come from the current files. `place` names the record in errors.
@@ -158,7 +158,7 @@ def this_machine(
     return Cluster(
         name="this machine",
         description="the machine that this runs on",
-        # Not `local`, which would replace large recipes with their stand-ins.
+        # Not `local`: that scheduler would replace large recipes with their stand-ins.
         scheduler="slurm",
         settings={},
         path=Path(__file__),

@@ -85,7 +85,7 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             cell = resolve_cell(cell, words)
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
             if cell.name in cells:
-                # Skip duplicates: recipes share a stand-in, or the command line makes pairs equal.
+                # Skip a duplicate: recipes share a stand-in, or the command line made pairs equal.
                 other, other_point = groups[cell.name]
                 if cell.stand_in_for or (other == group and other_point is not point):
                     continue

@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 def ask(command: Sequence[str], timeout_s: float = 5.0) -> Answer:
-    """Run `command` with a timeout, so that a Slurm controller that hangs delays little."""
+    """Run `command` with a timeout, so that a hung Slurm controller delays the doctor little."""
     text: Any = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
     try:
         done = subprocess.run(command, timeout=timeout_s, stdin=subprocess.DEVNULL, **text)

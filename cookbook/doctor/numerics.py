@@ -29,7 +29,7 @@ from cookbook.config.stack import load_stack
 from cookbook.config.validate import missing_here, validation_errors
 from cookbook.observe.failure import find_reason
 
-# The second recipe only adds its attention: its other kernels are those of the first recipe.
+# The second recipe is here for its attention: its other kernels are those of the first recipe.
 _RECIPES = {"gpu": ("deepseek_v3_16b", "qwen3_30b_a3b"), "cpu": ("debug", "qwen3_debug")}
 
 
@@ -101,7 +101,7 @@ def _prove_on(cluster: Cluster, output: Path | None) -> int:
 
 
 def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
-    """Return cells for every precision and EP backend on `machine`, for TP and FlashAttention-4.
+    """Return cells for `machine` that cover every precision, EP backend, TP and FlashAttention-4.
 
     Each cell comes with the reason why it cannot run, or None if it can.
     """
@@ -113,7 +113,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     first, second = _RECIPES["gpu" if machine.gpu else "cpu"]
     choices: list[tuple[str, str, str, dict[str, Any]]] = [
         *((first, precision, "standard", {}) for precision in names_in("precision")),
-        # MXFP8 too: these backends then pad groups of rows to another multiple than in BF16.
+        # In MXFP8 too, where backends pad an expert's rows to a different multiple than in BF16.
         *((first, one, backend, {}) for backend, one in product(others, ("bf16", "mxfp8"))),
         (first, "bf16", "standard", flash),
         *((first, "mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in with_tp),
@@ -122,7 +122,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     degrees = {
         DEGREES["tp"]: 1,
         DEGREES["pp"]: 1,
-        # A power of two, so that it divides the number of experts.
+        # The largest power of two that divides the ranks: it also divides the expert count.
         DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
         "training.local_batch_size": 4,
     }
@@ -131,7 +131,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
         words = [precision, ep_backend, *(f"{name}={value}" for name, value in options.items())]
         name = " ".join([*words, second] if recipe == second else words)
         cell = cell_on(machine, recipe, precision, ep_backend, degrees | options, name, "doctor")
-        # Ignore findings that do not concern kernels: a run's files, and ranks to shard over.
+        # Ignore findings not about kernels: a run's missing files, and too few ranks for FSDP.
         problems = [
             finding
             for finding in [*validation_errors(cell), *missing_here(cell, is_submitted=True)]

@@ -113,7 +113,7 @@ def deepep(here: Surroundings) -> Verdict:
     if not built.internode:
         found = f"{built.version}, intra-node kernels only: one node at most"
         return "warning", found, f"{rebuild}; torch must bring its NVSHMEM wheel"
-    # The library's own search path names the wheel, but LD_LIBRARY_PATH takes precedence.
+    # DeepEP's library looks for NVSHMEM in the wheel, but LD_LIBRARY_PATH takes precedence.
     linked = here.answer(("ldd", str(built.library))).output
     loaded = re.search(r"libnvshmem_host\S* => (/\S+)", linked)
     folder, version = find_nvshmem(here.site) or (None, "")

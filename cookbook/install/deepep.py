@@ -56,7 +56,7 @@ def find_nvshmem(path: Sequence[str] = sys.path) -> tuple[Path, str] | None:
 
 class DeepEp(NamedTuple):
     version: str
-    commit: str  # what it was built from; empty if pip did not build it from a commit
+    commit: str  # the commit it was built from; empty if pip did not build it from one
     library: Path | None
     internode: bool  # whether it can send between nodes
 

@@ -13,7 +13,7 @@ from cookbook.config.options import DEGREES, Layout, Options, Setting, layout_of
 from cookbook.config.recipe import COMM_BACKEND, EXCHANGES, STANDARD
 from cookbook.config.stack import PIPELINING, TORCHTITAN
 
-# TorchTitan's default number of stages per pipeline rank, by schedule; looped ones allow more.
+# TorchTitan's default number of stages per pipeline rank, by schedule; looped schedules allow more.
 STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 STAGES_PER_RANK |= {"InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
 # Tuples of option, reason, and either the remedy or the values from which to suggest one.
@@ -35,7 +35,7 @@ def layout_findings(options: Options, world: int) -> list[Finding]:
 
 
 def _suggestion(name: str, values: list[int], options: Options, world: int) -> str:
-    """Suggest the nearest of `values` that solves all problems or, failing that, `name`'s own."""
+    """Suggest the nearest of `values` that solves all problems, or else those of option `name`."""
     sizes = EXCHANGES.get(options[COMM_BACKEND], STANDARD).sizes
     if name == DEGREES["ep"] and sizes:
         values = [value for value in values if value in (1, *sizes)]
@@ -45,7 +45,7 @@ def _suggestion(name: str, values: list[int], options: Options, world: int) -> s
         for value in sorted(values, key=lambda value: (abs(value - options[name]), value))
     }
     nearest_first = sorted(left, key=lambda value: bool(left[value]))
-    # There is always one: 1 is among the values, and is itself never a problem.
+    # Some value is always left: 1 is among them, and option `name` is never invalid at 1.
     best = next(value for value in nearest_first if name not in left[value])
     # A value from a YAML file is easiest to override on the command line.
     is_in_file = name in options and ".y" in options.origin(name)
@@ -112,7 +112,7 @@ def _undivided(short: str, degree: int, total: int, things: str) -> list[_Proble
 
 
 def _degrees(layout: Layout) -> Iterator[_Problem]:
-    """Yield the first problem of the degrees that no choice of model would solve."""
+    """Yield the first problem with the parallel degrees that does not depend on the model."""
     product = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
     # TorchTitan forms EP groups from the ranks of DP shard and CP, and of TP too if ETP is 1.
     ranks = layout.dp_shard * layout.cp * layout.tp
@@ -228,7 +228,7 @@ def two_stages(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/dual_pipe_v.py")
 def dual_pipe_v_overlap(cell: Cell) -> Problems:
-    """DualPipeV can overlap only TorchTitan's own dispatch and combine, which some layers replace.
+    """DualPipeV overlaps only TorchTitan's own dispatch and combine; some backends replace them.
 
     TorchTitan would build such a cell, but its first step would fail.
     """

@@ -106,7 +106,7 @@ def pinned_memory(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
-    """TorchTitan checks this value only after the build, and takes 0 to mean every layer."""
+    """TorchTitan checks `selective_ac_option` only after the build, and takes 0 for every layer."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
@@ -171,7 +171,7 @@ def routing(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_CHECKPOINT, is_input=True)
 def addresses(cell: Cell) -> Problems:
-    """TorchTitan treats a URL as a relative path and finds no checkpoint there."""
+    """TorchTitan treats a checkpoint URL as a relative path and finds no checkpoint there."""
     for name in ("checkpoint.folder", "checkpoint.initial_load_path"):
         value = cell.options[name]
         if value and "://" in value:
@@ -197,10 +197,10 @@ def formats(cell: Cell) -> Problems:
     if options[in_hf] and not options[alone]:
         yield alone, "is false, and published weights hold the model alone", "set it to true"
     if options[save] and model:
-        # FP32 size in GB of the routed experts' weights, which are nearly all of a large model.
+        # FP32 size in GB of the routed experts' weights, nearly all the weights of a large model.
         layers = model.n_layers - model.n_dense_layers
         size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9
-        # Rank 0 writes one file while the other ranks wait in a collective, which may time out.
+        # Rank 0 writes all weights. The other ranks wait in a collective, which may time out.
         if size > 60:
             reason = f"rank 0 would write {size:,.0f} GB as one file, until a collective times out"
             remedy = "leave it out, and run: python submit.py export RUN/CELL --to FOLDER"
