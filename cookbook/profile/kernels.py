@@ -74,7 +74,7 @@ RULES = (
     Rule("ep", kernel=_NCCL, group=r"^mesh_ep$"),
     Rule("cp", kernel=_NCCL, group=r"^mesh_cp$"),
     Rule("pp", kernel=_NCCL, group=r"^mesh_pp$", collective=r"send|recv|coalesced"),
-    # The gradient norm is finally summed over all pipeline ranks.
+    # The last reduction of the gradient norm is a sum over all pipeline ranks.
     Rule("reductions", kernel=_NCCL, group=r"^mesh_pp$"),
     Rule("tp", kernel=_NCCL, group=r"^mesh_e?tp$"),
     # This includes HSDP's all-reduce of gradients over the replicas.
@@ -93,11 +93,11 @@ RULES = (
     Rule("pp", inside=r"^gloo:(send|recv)"),
     Rule("communication", inside=r"^gloo:"),
     Rule("communication", kernel=_NCCL),
-    # --- On a CPU, the main thread waits in wait_tensor while the gloo thread works. The time that
-    # autograd itself spends in a node is in hooks, mostly FSDP's.
+    # --- On a CPU, the main thread waits in wait_tensor while the gloo thread works. The time in an
+    # autograd node but in no operation is spent in hooks, mostly FSDP's.
     Rule(NO_WORK, kernel=r"^_c10d_functional::wait_tensor$"),
     Rule(NO_WORK, kernel=r"^autograd::engine::|^(?!Compiled)\w+Backward\d*$|^RegisterPost"),
-    # An operation's detour through the Python code of a tensor subclass such as DTensor.
+    # The Python code of a tensor subclass such as DTensor, which calls the actual operation.
     Rule(NO_WORK, kernel=r"^Python(Subclass|TLSSnapshot|Dispatcher)$"),
     Rule("communication", kernel=r"^(_?c10d(_functional(_autograd)?)?)::"),
     # --- Attention. FlexAttention: Inductor's template kernels.
@@ -152,8 +152,8 @@ RULES = (
     # The embedding also gathers rows, but not rows of experts.
     Rule("pointwise", operation=r"^aten::embedding"),
     Rule("pointwise", kernel=r"embedding|^aten::embedding"),
-    # aten::sort, argsort, topk (CUB's radix sorts), histc, cumsum, index, gather, scatter_add,
-    # index_put, and their backward.
+    # TorchTitan's indexing: aten::sort, argsort, topk (CUB's radix sorts), histc, cumsum, index,
+    # gather, scatter_add, index_put, and their backward.
     Rule("moving_rows", kernel=r"(?i)radix_?sort|\bsort|histogram|histc|bincount|kthvalue|topk"),
     Rule("moving_rows", kernel=r"index_elementwise|indexing_backward|indexFunc|index_(put|add)"),
     Rule("moving_rows", kernel=r"(?i)gather|scatter"),

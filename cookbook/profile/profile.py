@@ -48,7 +48,7 @@ class Profile:
         """Return the ranks to report, with their roles.
 
         They are each pipeline stage's first rank and, if several were read, its slowest and fastest
-        by compute time. Wall time is equal, because the other ranks wait for the slowest.
+        by compute time. Wall time does not tell them apart: all ranks wait for the slowest.
         """
         chosen: list[tuple[RankProfile, str]] = []
         for _, group in itertools.groupby(self.ranks, key=lambda rank: rank.stage or 0):

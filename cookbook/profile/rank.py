@@ -19,7 +19,7 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS, NUMBERS
 from cookbook.profile.trace import NOTHING, Column, Trace, kernels_of, read_trace
 
-# If the first kernel was queued longer than this, the device was busy with the previous step.
+# If the first step's first kernel was queued longer than this, an earlier step was still running.
 _QUEUED_US = 1000.0
 _MOST_KERNELS = 25
 _MOST_CAUSES = 8
@@ -221,7 +221,7 @@ def explain_idle(gaps: Column, kernels: Column, trace: Trace, count: int) -> Idl
     before = trace.innermost(thread[own], start[own])
     during = trace.innermost(thread[own], (start[own] + launched[own]) / 2)
     for first, middle, us in zip(before, during, (launched - start)[own].tolist(), strict=True):
-        # If the host was waiting for the device when the gap began, it could not launch ahead.
+        # If the host was waiting for the device when the gap began, it could not queue kernels.
         waited = first != NOTHING and _BLOCKED.search(trace.inside[first][0])
         name = _activity(trace, first if waited else middle)
         causes[f"had waited for the GPU in {name}" if waited else name] += us

@@ -86,7 +86,7 @@ class Header:
             own = [] if self.rank is None else [self.rank]
             self.pipeline = self.groups["mesh_pp"] or own
         elif any(mesh.startswith("mesh_") for mesh in self.groups):
-            # Only a mesh that spans all ranks lacks its own process group, so PP spans all ranks.
+            # PP has no group. Only a mesh of all ranks lacks its own group, so PP spans them all.
             self.pipeline = [*range(info.get("world_size", 0))]
         self.stage = self.pipeline.index(self.rank) if self.rank in self.pipeline else None
 
@@ -145,7 +145,7 @@ class Trace:
         """Return the innermost event at each of `times` on its `thread`, or NOTHING."""
         if not len(self.host):
             return np.full(len(times), NOTHING)
-        # NumPy orders complex numbers by their real part, then by their imaginary part.
+        # Encode (thread, time) as complex numbers: NumPy sorts by real part, then imaginary part.
         starts = self.host.thread + 1j * self.host.start
         at = np.searchsorted(starts, thread + 1j * times, side="right") - 1
         at[self.host.thread[at] != thread] = NOTHING
@@ -313,7 +313,7 @@ def _own_time(trace: Trace) -> tuple[list[Column], Column]:
     """Attribute a CPU's time to innermost operations; return the work's columns and operations."""
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
-    # Between two neighbouring edges of a thread, nothing starts or ends.
+    # Edges are events' starts and ends: between two neighbours, nothing starts or ends.
     edges = np.unique([starts, ends])
     first, last = edges[:-1], edges[1:]
     inside = trace.innermost(first.real, (first.imag + last.imag) / 2)

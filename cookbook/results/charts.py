@@ -45,7 +45,7 @@ COLOURS = (
 
 @dataclass(frozen=True)
 class Line:
-    """A cell's values by step."""
+    """A line of a chart: a cell's values by step."""
 
     label: str
     colour: int  # index into COLOURS
@@ -287,7 +287,7 @@ def running_mean(values: Mapping[int, float]) -> Mapping[Any, float]:
 
 
 def thin(values: Mapping[int, float]) -> Mapping[int, float]:
-    """Return at most `_MOST_POINTS` points: the lowest and highest of every interval of steps."""
+    """Return at most `_MOST_POINTS` points: the lowest and highest in each interval of steps."""
     if len(values) <= _MOST_POINTS:
         return values
     kept = set[int]()

@@ -115,7 +115,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
 
 
 def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
-    """Return the GPU hours of all attempts, each from TorchTitan's first log line to its last.
+    """Return the GPU hours of all attempts, each from its first TorchTitan log line to its last.
 
     The minute or so before the first line is not counted. None on a CPU or without logs.
     """
@@ -123,7 +123,7 @@ def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
         return None
     seconds = 0.0
     for attempt in reversed(folder.attempts()):
-        # An attempt made before the request changed keeps a record of its own.
+        # An attempt made before the cell's configuration was changed keeps its own record.
         record = read_record(attempt.record) if attempt.record.exists() else record
         seconds += (metrics.logged_seconds(attempt.log) or 0.0) * record.world
     return seconds / 3600 or None
@@ -144,7 +144,7 @@ def cost_per_billion_tokens(record: CellRecord, throughput: Throughput | None) -
 
 
 def expected_step(name: str, record: CellRecord) -> StepTime | None:
-    """Return the predicted step time for the newest request; None if it cannot be predicted.
+    """Return the step time predicted for a cell's record; None if it cannot be predicted.
 
     A prediction means nothing for a cell that was refused, ran on a CPU or was emulated.
     """

@@ -71,7 +71,7 @@ class Column(NamedTuple):
     value: str | Callable[[Result], object]  # an attribute's path (`throughput.num_steps`)
     # A format string for the value, or a function that returns its text.
     template: str | Callable[[Any], str] = "{}"
-    baseline: str = ""  # an attribute; if it is set, the baseline's row shows `baseline`
+    baseline: str = ""  # if the baseline's row has this attribute, it shows `baseline`
 
     def text(self, row: Result) -> str:
         """Return this column's text in `row`, or a dash if the value is unknown."""

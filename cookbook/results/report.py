@@ -33,7 +33,7 @@ from cookbook.results.run_differences import Conditions, configuration, environm
 from cookbook.run.run import Run
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
-# The predictions' largest error: if a cell is slower by more, the prediction is not to blame.
+# The largest error of predicted step times. If a cell is slower by more, the cell is at fault.
 _PREDICTION_MARGIN = 0.15
 # Limits for loss spikes; `_troubled_steps` explains them.
 _BEFORE, _SPIKE_PART, _SPIKE_SPREADS = 20, 0.1, 10
@@ -81,7 +81,7 @@ def _fastest(results: RunResults) -> Iterator[str]:
             text = f"no cell is faster than the baseline {base}"
             is_close = next_best is None or next_best.verdict in (verdicts.NOISE, None)
         else:
-            # The two fastest cells were not compared directly, so check whether intervals overlap.
+            # The two fastest cells were not compared directly: check if their intervals overlap.
             interval, is_close = "too few steps for an interval", False
             if best is not None and best.low is not None:
                 noise = ", inside the noise" if best.verdict == verdicts.NOISE else ""
@@ -182,7 +182,7 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
     kinds = {cell.attention for cell in cells if cell.attention}
     shared = [*kinds] if len(kinds) == 1 else []
     if len(shown := {f"{length:,.0f}" for length, _ in known}) == 1:
-        # The sequence length at which causal attention to whole sequences has this mean.
+        # The sequence length at which causal attention has this mean without document masks.
         whole = {f"{2 * length - 1:.0f}" for length, _ in known}
         asked = {cell.asked.get("training.seq_len") for _, cell in known}
         is_whole = len(asked) == 1 and asked == whole

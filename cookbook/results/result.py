@@ -74,7 +74,7 @@ class Result:
     prediction: str | None = None
     published_speedup: float | None = None
     published_source: str | None = None
-    tokens_per_step_per_gpu: float | None = None  # divide by tokens/s/GPU for a step's seconds
+    tokens_per_step_per_gpu: float | None = None  # divided by tokens/s/GPU: seconds per step
     world: int = 1
     routing: str | None = None  # trained, round_robin or random
     repeat_of: str | None = None  # the cell that this folder repeats
@@ -121,7 +121,7 @@ class RunResults:
 
 
 def masks_differ(one: Result, other: Result) -> bool:
-    """Return whether the mean attended lengths are known and too far apart for one mask."""
+    """Return whether both mean attended lengths are known, and too different for equal masks."""
     lengths = [cell.mean_attended_length for cell in (one, other) if cell.mean_attended_length]
     return len(lengths) == 2 and max(lengths) > SAME_MASK * min(lengths)
 

@@ -17,7 +17,7 @@ from cookbook.observe.metrics import StepMetrics
 NUM_BATCHES = 5
 # At least three values per batch, so that a single stall does not move the batch's median.
 LEAST_VALUES = 3 * NUM_BATCHES
-# A cap: a higher autocorrelation means that the speed or loss drifts, which no factor corrects.
+# Limit for the autocorrelation: above it the speed or loss drifts, which no factor can correct.
 _MOST_ALIKE = 0.95
 
 
@@ -113,7 +113,7 @@ class Throughput:
     mean: float  # all tokens over all seconds, so that stalls count
     num_steps: int  # number of measured steps
     warm_up_steps: int  # number of warm-up steps, which are excluded
-    stalls: tuple[int, ...]  # steps that took at least 1.5 times their run's median, run by run
+    stalls: tuple[int, ...]  # steps that took at least 1.5 times their run's median step time
     stall_share: float  # share of measured time, 0 to 1, that stalls took beyond the median
 
 
@@ -163,7 +163,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
     lower, _, upper = statistics.quantiles(several, n=4, method="inclusive")
     stalls, lost = list[int](), 0.0
     for run in runs:
-        # Each run's own median: else every step of a repeat on a slow node would count as a stall.
+        # With one median for all runs, every step of a repeat on a slow node would be a stall.
         usual = statistics.median(run.values())
         stalled = {step: speed for step, speed in run.items() if speed * STALL <= usual}
         stalls += stalled
@@ -183,7 +183,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
 def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None:
     """Return the ratio of the medians of two runs' speeds.
 
-    Batches are paired: both runs trained on the same texts in a batch, so the texts' cost cancels.
+    Batches of steps are paired: in one, both runs trained on the same texts, whose cost cancels.
     """
     if not own or not reference:
         return None
@@ -194,8 +194,8 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             math.log(statistics.median(one) / statistics.median(other))
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
-        # Autocorrelation of the ratios step by step or, if the steps do not pair up, of each run's
-        # speeds. Only signs count, because the median ignores how long a stall is.
+        # Autocorrelation of each step's speed ratio or, if the runs' steps do not pair up, of each
+        # run's speeds. Use only signs about the median: it ignores how long a stall is.
         usual = [[one / statistics.median(some) for one in some] for some in (own, reference)]
         if len(own) == len(reference):
             usual = [[one / other for one, other in zip(*usual, strict=True)]]
@@ -217,7 +217,7 @@ def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
 
 
 def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
-    """Return the speed-up over repeats that did not alternate, assuming equal variances."""
+    """Return the speed-up over repeats not paired with the reference's; assume equal variances."""
     logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
     ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
     spread = pooled_spread(own, reference, logs)

@@ -151,8 +151,8 @@ class Build(NamedTuple):
 
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
-    """Return one rank's answer; `active` holds what the job itself would report at step 1."""
-    # Import the modules that the job itself uses for that report.
+    """Return one rank's answer; `active` holds the features that a job reports at step 1."""
+    # Import the modules with which a job finds its active features.
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.families.parts")
     parts = build.trainer.model_parts
@@ -173,7 +173,7 @@ def warm_up(stack: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    # Parse once here: tyro reads the source code of all option classes and caches it.
+    # Parse arguments once here: tyro reads the source code of all option classes and caches it.
     ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
     # FSDP checks the mesh's layout for every parameter. Layouts are few, so cache the results.
     layout: Any = _MeshLayout
@@ -227,7 +227,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     spec = get_train_spec(config.model.name)
     spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(config.model.name) is not spec:
-        # get_train_spec creates a built-in spec anew at each call, so register the changed one.
+        # For a built-in model, each call returns a new spec, so register the one changed above.
         register_train_spec(config.model.name, spec)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:

@@ -35,8 +35,8 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Compute the cross-entropy of the logits `hidden @ weight.T`, summed over tokens.
 
-    Return it in float32, or in float64 if `hidden` is float64. Under TP all ranks have the same
-    hidden states and loss, but a rank's gradient of `hidden` is one term of a sum over TP ranks.
+    The loss is float32, or float64 if `hidden` is float64. Under TP all ranks have the same hidden
+    states and loss, but each rank's gradient of `hidden` is one term of a sum over TP ranks.
     """
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden states are {hidden.dtype}, the output layer is {weight.dtype}")
@@ -55,7 +55,7 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How to compute the loss: `size` is the number of tokens per chunk."""
+    """How to compute the loss: tokens per chunk, vocabulary shard, torch.compile backend."""
 
     size: int
     shard: VocabularyShard | None
@@ -83,7 +83,7 @@ class _Chunks:
         return loss
 
     def _over_ranks(self, statistics: Tensor) -> Tensor:
-        """Combine the statistics of all vocabulary shards."""
+        """Combine the results of `_statistics` for all vocabulary shards."""
         if self.shard is None:
             return statistics
         tokens = statistics.shape[-1]
@@ -118,10 +118,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return (2, tokens): each token's logsumexp, and its label's logit or 0.
+    """Return each token's logsumexp and its label's logit, stacked to (2, tokens).
 
-    `logits` are a chunk's, (tokens, vocabulary rows). `columns` are the labels' columns in them. If
-    another rank's shard holds a label, its column is out of range, and its logit counts as 0.
+    `logits` (tokens, vocabulary rows) belong to one chunk; `columns` holds each label's column. The
+    column of a label in another rank's shard is out of range; such a label's logit counts as 0.
     """
     words = logits.shape[-1]
     values = logits.to(_precise(logits.dtype))
@@ -141,7 +141,7 @@ def _turn_into_gradient(logits: Tensor, columns: Tensor, lse: Tensor) -> None:
 
 @functools.cache
 def _passes(backend: str | None) -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    """Return both passes over the logits, compiled per shape: only the last chunk's may differ."""
+    """Return `_statistics` and `_turn_into_gradient`, compiled per shape of a chunk's logits."""
     if backend is None:
         return _statistics, _turn_into_gradient
     compiled = functools.partial(torch.compile, backend=backend, dynamic=False)

@@ -34,7 +34,7 @@ def _triton() -> Any:
 
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
-    """Round up to nonzero multiples of `alignment`: GEMMs skip an empty group's weight gradient."""
+    """Round up to multiples of `alignment` above 0: GEMMs skip empty groups' weight gradients."""
     return [max(1, -(-count // alignment)) * alignment for count in counts]
 
 
@@ -46,7 +46,7 @@ def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan
     """
     sizes = padded_sizes(counts, alignment)
     ends = list(itertools.accumulate(sizes))
-    # Copy both lists to the device at once.
+    # Copy sizes and ends to the device in one transfer.
     host = torch.tensor([sizes, ends], dtype=torch.int32, pin_memory=experts.is_cuda)
     sizes_there, ends_there = host.to(experts.device, non_blocking=True)
     rows = _place(experts, sizes_there, ends_there, ends[-1])
@@ -128,7 +128,7 @@ def _collect(
 
 
 def _dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
-    """Return each token's dot product with each copy's row, (tokens, top k); 0 at slot -1."""
+    """Return each token's dot products with its copies' rows, (tokens, top k); 0 at slot -1."""
     if tokens.is_cuda:
         return _triton().dot(tokens, grouped, slots)
     copies = _exact(grouped[slots.clamp_min(0).long()])
@@ -271,7 +271,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grads, parts = [], grad.contiguous().chunk(len(ctx.dtypes), 1)
         for part, dtype in zip(parts, ctx.dtypes, strict=True):
-            # Copy even to the same dtype: a view of one part would keep the whole gradient alive.
+            # Copy even if the dtype is the same: a view would keep the whole joint gradient alive.
             grads.append(part.new_empty(part.shape, dtype=dtype))
             _cast(part, grads[-1])
         return None, *grads
@@ -285,8 +285,8 @@ def _cast(source: Tensor, target: Tensor) -> None:
 
 
 def join(dtype: torch.dtype, *weights: Tensor) -> Tensor:
-    """Join weights (experts, hidden, features) into (experts, n * hidden, features).
+    """Join n weights (experts, hidden, features) into one, (experts, n * hidden, features).
 
-    Then one GEMM computes the gate and up projections, and one GEMM the gradient of their input.
+    With gate and up weights joined, both projections are one GEMM, and so is their input gradient.
     """
     return _Joined.apply(dtype, *weights)

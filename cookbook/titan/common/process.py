@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
-# A step stalls after STEPS median step times plus MORE_S seconds, before the supervisor's timeout.
+# The alarm fires after STEPS median step times plus MORE_S s, before the supervisor's timeout.
 STEPS, MORE_S = 4.0, 8.0
 _FEWEST_STEPS = 3
 
@@ -76,7 +76,7 @@ def exit_without_teardown() -> None:
             os._exit(0)
 
     # TorchTitan has no hook for the end of a run, so patch `destroy_process_group`, which it calls
-    # only after a success. Its `close` would not do: TorchTitan calls it after a failure too.
+    # only after a success. Patching `Trainer.close` would not do: it is called after a failure too.
     dist.destroy_process_group = destroy_and_note
     atexit.register(leave)
 
@@ -136,7 +136,7 @@ class StallAlarm:
 
     def _write_trace(self) -> None:
         uses_nccl = dist.is_nccl_available() and "nccl" in dist.get_backend()
-        # Both functions return the format that torch's flight-recorder analyzer reads.
+        # Either function returns a trace in the format of torch's flight-recorder analyzer.
         record = "_dump_nccl_trace" if uses_nccl else "_dump_fr_trace"
         if content := getattr(torch._C._distributed_c10d, record)():
             self._trace_path.parent.mkdir(parents=True, exist_ok=True)

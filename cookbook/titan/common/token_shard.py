@@ -30,7 +30,7 @@ def shard_tokens(folded: Tensor, length: int, tp_mesh: DeviceMesh) -> Tensor:
 
 
 def global_positions(local: Tensor, length: int, tp_mesh: DeviceMesh, per_token: int) -> Tensor:
-    """Convert indices into a rank's flat (batch * part * per_token,) to the whole batch's."""
+    """Convert flat indices into a rank's (batch * part * per_token) to ones in the whole batch."""
     start, part = shard_of(length, tp_mesh).start, length // tp_mesh.size()
     sequence = local // (part * per_token)
     return local + per_token * (sequence * (length - part) + start)

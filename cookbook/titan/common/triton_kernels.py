@@ -140,7 +140,7 @@ def _dense(scores: Tensor | None) -> Tensor | None:
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """Count each expert's copies cumulatively, per part of 1,024 copies: (experts, parts) int32."""
+    """Return each expert's running count of copies after every 1,024: (experts, parts) int32."""
     # At least one part, so that the last column exists even without copies.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
@@ -203,7 +203,7 @@ def collect(
 
 
 def dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
-    """Return each token's dot product with each copy's row, (tokens, top k) float32."""
+    """Return each token's dot products with its copies' rows, (tokens, top k) float32."""
     num_tokens, top_k = slots.shape
     products = torch.empty(num_tokens, top_k, dtype=torch.float32, device=tokens.device)
     given = tokens.contiguous(), grouped.contiguous(), slots, products
@@ -282,7 +282,7 @@ def activate(gate_up: Tensor, scores: Tensor) -> Tensor:
 
 
 def gradient(grad: Tensor, gate_up: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate_up` and `scores`; `grad` is that of `activate`'s result."""
+    """Return the gradients of `gate_up` and `scores`; `grad` is the gradient of the output."""
     rows, hidden = grad.shape
     found = torch.empty_like(gate_up), torch.empty_like(scores)
     _gradient_kernel[(rows,)](grad, gate_up, scores, *found, hidden, _block(hidden, 2048))

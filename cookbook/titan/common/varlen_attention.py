@@ -259,7 +259,7 @@ class AttendedLength:
         self.tokens += sequences * length
 
     def close(self) -> float | None:
-        """Stop counting; return the mean number of keys, or None if nothing was counted."""
+        """Stop counting; return the mean number of keys per token, None if no batch was added."""
         self.is_open = False
         return int(self.keys) / self.tokens if self.tokens else None
 

@@ -28,7 +28,7 @@ BF16 = Bound(0.006, 0.012)
 # E4M3 has 3 mantissa bits: a product of two quantized operands has an error of about 0.036, whether
 # there is one scale per row or one per block of 32.
 FP8 = Bound(0.048, 0.09, least=0.008)
-# Only one of the two operands is rounded to E4M3. Summing 8 experts cuts the error to a third.
+# Only one of the operands is rounded to E4M3. In a sum over 8 experts, the error drops to a third.
 FP8_ONCE = Bound(0.036, 0.06, least=0.004)
 
 
@@ -43,12 +43,12 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The larger of the two errors' ratios to their bounds; above 1, the tensor is wrong."""
+        """The larger of `whole` and `part`, each over its bound; above 1, the tensor is wrong."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property
     def fault(self) -> str | None:
-        """Why the tensor is wrong; None if it is within its bounds."""
+        """Why the tensor is wrong; None if its errors are within their bounds."""
         bound, off = self.bound, f"{self.tensor} is off by {self.whole:.2g}"
         if self.whole < bound.least:
             return f"{off}, its format alone causes {bound.least:g}: nothing was quantized"
@@ -127,8 +127,8 @@ def error_of(
 
     Each tuple in `parts` names the dimensions that index the parts: (0,) for rows, (0, 1) for each
     matrix's rows. Errors are relative to the norm of `expected`, or to that of `sizes` if the sums
-    in `expected` may cancel to zero. The squared norm of a part counts as at least `floor` times
-    the mean over the last dimension of its tuple. A part whose reference is zero must be zero.
+    in `expected` may cancel to zero. A part's squared norm counts as at least `floor` times the
+    parts' mean over the last dimension in the tuple. A part whose reference is zero must be zero.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
@@ -149,7 +149,7 @@ def error_of(
 
 
 def worst_ratio(squares: Tensor) -> float:
-    """Return the square root of the largest of these squared ratios; infinite if any is NaN."""
+    """Return the largest error ratio, given the squared ratios; infinite if any is NaN."""
     worst = float(squares.amax().sqrt())
     return math.inf if math.isnan(worst) else worst
 

@@ -34,7 +34,7 @@ from cookbook.titan.self_check import (
 )
 
 RANDOM = Bound(0.01, 0.05)
-# With peaked scores, gradients are small differences of large numbers.
+# Wider: with peaked scores, as after training, gradients are small differences of large numbers.
 TRAINED = Bound(0.02, 0.1)
 # Number of scores the reference computes at once: 1 GiB in float32, more if query heads share keys.
 SCORES = 1 << 28
@@ -115,7 +115,7 @@ def attention_errors(
     attend_by: Callable[[AttentionShape, Tensor], Attend],
     device: str,
 ) -> Iterator[Error]:
-    """Compare one packing; `attend_by` makes the attention from the shape and the document ends."""
+    """Yield errors for one packing; `attend_by` returns attention for a shape and document ends."""
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
     *leaves, grad = attention_inputs(shape, like_trained, device)
@@ -125,7 +125,7 @@ def attention_errors(
     document = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
     shared = shape.heads // shape.groups
     heads = max(1, min(4, SCORES // int(lengths.max()) ** 2) // shape.groups)
-    # Per tensor: sums of squared differences and of the squared reference, by document and head.
+    # For each tensor, the sums of squared errors and of squared references, by document and head.
     sums: dict[str, list[Tensor]] = {name: [] for name in ("out", "dq", "dk", "dv")}
     for begin in range(0, shared, heads):
         # Key and value heads from `begin` on, and the query heads that share them.
@@ -170,14 +170,14 @@ BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
     "fp8_rowwise": (FP8, FP8, FP8),
-    # Linear layers. One float8 recipe has weight gradients in BF16, so they get no least error.
+    # Linear layers. One recipe of `float8` has BF16 weight gradients, whose error may be small.
     "mx": (FP8, FP8, FP8),
     "float8": (FP8, FP8, replace(FP8, least=0)),
-    # One scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
+    # This recipe has one scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
     "float8 tensorwise": (Bound(0.1, 0.5), Bound(0.1, 0.5), Bound(0.1, 0.5)),
 }
 NAMES = ("output", "input gradient", "weight gradient")
-# LOSS is for a sum over a few thousand tokens, GRADIENT for gradients computed from BF16 logits.
+# Bounds of the loss, summed over a few thousand tokens, and of its gradients, from BF16 logits.
 LOSS = Bound(5e-4, 5e-4)
 GRADIENT = Bound(0.012, 0.04)
 
@@ -192,9 +192,9 @@ def grouped_errors(
     multiply: Callable[..., Products],
     device: str,
 ) -> Iterator[Error]:
-    """Compare output, input gradient and weight gradient of experts with uneven groups.
+    """Yield the errors of experts' output, input gradient and weight gradient, with uneven groups.
 
-    `multiply` returns these three, given x (rows, K), weights (experts, N, K), the groups' ends
+    `multiply` computes these three, given x (rows, K), weights (experts, N, K), the groups' ends
     (experts,) int32, and the output's gradient (rows, N). All but the ends are BF16. There are
     about `rows` rows, not counting those that pad groups to a multiple of `alignment`.
     """
@@ -220,7 +220,7 @@ def grouped_errors(
 
 
 def linear_errors(layer: nn.Module, rows: int, kind: str, device: str) -> Iterator[Error]:
-    """Compare output and gradients of `layer`, a linear layer without bias, on the meta device."""
+    """Yield errors of a linear layer's output and gradients; it has no bias and is on `meta`."""
     layer = layer.to_empty(device=device).bfloat16()
     weight = next(layer.parameters())
     n, k = weight.shape

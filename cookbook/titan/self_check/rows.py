@@ -36,7 +36,7 @@ from cookbook.titan.self_check import (
     with_gradients,
 )
 
-# A token's row is rounded to BF16 three or four times up to the expert, and three times back.
+# A token's row is rounded to BF16 three or four times on its way to the expert, three times back.
 MOVED = Bound(0.006, 0.012)
 # A score's gradient is a dot product of two rows, whose terms nearly cancel. So its error is taken
 # relative to the mean over all tokens. SCORES_FP8 is for rows sent in FP8.
@@ -70,12 +70,12 @@ def row_errors(
     counted: bool,
     device: str,
 ) -> Iterator[Error]:
-    """Compare a round trip: move tokens to their groups, multiply by a factor per group, move back.
+    """Yield errors of a round trip: move tokens to their groups, scale each group, move them back.
 
     In between, padding rows get large values, so that it shows if a sum includes one. With
-    `on_activations`, scores multiply the groups' rows; without, the rows on their way back. With
+    `on_activations`, scores multiply the groups' rows; without it, the rows on their way back. With
     `counted`, as in DeepEP, the host knows each expert's number of rows, and a third of the copies
-    belong to other ranks' experts. Without, all experts are local, and the tokens are float32.
+    belong to other ranks' experts. Without it, all experts are local, and tokens are float32.
     """
     others = num_experts // 2 + 1 if counted else 0
     experts, scores = random_routing(tokens, num_experts + others, top_k, device, 11)
@@ -214,13 +214,13 @@ def exchange_errors(
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
     quantized: tuple[bool, bool],  # whether the forward's and the backward's dispatch use FP8
 ) -> Iterator[Error]:
-    """Compare the layer's output and gradients with a reference, for the inputs `given`."""
+    """Yield the errors of the layer's output and gradients, for the inputs `given`."""
     num_experts = layer.router.num_experts
     x, grad, experts = (one[:, part].clone() for one in (given.x, given.grad, given.experts))
     leaves = [x, given.scores, layer.experts.factor]
     out, dx, ds, df = with_gradients(lambda x, *_: _local(layer(x)), leaves, grad)
 
-    # The reference has a separate factor for each copy of a token.
+    # In the reference each copy of a token has a factor, and so a factor gradient, of its own.
     factors = expert_factors(num_experts, str(x.device))[given.experts]
     exact = [given.x.float(), given.scores, factors]
     wanted, wanted_dx, wanted_ds, by_copy = with_gradients(weighted_sum, exact, given.grad.float())
