@@ -1,8 +1,8 @@
 """Find why an attempt failed: the earliest `error.json`, else the most telling console line.
 
 torchrun writes `error.json` for every rank that raised an exception. Kills, aborts and steps that
-Slurm ended leave none, but print a console line. A rank without progress for long writes its stack
-to `stacks/rank-<r>.txt`; a rank without that file is stopped, gone, or still makes steps.
+Slurm ended leave none, but print a console line. A rank that has made no progress for long writes
+its stack to `stacks/rank-<r>.txt`; a rank without that file is stopped, gone or still training.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from cookbook.run.folder import Attempt
 from cookbook.run.status import Cause
 
 _MAX_CHARACTERS = 240
-# The first pattern found decides. "Connection closed" means a dead rank, whatever killed it.
+# The first pattern that matches decides. "Connection closed" means a dead rank, whatever killed it.
 _CAUSES: tuple[tuple[Cause, str], ...] = (
     (Cause.BAD_NODES, r"^preflight: "),
     (Cause.HANG, r"^hang\b|Watchdog caught collective operation timeout|Timed out waiting [0-9]+"),
@@ -52,19 +52,19 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|Connection (?:closed|reset)|Broken pipe|remote process exited|DistBackendError"
         r"|DistNetworkError|Rendezvous\w*Error|Socket Timeout|recvValue|NCCL error"
         r"|CUDA error|uncorrectable ECC|unspecified launch failure"
-        # A signal ended the script or its step before it printed anything.
+        # Our own words if a signal ended the script or its step before it printed anything.
         r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$",
     ),
 )
-# Errors caused by another error. A CheckpointException prints the ranks' own errors below it, and
-# a JobError is the supervisor's.
+# Errors that another error caused. A CheckpointException prints the ranks' own errors below it. A
+# JobError comes from the supervisor.
 _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|Connection (?:closed|reset)|Broken pipe|DistBackendError"
     r"|DistNetworkError|RendezvousConnectionError|RendezvousClosedError|Socket Timeout|recvValue"
     r"|remote process exited|KeyboardInterrupt|CheckpointException ranks:"
     r"|^cookbook\.base\.errors\.JobError"
 )
-# Errors in the Trainer's `__init__`, which come again with the same options.
+# Errors in the Trainer's `__init__`, which recur with the same options.
 _BUILD_ERROR = re.compile(r"^(?:AssertionError|ValueError|NotImplementedError)\b")
 _REFUSAL = re.compile(r"(?:^| - ERROR - )cookbook refuses: (\S.*?)\s*(?:\[rank[0-9]+\]:|$)")
 # Kinds of findings, the most telling first; _RAISED is an exception in an `error.json`.
@@ -95,7 +95,7 @@ class _Finding(NamedTuple):
 
 
 def find_cause(attempt: Path, exit_code: int) -> tuple[Cause, str]:
-    """Return cause and reason of a failure from the attempt's files, else from its exit code."""
+    """Return a failure's cause and reason, from the attempt's files or else its exit code."""
     reason, is_refusal = _find_reason(attempt)
     if reason is None:
         ended = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else None
@@ -132,7 +132,7 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
     if not findings:
         return None, False
     sort = min(finding.sort for finding in findings)
-    # The last line of a script is its reason; of errors, the first one caused the rest.
+    # A script's last line is its reason; among several errors, the first caused the rest.
     best = [finding for finding in findings if finding.sort == sort]
     _, rank, text = best[-1] if sort == _SCRIPT else best[0]
     text = text if rank is None else f"rank {rank}: {text}"
@@ -201,7 +201,7 @@ def _read_console(log: Path) -> list[_Finding]:
 
 
 def _plain_lines(log: Path) -> Iterator[str]:
-    """Yield a log's lines except metrics, without colors; `\\r` separates progress bars."""
+    """Yield a log's lines without metrics and colors; split lines at the `\\r` of progress bars."""
     for line in lines_of(log):
         has_bar = b"\r" in line
         if has_bar or b"step:" not in line or b"loss:" not in line:
@@ -226,7 +226,7 @@ def _ranks_missing_from_collective(attempt: Path) -> list[int]:
             return []
         reported.add(int(number[1] or number[2]))
     missing = sorted(set(range(len(folders))) - reported)
-    # If more ranks are silent, they were probably ended before they could print.
+    # If more than 8 ranks, or most of them, are silent, they were probably ended before printing.
     return missing if len(missing) <= min(8, len(reported)) else []
 
 
@@ -235,7 +235,7 @@ _MOST_NAMED = 8
 
 
 def describe_stacks(attempt: Attempt, world: int) -> str | None:
-    """Return which ranks differ and where the others wait; None if there are no stacks."""
+    """Return which ranks' stacks differ and where the other ranks wait; None without stacks."""
     places = {
         rank: place
         for rank in range(world)

@@ -50,7 +50,7 @@ class History:
 
     attempts: tuple[AttemptSummary, ...] = ()
     steps_lost: int = 0
-    effective: float | None = None  # share of time since the first start spent in kept steps
+    effective: float | None = None  # time spent in kept steps / time since the first start
 
     @property
     def lines(self) -> list[str]:
@@ -81,10 +81,10 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     ]
     summaries: list[AttemptSummary] = []
     for position, (attempt, end, own) in enumerate(zip(attempts, ends, times, strict=True)):
-        # The last step of this attempt that was kept; None if no step was lost.
+        # Training later resumed after this step, so further ones were lost; None if none were.
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
-            # An absolute checkpoint folder replaces the cell's path here.
+            # If `checkpoint.folder` is an absolute path, the cell's path has no effect.
             folder = cell.path / str(record.options.get("checkpoint.folder", "checkpoint"))
             saved = saved_steps(folder)
             kept = next((step for step, path in saved if (path / ".metadata").is_file()), 0)
@@ -131,7 +131,7 @@ def _step_times(attempt: Attempt, record: CellRecord) -> list[tuple[int, float]]
     """Return logged steps with their times (seconds); step 0 is the start of training."""
     times = [(one.step, one.time) for one in read_steps(attempt, record) if one.time is not None]
     before = seconds_to_first_step(attempt.log)
-    # Do not use the console's own time, since its node may be in another time zone.
+    # Use only a difference of console times, since that node may be in another time zone.
     return [(0, times[0][1] - before), *times] if times and before is not None else times
 
 

@@ -1,4 +1,4 @@
-"""Read a cell's steps and router load from the files of our hooks, else from the console."""
+"""Read a cell's steps and router load from files that our hooks write, else from the console."""
 
 import contextlib
 import enum
@@ -100,7 +100,7 @@ def parse_step(line: bytes) -> StepMetrics | None:
     values: dict[str, Any] = {}
     for key, value in _VALUE.findall(own):
         values.setdefault(_NAMES[key], float(value.replace(",", "")))
-    # If another line interrupts this one, its last value may be truncated, unless it is `mfu`.
+    # Another line may interrupt this one and truncate its last value, unless that is `mfu`.
     if "loss" not in values or (others and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", own)):
         return None
     values |= {"time": _time_of(line), "rank": int(ranks[-1]) if ranks else None}
@@ -151,7 +151,7 @@ def lines_of(log: Path) -> Iterator[bytes]:
         yield from file
 
 
-# About 60,000 console lines: 250 steps with all 256 ranks shown.
+# Read back about 60,000 console lines: 250 steps if all 256 ranks print theirs.
 _LOOK_BACK_BYTES = 16 << 20
 # The widest sparkline shows this many steps.
 _NUM_RECENT = 20
@@ -172,8 +172,8 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
     shown = [found for line in whole if (found := parse_step(line))]
     rank = (record or CellRecord()).loss_rank
     own = [one for one in shown if one.rank == rank]
-    # If the console hides that rank, use the first shown one. Outside the last PP stage, ranks
-    # print a negative loss, which is dropped below.
+    # If the console hides that rank, use the first rank that it shows. Outside the last PP stage,
+    # ranks print a negative loss, which is dropped below.
     own = own or [one for one in shown if one.rank == shown[0].rank]
     return [
         replace(one, attempt=attempt.number, loss=None if one.loss and one.loss < 0 else one.loss)
@@ -221,7 +221,7 @@ def collect_router_load(cell: CellFolder) -> list[LoadStep]:
         for found in _parse(_LOAD, lines_of(attempt.router_load)):
             while steps and steps[-1].step >= found.first_step:
                 steps.pop()
-            # The model has changed, and only the newest model's steps can be shown.
+            # Other layers: the model has changed, and only the newest model's steps can be shown.
             if steps and steps[-1].layers != found.layers:
                 steps.clear()
             steps.append(found)
@@ -252,7 +252,7 @@ class Tail:
         has_metrics = self._metrics.offset > 0
         lines = self._console.lines()
         for line in lines:
-            # The first message comes after the imports, so any line means LOADING.
+            # The first phase message comes after the imports; before it, any line means LOADING.
             self.phase = self.phase or Phase.LOADING
             text = line.decode("utf-8", "replace") if b" - INFO - " in line else ""
             if found := _PHASE.search(text):

@@ -44,7 +44,7 @@ class Start:
         script: the running script; under sbatch a copy in Slurm's spool.
         nodes: the job's number of nodes, including `spare_nodes`, which do not train.
         arguments: the TorchTitan options in the script.
-        own: the user's TorchTitan options, after the script's name on the sbatch line.
+        own: the TorchTitan options that the user put after the script's name on the sbatch line.
     """
 
     folder: CellFolder
@@ -93,7 +93,7 @@ def validate(start: Start) -> Cell:
 
 
 def _as_rendered(overlay: Overlay, options: Options) -> Overlay:
-    """Return the overlay with the script's values; its file may have changed since rendering."""
+    """Return the overlay with the option values of the script; its YAML file may be newer."""
     expect = {name: options.settings.get(name, setting) for name, setting in overlay.expect.items()}
     return replace(overlay, expect=expect)
 
@@ -156,7 +156,7 @@ def _refuse_another_job(folder: CellFolder) -> None:
         raise InputError(shown_path(folder.path), wrong, f"{remedy}CELL_DIR={another}")
 
 
-# Exit status of a passed check, which tells the script to stop there.
+# Exit status of a passed check: the script then exits instead of training.
 CHECKED = 3
 
 

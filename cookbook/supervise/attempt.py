@@ -39,12 +39,12 @@ class Timeouts:
     """How long an attempt may go without a step before it counts as hung.
 
     Attributes:
-        steps: usual step times to wait while training; each step that is not logged adds one.
-        more_s: seconds added to that, since a short file-system pause is not a hang.
-        start_s: seconds without a new log line before the first steps, since a large model compiles
-            for many minutes.
-        save_s: seconds for the first checkpoint, and for the end of training.
-        least_save_s: minimum seconds for any checkpoint, however fast the earlier saves were.
+        steps: how many usual step times to wait while training, plus one per step not logged.
+        more_s: seconds to wait in addition, since a short file-system pause is not a hang.
+        start_s: seconds to wait for a new log line before the first steps, since a large model
+            compiles for many minutes.
+        save_s: seconds to wait for the first checkpoint save, and for the exit after the last step.
+        least_save_s: least seconds to wait for any save, however fast the earlier saves were.
     """
 
     steps: float = 5.0
@@ -85,7 +85,7 @@ class StepClock:
         self.silent = 0.0
 
     def look(self, tail: Tail, lines: Sequence[bytes], now: float) -> None:
-        """Update the clock after each `read` of the attempt's tail, which returned `lines`."""
+        """Update the clock; call this after each `tail.read()`, with the `lines` it returned."""
         gap = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         # Cap the gap: if the job was suspended, training was suspended too.
@@ -110,7 +110,7 @@ class StepClock:
             return timeouts.start_s
         limit = timeouts.steps * usual + timeouts.more_s
         if phase is Phase.SAVING_CHECKPOINT:
-            # Reading the log for earlier saves is slow, so do it only above the basic limit.
+            # Finding earlier saves in the log is slow, so do it only beyond the limit of a step.
             if self.silent <= limit:
                 return limit
             longest = self._longest_save()
@@ -123,7 +123,7 @@ class StepClock:
 
     @property
     def hang(self) -> str | None:
-        """A description of the hang; None while there is none."""
+        """A description of the hang; None while training is not hung."""
         if self.silent <= self.limit:
             return None
         if self._step is None:
@@ -207,7 +207,7 @@ class RunningAttempt:
                     end_step(self.process, self.attempt)
                 continue
             step = self._tail.step
-            # With this option, training itself skips non-finite steps and limits their number.
+            # With this option, training itself skips steps with a non-finite loss, up to a limit.
             is_limited = self._record.options.get("training.max_skipped_steps")
             if step and step.loss and not math.isfinite(step.loss) and not is_limited:
                 cause, reason = Cause.NAN_LOSS, f"loss is {step.loss} in step {step.step}"
@@ -234,7 +234,7 @@ class RunningAttempt:
 def end_step(process: subprocess.Popen[bytes], attempt: Attempt) -> None:
     """End a script and its Slurm step; return when the script has exited.
 
-    No checkpoint can be saved without the dead or hung rank, so killing the others loses nothing.
+    A rank has died or hung. No checkpoint can be saved without it, so the others are killed too.
     """
     if _kill_slurm_step(attempt):
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -258,7 +258,7 @@ def end_orphan_step(cell: CellFolder) -> None:
 def _kill_slurm_step(attempt: Attempt) -> bool:
     """Kill the attempt's Slurm step by its name, on all nodes; return whether it existed."""
     job_id = slurm_job()
-    # If Slurm does not answer: srun also ends its step when it gets a signal.
+    # If Slurm does not answer, the caller signals srun, which then ends its step itself.
     with contextlib.suppress(JobError):
         return job_id is not None and kill_steps(job_id, attempt.path.name) > 0
     return False
@@ -283,7 +283,7 @@ def end_orphan_processes(cell: CellFolder) -> None:
 
 def _orphans(cell: CellFolder) -> list[psutil.Process]:
     job, found = own_job(), list[psutil.Process]()
-    # A zombie, and another user's process, have no environment here.
+    # psutil gives no environment for a zombie or another user's process.
     for process in psutil.process_iter(["environ"]):
         variables = process.info["environ"] or {}
         jobs = {variables.get(name) for name in ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")}

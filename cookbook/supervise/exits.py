@@ -37,8 +37,8 @@ class Action(enum.Enum):
 class Rule:
     """The action for a cause; stop after more than `most_idle` attempts in a row without progress.
 
-    `remedy` is the user's fix before the run can continue, None if there is nothing to fix. Ends
-    with `is_counted` count towards the recipe's max_restarts.
+    `remedy` is the user's fix before the run can continue, None if there is nothing to fix.
+    `is_counted`: whether an attempt that ends so counts towards the recipe's max_restarts.
     """
 
     action: Action
@@ -49,7 +49,7 @@ class Rule:
 
 RULES = {
     Cause.FINISHED: Rule(Action.STOP, is_counted=False),
-    # Cancelled, or ended by Slurm, which restarts the job itself if it requeues it.
+    # Cancelled by the user, or ended by Slurm, which restarts a job that it requeues.
     Cause.STOPPED: Rule(Action.STOP, is_counted=False),
     Cause.SAVED: Rule(Action.REQUEUE, is_counted=False),
     Cause.LOST_NODE: Rule(Action.REQUEUE),
@@ -61,7 +61,7 @@ RULES = {
     Cause.DISK_FULL: Rule(Action.RESTART, "free some space, or lower checkpoint.keep_latest_k"),
     Cause.TOO_LATE: Rule(Action.RESTART),
     Cause.CUT_SHORT: Rule(Action.RESTART),
-    # Usually a Python exception, which often comes again: allow fewer attempts.
+    # Usually a Python exception, which often recurs: allow fewer attempts without progress.
     Cause.ERROR: Rule(Action.RESTART, "read its log", most_idle=1),
     # The causes below would fail the next attempt in the same way.
     Cause.OUT_OF_MEMORY: Rule(
@@ -98,15 +98,15 @@ def decide(
     """Decide what to do after a job's last attempt, which did not finish training.
 
     Args:
-        ends: the ends of the job's attempts, in order; at least one.
-        most: restarts that the recipe allows.
+        ends: how the job's attempts ended, in order; at least one.
+        most: how many restarts the recipe allows.
         lost_nodes: nodes of the allocation that Slurm can no longer use.
         is_time_over: Slurm asked the job to stop before its time limit or a preemption.
     """
     cause, rule = ends[-1].cause, RULES[ends[-1].cause]
     if cause is Cause.SAVED:
         return Decision(rule.action, "requeued, to go on from there")
-    # `idle` counts the latest attempts in a row without a new furthest step.
+    # `idle`: how many attempts in a row, up to the last, got no further than earlier ones.
     failures = furthest = idle = 0
     for end in ends:
         step = end.last_step or 0
@@ -185,7 +185,7 @@ def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attemp
 
 
 def _read_stopped(attempt: Attempt) -> tuple[str, str]:
-    """Return the job id and step of a requested save; two empty strings if there was none."""
+    """Return the job id and step of the save made on request; two empty strings without one."""
     with contextlib.suppress(OSError, ValueError):
         job_id, step = attempt.stopped.read_text(encoding="utf-8").split()
         return job_id, step
@@ -219,7 +219,7 @@ def own_job() -> str | None:
 
 
 # slurmstepd writes this to the batch step's standard error before it sends the signal. The time is
-# local, without a zone. A lost node reads `DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS`.
+# local, without a zone. A lost node gives `DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS`.
 _CANCELLED_AT = re.compile(
     r"^slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ([\dT:-]+)"
     r" (?:DUE TO ([A-Z ]+)(?:, [^*]*)? )?\*",
@@ -229,7 +229,7 @@ _SLURM_REASONS = {
     "TIME LIMIT": (FAILED, "Slurm: TIMEOUT"),
     "NODE FAILURE": (FAILED, "Slurm: NODE_FAIL"),
     "PREEMPTION": (FAILED, "Slurm: PREEMPTED"),
-    # Slurm starts the job again, and that start writes the next state.
+    # Slurm restarts the job, which then writes its next state.
     "JOB REQUEUE": (QUEUED, "requeued"),
 }
 _OWN_LOG = Path("/proc/self/fd/2")
@@ -244,20 +244,20 @@ def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -
         log: the batch step's standard error, by default that of this process.
     """
     text = ""
-    # A terminal or a pipe can't be read back.
+    # A log that is a terminal or a pipe cannot be read back.
     if log.is_file():
         with contextlib.suppress(OSError), log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
             text = file.read().decode("utf-8", "replace")
     for at, why in reversed(_CANCELLED_AT.findall(text)):
-        # Allow 5 s: the time is in whole seconds, from another machine's clock.
+        # Allow 5 s: Slurm's time is in whole seconds, by another machine's clock.
         if time.mktime(time.strptime(at, "%Y-%m-%dT%H:%M:%S")) >= (started or 0.0) - 5:
             return _SLURM_REASONS.get(why, (CANCELLED, signal_name))
     return CANCELLED, signal_name
 
 
 def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
-    """Return an attempt's end with the signal as its cause, and the state of its cell."""
+    """Return the end of an attempt that this signal stopped, and the new state of its cell."""
     state, reason = stop_reason(signal_name, end.started)
     if end.cause is Cause.SAVED and state == QUEUED:
         return end, state

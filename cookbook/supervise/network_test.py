@@ -23,10 +23,10 @@ from cookbook.run.slurm import node_addresses, run_step
 
 _COLLECTIVES = "cookbook.titan.common.collectives"
 _MEASURED, _ENDED = "cookbook-link", "cookbook-links"
-# Covers importing torch from a cold file system and starting NCCL on hundreds of ranks.
+# Seconds per test; a cold import of torch and NCCL's start on hundreds of ranks are slow.
 _LIMIT_S = 60.0
 _COLLECTIVE_S = 30.0
-# Large enough for bandwidth to dominate latency; gloo on one machine is slow.
+# Large enough for bandwidth to dominate latency; less on CPU, where gloo is slow.
 _NUM_BYTES = {"cuda": 256 * 2**20, "cpu": 2**20}
 # Above the training's rendezvous ports, below the ephemeral ports.
 _PORTS = range(31000, 32700)
@@ -57,7 +57,7 @@ Team = tuple[str, ...]
 
 @dataclass
 class Outcome:
-    """The slowest GB/s of each collective, the faulty teams, and whether a team cannot talk."""
+    """Each collective's lowest GB/s, each faulty team's fault, and whether communication failed."""
 
     slowest: dict[str, float] = field(default_factory=dict)
     faults: dict[Team, str] = field(default_factory=dict)
@@ -144,8 +144,8 @@ def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
             measured.append(json.loads(text))
 
     def is_enough() -> bool:
-        # After a failure, the team's other nodes would only time out. A closed connection may be
-        # reported before the error that closed it, so wait for more after such a report.
+        # Once a node fails, its team's other nodes would only time out. A closed connection may be
+        # reported before the error that closed it, so keep waiting after such a report.
         return all(
             any(ended.get(n) and not is_consequence(ended[n]) for n in team)
             or all(n in ended for n in team)

@@ -61,7 +61,7 @@ def report_node(
     Args:
         cluster: the profile's name; `profile` is its content.
         folder: the cell's folder, which all nodes write to.
-        files: names for messages -> files and folders that must be equal on all nodes.
+        files: name in messages -> path of a file or folder that must be equal on all nodes.
     """
     here = Surroundings(
         cluster=cluster_from_record(CellRecord(cluster=cluster, profile=Unchecked(profile))),
@@ -86,7 +86,7 @@ def report_node(
 
 
 def _digest(path: Path) -> str:
-    """Return a digest of a file's content, or of a folder's names and small files."""
+    """Return a digest of a file's content, or of a folder's file names and first small files."""
     if path.is_file():
         return _hash([path])
     if not path.is_dir():

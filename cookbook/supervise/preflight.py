@@ -30,7 +30,7 @@ from cookbook.supervise.exits import Action, Decision, restarts_after_failure
 from cookbook.supervise.network_test import RankGroups, test_bandwidth
 from cookbook.supervise.node_report import Reader, Report
 
-# Seconds for a node's whole report, in which one slow command may take half.
+# Seconds for a node's whole report; a single slow command may take half of them.
 REPORT_S = 30.0
 # Checkpoints and logs of several nodes are compared by their times, so the clocks must agree.
 _MOST_SKEW_S = 5.0
@@ -70,7 +70,7 @@ class JobNodes:
         return {node: "; ".join(one.reason for one in self.faults[node]) for node in self.faults}
 
     def listed(self) -> dict[str, Excluded]:
-        """Return the exclusion list by node; empty if the file is malformed, which is logged."""
+        """Return the exclusion list's entries by node; if it is malformed, log that instead."""
         try:
             return {one.node: one for one in excluded.read_excluded()}
         except InputError as error:
@@ -274,7 +274,7 @@ def decide(job: JobNodes) -> None:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
         raise JobError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
-    # Keep only the user's own exclusions: nodes of the exclusion list may be healthy by then.
+    # Keep only the user's exclusions: nodes on the exclusion list may be healthy at the restart.
     of_list = set(job.listed())
     for attempt in job.cell.attempts():
         of_list.update(read_json(attempt.preflight).get("for_slurm", ()))
@@ -314,7 +314,7 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
         if hours and node not in listed:
             listed[node] = Excluded(node, now + hours * 3600, job.reasons[node])
     if job.record.too_few_nodes == "stop":
-        # Slurm would wait for drained nodes; with `stop` the job must not, so do not count them.
+        # Slurm would wait for drained nodes; with `stop` the job must not, so count them as gone.
         gone = retry_while_busy(lambda _: slurm.drained(known))
         known = [node for node in known if node not in gone]
     choice = excluded.choose(needed, known, list(listed.values()))

@@ -31,7 +31,7 @@ class Found:
 
 
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
-    """Return the checkpoint that TorchTitan should load, without moving any."""
+    """Return the checkpoint that TorchTitan should load, and newer damaged ones; move none."""
     options = _options_of(record)
     wanted, place = options[_LOAD_STEP], folder.path / str(options["checkpoint.folder"])
     if not options["checkpoint.enable"]:
@@ -102,7 +102,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
     options = _options_of(record)
     saved, steps = folder.path / str(options["checkpoint.folder"]), options["training.steps"]
     attempt.path.mkdir(parents=True, exist_ok=True)
-    # Outside the checkpoint folder, where TorchTitan takes any name with `step-N` as a checkpoint.
+    # Not in the checkpoint folder: there, TorchTitan takes any name with `step-N` as a checkpoint.
     aside, passed = saved.with_name(f"{saved.name}-damaged"), []
     for one in found.damaged:
         aside.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
             target = aside / f"{name}-{number}"
         one.path.rename(target)
         passed.append(PassedOver(name, str(one.damage), str(target)))
-    # TorchTitan reads `initial_load_path` only if this folder does not exist.
+    # TorchTitan reads `initial_load_path` only if the checkpoint folder does not exist.
     if passed and not any(saved.iterdir()):
         saved.rmdir()
     step = found.checkpoint.step if found.checkpoint else None

@@ -35,7 +35,7 @@ from cookbook.supervise.resume_point import prepare
 _POLL_S = 2.0
 # Seconds to wait for Slurm to end a requeued job, which it normally does at once.
 _REQUEUE_S = 120.0
-# Seconds to wait before the next attempt on a full disk, which may fail instantly.
+# Seconds to wait before the next attempt if the disk is full: it may fail instantly again.
 _FULL_DISK_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MOST_SPAWNS = 5
@@ -44,7 +44,7 @@ _MOST_SPAWNS = 5
 class SignalReceivedError(BaseException):
     """The job received a stop signal while an attempt was being prepared.
 
-    Not an Exception: `except Exception` around reading a checkpoint would take it for damage.
+    Not an Exception: `except Exception` around reading a checkpoint would treat it as damage.
     """
 
 
@@ -61,7 +61,7 @@ class Supervisor:
 
     def __init__(self, cells: Sequence[CellFolder], arguments: Sequence[str] = ()) -> None:
         # Resolve links: `runs` may be one, and a container mounts only the cell's folder.
-        # As text: a waiting or requeued job may read its pickle with the code of a later update.
+        # Pickle plain strings: a waiting or requeued job may unpickle them with newer code.
         self.folders = [str(cell.path.resolve()) for cell in cells]
         self.arguments = list(arguments)
         self.running: RunningAttempt | None = None
@@ -96,7 +96,7 @@ class Supervisor:
                 continue
             job = status.read_job(cell)
             if job and exits.slurm_job() and job.job_id != job_id:
-                # This job was never recorded, and the cell was submitted again before it started.
+                # This job was not recorded, so the cell was submitted again before this job began.
                 log(f"{cell.path}: job {job.job_id} trains here, so this one leaves it alone")
                 codes[cell.name] = 1
             elif self.signal_number:
@@ -139,7 +139,7 @@ class Supervisor:
             self.late_s = float(cluster_from_record(record).late_seconds)
         end_orphan_step(cell)
         exits.note_killed_attempt(cell, record)
-        # Count this job's attempts, also from before a requeue; other jobs may use other options.
+        # Count only attempts of this job, requeues included: another job may have other options.
         job_id, history = exits.own_job(), status.read_history(cell.attempts())
         ends = [end for end in history if job_id and end.job_id == job_id]
         while True:
@@ -215,7 +215,7 @@ class Supervisor:
         environment = {
             "CELL_DIR": str(cell.path),
             "COOKBOOK_ATTEMPT_DIR": str(attempt.path),
-            # TorchTitan warns unless the rank that computes the loss is included.
+            # TorchTitan warns if LOG_RANK lacks the rank that computes the loss.
             "LOG_RANK": ",".join(map(str, ranks)),
             "SHOWN_RANKS": ",".join(map(str, local_ranks)),
         }
@@ -271,7 +271,7 @@ class Supervisor:
         before = status.read_status(cell)
         self._write(cell, replace(end, decision=wanted.words), QUEUED, wanted.words)
         # Slurm signals this job between the two commands of `requeue`, so block signals for both.
-        # Check for one under the mask: requeueing a cancelled job would revive it.
+        # Check for an earlier signal once they are blocked: a requeue would revive a cancelled job.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             if not self.signal_number:
