@@ -27,7 +27,7 @@ from cookbook.run.status import FAILED, OPEN, RUNNING, read_resumptions
 
 _LEAST_STEPS = 4  # logged steps needed to estimate the time left
 POLL_S = {"local": 1.0, "slurm": 5.0}
-_PATIENCE_S = 20.0  # seconds: `status --watch` waits longer for Slurm than plain `status`
+_PATIENCE_S = 20.0  # seconds that `status --watch` waits for Slurm, longer than plain `status`
 
 
 def show_status(arguments: argparse.Namespace) -> int:

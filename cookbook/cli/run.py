@@ -59,8 +59,8 @@ def check(arguments: argparse.Namespace) -> int:
 def judged_cells(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> list[Cell]:
     """Validate the cells and print the plan; return the cells, with `refused` set on rejected ones.
 
-    Warnings go to stderr. TorchTitan builds the cells only before they wait in a Slurm queue: a dry
-    run must answer at once, and a local job reports TorchTitan's errors at once anyway.
+    Warnings go to stderr. TorchTitan builds the cells here only if they will wait in a Slurm queue:
+    a dry run must answer at once, and a local job reports TorchTitan's errors at once anyway.
     """
     cluster, is_checked = cells[0].cluster, not arguments.no_check
     gpus = sum(cell.world for cell in cells if cell.cluster.gpu and not cell.refused)

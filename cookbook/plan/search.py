@@ -101,7 +101,6 @@ def search(
     try:
         for cell in cells:
             batch, mode = cell.options[BATCH], recomputation(cell)
-            # All settings except batch and recomputation.
             settings = sorted(cell.options.values.items())
             rest = [s for s in settings if not s[0].startswith((BATCH, "activation_checkpoint."))]
             structure = str([cell.pair, rest])
@@ -133,7 +132,7 @@ def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
 
 _OVERLAYS = "precision and EP backend"
 # The order of a walk: changes that free memory come first, since a larger batch or less
-# recomputation may fit only after them. Options in no group change with the overlays.
+# recomputation may fit only after them. Options in no group change with precision and EP backend.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
     _OVERLAYS: (),

@@ -89,7 +89,7 @@ class Hardware:
     deepep_infiniband_share: Fact | None = None
 
 
-# What a hardware file needs for more than one node.
+# Fields that a hardware file must have for jobs on more than one node.
 _NETWORK = (
     "infiniband_gb_per_s",
     "nccl_infiniband_share",
@@ -99,7 +99,7 @@ _NETWORK = (
 
 
 def hardware_of(cell: Cell) -> Hardware:
-    """Return the facts about the cell's GPU; raise InputError if it has no GPU or no file on it."""
+    """Return the facts about the cell's GPU; raise InputError without a GPU or a file about it."""
     place, gpu = f"cluster {cell.cluster.name}", cell.cluster.gpu
     if gpu is None:
         wrong = "has no GPU, and times are predicted for GPUs only"
@@ -123,7 +123,7 @@ def load_hardware(path: Path) -> Hardware:
 
 
 _SEED = 42
-# Sequences in the simulated stream, and how many times every rank's batch is drawn from it.
+# How many sequences of documents are simulated, and how often all ranks draw a batch.
 _SEQUENCES, _DRAWS = 2000, 400
 
 
@@ -196,7 +196,10 @@ def parse_documents(place: str, text: str) -> Documents:
 def slowest_attended_tokens(
     documents: Documents, seq_len: int, sequences: int, ranks: int
 ) -> float:
-    """Return the mean number of keys per token on the slowest of `ranks`; `sequences`: per rank."""
+    """Return the mean number of keys that a token attends to on the slowest of `ranks` ranks.
+
+    `sequences`: how many are in the batch of each rank.
+    """
     sums = [*itertools.accumulate(_attended(documents, seq_len), initial=0.0)]
     drawn, taken = random.Random(_SEED), min(sequences, _SEQUENCES)
 

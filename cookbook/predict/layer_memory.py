@@ -22,7 +22,7 @@ _NORMED = {"attention.wq", "attention.wk"}
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes for one layer and one microbatch."""
+    """The GPU memory that a layer needs for one microbatch, in bytes."""
 
     saved: float  # tensors that the backward needs, beyond the layer's input
     selected: float  # the part of `saved` that selective recomputation keeps
@@ -30,11 +30,11 @@ class LayerBytes:
     beside: float = 0.0  # outputs that selective recomputation keeps beyond `saved`
     freed: tuple[float, ...] = ()  # large blocks that the forward allocates and frees
     freed_again: tuple[float, ...] = ()  # further such blocks if the layer is recomputed
-    between: float = 0.0  # the part of `saved` passed between compiled graphs: no budget drops it
+    between: float = 0.0  # part of `saved` between compiled graphs: kept at any memory budget
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) -> LayerBytes:
-    """Return a layer's bytes; selective recomputation saves the outputs of compiled `products`."""
+    """Return a layer's bytes; `products`: compiled GEMMs whose outputs recomputation keeps."""
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
     # Attention and feed-forward run in turn, so each can reuse the memory that the other freed.
@@ -54,7 +54,7 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) ->
 
 
 def _attention(s: Shapes) -> LayerBytes:
-    """Count attention, the residual after it and the outputs of both norms."""
+    """Count the bytes of attention, the residual after it and the outputs of both norms."""
     queries, keys = s.heads * (s.nope + s.rope), s.kv_heads * (s.nope + s.rope)
     out = s.heads * s.v_head
     if s.kv_lora:
@@ -115,7 +115,7 @@ def _dense(s: Shapes) -> LayerBytes:
 
 
 def _moe(s: Shapes) -> LayerBytes:
-    """Count the router, dispatch, grouped GEMMs, combine and the shared expert."""
+    """Count the bytes of the router, dispatch, grouped GEMMs, combine and the shared expert."""
     # The router's input is the output of a norm, which `_attention` counts.
     router = s.tokens * (2 * 4 * s.num_experts + 3 * 8 * s.top_k)
     shared = s.act * s.tokens * _activations(s) * s.shared_hidden
@@ -192,11 +192,11 @@ def _moe(s: Shapes) -> LayerBytes:
 
 
 class RankLayers:
-    """The layers of a rank: the bytes that each keeps, and the largest one's working memory."""
+    """A rank's layers: the bytes each keeps for its backward, and the largest working memory."""
 
     def __init__(self, cell: Cell, rank: Rank, shapes: Shapes) -> None:
         self._cell, self._rank, self._shapes = cell, rank, shapes
-        # The DeepEP layer does not save this output, since no gradient needs it.
+        # The DeepEP layer does not save the shared experts' output, since no gradient needs it.
         needless = "moe.shared_experts.w2" if shapes.deepep else None
         self._bytes = {}
         for moe in (False, True):
@@ -205,7 +205,7 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return a layer's LayerBytes, the bytes it keeps, and the bytes that it recomputes."""
+        """Return a layer's LayerBytes, the bytes kept for its backward, and those recomputed."""
         cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
         layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
         mode = options["activation_checkpoint.mode"]

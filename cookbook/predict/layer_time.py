@@ -191,8 +191,8 @@ class Kernels:
     def copies(self, rank: Rank, gathers: int, reduces: int, sums: int) -> float:
         """Return the time of FSDP's casts and packing.
 
-        FSDP gathers every module `gathers` times and reduces it `reduces` times. In a pipeline it
-        adds BF16 gradients to unsharded sums `sums` times.
+        FSDP gathers every module `gathers` times and reduces its gradients `reduces` times. In a
+        pipeline FSDP adds BF16 gradients to unsharded sums `sums` times.
         """
         if not self.shapes.mixed_precision:
             return 0.0
@@ -205,7 +205,7 @@ EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
 # How often a layer gathers or reduces hidden states over TP in its forward and backward. The
 # backward gathers twice, all-reduces once (a reduction and a gather) and with DeepEP reduces once.
-# (The profiled backward all-reduced three times: eight operations, three of them hidden.)
+# (A profile showed three all-reduces, so eight operations, but three of them were hidden.)
 _TP_FORWARD, _TP_BACKWARD = 4, 5
 # In recomputation, compiled attention gathers its input again, whatever is saved.
 _TP_COMPILED = 1
@@ -250,7 +250,7 @@ class LayerTimes:
         # Keyed by whether the layer is MoE; the backward excludes recomputation.
         self._forward = {moe: self._compute(moe, False) for moe in (False, True)}
         self._backward = {moe: self._compute(moe, True) for moe in (False, True)}
-        # The GPU waits while the host reads how many rows it received.
+        # The GPU waits while the host reads how many rows the rank received.
         host_ms = kernels.hardware.host_ms_per_routed_layer if self._cell.layout.ep > 1 else 0.0
         self._forward[True] = add(self._forward[True], {EP: self._sent_ms(False), HOST: host_ms})
 
@@ -296,7 +296,7 @@ class LayerTimes:
         terms = add(self._backward[layer.moe], again)
         if not layer.moe:
             return terms
-        # Recomputing the whole forward hides the first gradients' exchange, which starts before it.
+        # Recomputing a whole forward hides the backward's first exchange, which starts earlier.
         whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 

@@ -68,7 +68,7 @@ class StageMemory:
 
 
 def verdict(total_gib: float, gpu_gib: float, options: Options) -> str:
-    """Return `fits`, `tight` or `will not fit`."""
+    """Return whether the total fits into the GPU's memory: `fits`, `tight` or `will not fit`."""
     pipelined = options["parallelism.pipeline_parallel_degree"] > 1
     if total_gib <= (MOST_FITS_PIPELINE if pipelined else MOST_FITS) * gpu_gib:
         return FITS
@@ -76,7 +76,6 @@ def verdict(total_gib: float, gpu_gib: float, options: Options) -> str:
 
 
 def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
-    """Predict the peak memory of `rank`."""
     shapes, variables = shapes_of(cell), cell.environment
     layers = RankLayers(cell, rank, shapes)
     state, kept = dict[str, float](), _kept(rank, layers, shapes)
@@ -134,13 +133,13 @@ def state_gib(rank: Rank) -> float:
 
 
 def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
-    """Return the bytes kept from forward to backward, or by a pipeline all the time, by cause."""
+    """Return the bytes kept for the backward, or in a pipeline for the whole step, by cause."""
     if rank.num_stages == 1:
         return {"activations": float(layers.kept(rank.parts[0]))}
     hidden = shapes.hidden_bytes
     output = shapes.tokens * shapes.vocab * shapes.act
     if shapes.loss_tokens is not None:
-        # The last stage outputs hidden states, not logits; each microbatch's loss keeps gradients.
+        # With a chunked loss the last stage outputs hidden states; each microbatch keeps gradients.
         output = shapes.tokens * shapes.dim * shapes.act + int(_loss_gradients(shapes))
     kept = [layers.kept(part) for part in rank.parts]
 
@@ -212,7 +211,7 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
 
 
 def _loss_gradients(shapes: Shapes) -> float:
-    """Return the bytes of the chunked loss's FP32 gradients, of hidden states and output layer."""
+    """Return the bytes of the chunked loss's FP32 gradients of hidden states and output layer."""
     return 4.0 * (shapes.tokens + shapes.vocab) * shapes.dim
 
 
@@ -228,7 +227,7 @@ def _outside_gib(layout: Layout, shapes: Shapes) -> float:
     outside = CONTEXT_GIB + NCCL_GROUP_GIB * groups_of(layout)
     if not shapes.deepep:
         return outside
-    # As `Config.get_nvl_buffer_size_hint` and its RDMA counterpart compute it by default: ten
+    # DeepEP's buffers, as `Config.get_nvl_buffer_size_hint` and its RDMA counterpart compute: ten
     # channels (20 SMs), each with receive queues of 256 tokens per NVLink peer and 128 per node.
     token = shapes.dim * 2 + shapes.top_k * 12
     peers, nodes = min(shapes.ep, 8), shapes.ep // 8

@@ -44,7 +44,7 @@ def schedule_of(
 ) -> list[dict[str, Any]]:
     """Return the `stages`, `in_flight` and `actions` of every pipeline rank, as defined in Rank.
 
-    Raise InputError if torch is missing or rejects the numbers.
+    Raise InputError if torch is missing or rejects these arguments.
     """
     process, line = _process(), ""
     assert process.stdin
@@ -265,7 +265,7 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
     of_layer = [units(layer_operators(model, moe), in_layer=True) for moe in (False, True)]
     mode = options["activation_checkpoint.mode"]
     option = options["activation_checkpoint.selective_ac_option"]
-    # A number N means that every N-th of the rank's layers is recomputed; 0 means all.
+    # A number N as option: every N-th of the rank's layers is recomputed; 0 means all.
     every = (int(option) or 1) if mode == "selective" and option != "op" else 1
     numbers, parts = itertools.count(1), []
     for stage in stages:

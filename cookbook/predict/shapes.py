@@ -169,7 +169,7 @@ def _chosen_experts(model: Model) -> Any:
 
 
 def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Operator]:
-    """Return the BF16 matrix products of a layer whose outputs `mm` in the save list saves."""
+    """Return a layer's BF16 matrix products whose outputs are kept if the save list has `mm`."""
     # Only the cookbook's save list reaches compiled code; TorchTitan's `mm` does not.
     if not (moe and s.compiled and cell.saves and "mm" in cell.options[SAVE_LIST]):
         return []

@@ -58,7 +58,6 @@ class StepTime:
         return sum(time for name, time in self.terms_ms.items() if name.endswith("exposed"))
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return the step as a mapping for JSON."""
         return {
             "rank": self.rank,
             "step_ms": round(self.step_ms, 1),

@@ -45,7 +45,7 @@ class Exchanges:
         return max(1, min(ranks, self.cell.cluster.ranks_per_node // stride))
 
     def _gather(self, size: float, ranks: int, stride: int) -> Traffic:
-        """Return the traffic of an all-gather into `size` bytes, or a reduce-scatter of as many."""
+        """Return the traffic of an all-gather into, or a reduce-scatter from, `size` bytes."""
         if ranks == 1:
             return Traffic()
         in_node = self._in_node(ranks, stride)
@@ -53,7 +53,7 @@ class Exchanges:
         return Traffic(size * (ranks - 1) / ranks - outside if in_node > 1 else 0.0, outside)
 
     def unit(self, unit: Unit) -> tuple[Traffic, Traffic, Traffic]:
-        """Return an FSDP module's traffic: gather, reduction, and half the replicas' all-reduce."""
+        """Return an FSDP module's traffic: gather, reduction, half of its replicas' all-reduce."""
         layout, s = self.cell.layout, self.shapes
         is_expert = unit.name.endswith("moe.experts")
         group = unit.shards, layout.ep * layout.etp if is_expert else layout.tp
@@ -221,7 +221,7 @@ class Links(Exchanges):
         return self._ms(sent, hw.nvlink_gb_per_s * share, hw.nccl_infiniband_share)
 
     def _ms(self, sent: Traffic, nvlink_gb_per_s: float, infiniband_share: float | None) -> float:
-        """Return the time of the network that takes longer, as both send at once."""
+        """Return the time on the network that takes longer, since both send at once."""
         within = sent.nvlink / (nvlink_gb_per_s * 1e6)
         if not sent.infiniband:
             return within

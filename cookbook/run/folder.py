@@ -91,7 +91,7 @@ class CellFolder:
 _METADATA = ".metadata"
 # TorchTitan also treats a folder with this file as a checkpoint, but cannot load it.
 _HUGGING_FACE = "model.safetensors.index.json"
-# Name prefixes of the entries that training needs in addition to the model's.
+# Name prefixes of the checkpoint entries that training needs in addition to the model's.
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 

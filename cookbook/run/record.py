@@ -113,7 +113,7 @@ def earlier_record(folder: CellFolder) -> CellRecord | None:
 
 
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
-    """Write the next attempt's record and script; keep old versions with the last attempt."""
+    """Write the next attempt's record and script; keep old ones in the last attempt's folder."""
     first, attempts = earlier_record(folder), folder.attempts()
     record = asked
     if first and attempts and first.cluster == asked.cluster:

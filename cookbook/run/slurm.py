@@ -1,4 +1,4 @@
-"""Run Slurm's commands; elsewhere, only the rendered scripts and `doctor` run any."""
+"""Run Slurm's commands; outside this module, only rendered scripts and `doctor` run any."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ from cookbook.base.errors import JobError
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"})
 WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}  # held until a user releases them
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"})
-# These jobs keep their nodes, but their processes are stopped.
+# Jobs in these states keep their nodes, but their processes are stopped.
 HALTED = frozenset({"SUSPENDED", "STOPPED"})
 ACTIVE |= HALTED
 # Variables that an enclosing job or the user may set: SQUEUE_PARTITION, say, would hide jobs.

@@ -99,7 +99,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
     if run.scheduler == "local":
         return [_local_state(run, cell) for cell in run.cells]
     before = {cell: _read(cell)[0] for cell in run.cells}
-    # Check this before reading again: without an active submitter, no new job can appear.
+    # Check the lock before reading again: without an active submitter, no new job can appear.
     is_open = is_submit_locked(run.folder)
     infos, silence = dict[str, slurm.JobInfo](), None
     asked = (one.job_id for one in before.values() if one.job_id and one.state not in SETTLED)
@@ -154,7 +154,7 @@ def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
 def _settle_end(
     cell: CellFolder, job: str, written: Status, info: slurm.JobInfo | None
 ) -> slurm.JobInfo | None:
-    """Return Slurm's answer or the saved end, whichever is newer; save a new end."""
+    """Return Slurm's answer or the saved end, whichever is newer; save a final answer."""
     with contextlib.suppress(InputError):
         kept = read_json_as(slurm.JobInfo, cell.end)
         # A status with more restarts is newer: Slurm requeued the job after the saved end.
@@ -180,12 +180,12 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
     if info.state in slurm.HALTED:
         return status.RUNNING, f"suspended (Slurm: {info.state}): its processes are stopped"
     if info.state in slurm.ACTIVE:
-        # The job has ended only once Slurm has noticed: until then it may be requeued.
+        # The job counts as ended only once Slurm has noticed: until then Slurm may requeue it.
         return status.RUNNING, COMPLETING if said.state in status.ENDED else None
     if info.state == "CANCELLED":
         return status.CANCELLED, None
     if info.state == "COMPLETED":
-        # The job exits with its script's status, so this holds even if no state could be written.
+        # The job exits with its script's status, so the cell has finished, state written or not.
         return status.FINISHED, None
     if said.state == status.FAILED and info.state == "FAILED" and said.reason:
         return status.FAILED, said.reason

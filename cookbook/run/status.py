@@ -28,7 +28,7 @@ _adapter: Any = functools.cache(TypeAdapter)
 
 QUEUED, RUNNING, FINISHED = "queued", "running", "finished"
 FAILED, CANCELLED, REFUSED = "failed", "cancelled", "refused"
-# The cell's files cannot be read, and the scheduler does not know its job either.
+# State of a cell whose files cannot be read and whose job the scheduler does not know.
 UNKNOWN = "unknown"
 OPEN = frozenset({QUEUED, RUNNING})
 ENDED = frozenset({FINISHED, FAILED, CANCELLED, REFUSED})
@@ -142,7 +142,7 @@ class Cause(enum.StrEnum):
     SAVED = "saved"  # saved a checkpoint and exited on request (time limit, preemption)
     TOO_LATE = "too late"  # did not exit in time after a request to stop
     STOPPED = "stopped"  # by the user, a time limit, a preemption or a requeue; see the reason
-    CUT_SHORT = "cut short"  # the supervisor was killed or its node lost, so it wrote no end
+    CUT_SHORT = "cut short"  # the supervisor was killed or its node lost, so no end was recorded
 
 
 @dataclass(frozen=True)
