@@ -137,7 +137,7 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
     """Submit every cell of `run` that is not refused; return the job ids in that order.
 
     Each cell is its own job; with `one_allocation`, or locally, one job runs the cells in turn.
-    If Slurm refuses a cell (JobError), earlier cells stay queued; it and later ones are `failed`.
+    If Slurm refuses a cell (JobError), earlier cells stay queued; it and later cells are `failed`.
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")

@@ -235,7 +235,7 @@ _MOST_NAMED = 8
 
 
 def describe_stacks(attempt: Attempt, world: int) -> str | None:
-    """Return which ranks' stacks differ and where the other ranks wait; None without stacks."""
+    """Return which ranks' stacks differ and where the others wait; None if no rank wrote one."""
     places = {
         rank: place
         for rank in range(world)

@@ -221,7 +221,7 @@ def collect_router_load(cell: CellFolder) -> list[LoadStep]:
         for found in _parse(_LOAD, lines_of(attempt.router_load)):
             while steps and steps[-1].step >= found.first_step:
                 steps.pop()
-            # Other layers: the model has changed, and only the newest model's steps can be shown.
+            # Different layers mean that the model has changed: keep only the newest model's steps.
             if steps and steps[-1].layers != found.layers:
                 steps.clear()
             steps.append(found)

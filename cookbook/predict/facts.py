@@ -198,7 +198,7 @@ def slowest_attended_tokens(
 ) -> float:
     """Return the mean number of keys that a token attends to on the slowest of `ranks` ranks.
 
-    `sequences`: how many are in the batch of each rank.
+    `sequences`: how many sequences the batch of each rank has.
     """
     sums = [*itertools.accumulate(_attended(documents, seq_len), initial=0.0)]
     drawn, taken = random.Random(_SEED), min(sequences, _SEQUENCES)

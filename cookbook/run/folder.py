@@ -30,7 +30,7 @@ class Attempt:
     path: Path
     number: int
 
-    log = _Below("train.log")  # torchrun's output on all nodes, with the lines of a few ranks each
+    log = _Below("train.log")  # torchrun's output from all nodes, with only a few ranks' lines
     # This attempt's script and request, saved here if those of a later attempt differ.
     script, record = _Below("train.sh"), _Below("cell.yaml")
     # Versions, GPUs, nodes and active features, reported by the training process.

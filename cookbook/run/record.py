@@ -34,7 +34,7 @@ class CellRecord:
     emulated: Flag = False  # low precision is emulated in software, so its speed is meaningless
     stand_in_for: Text | None = None  # the requested recipe, if this machine runs another
     refused: Text | None = None  # why the cell does not run
-    # Set only if the cell is exactly the published configuration.
+    # The published speed; set only if the cell is exactly the published configuration.
     published_tokens_per_second_per_gpu: Number | None = None
     published_source: Text | None = None
     baseline: Text | None = None  # the cell that speed-ups are relative to

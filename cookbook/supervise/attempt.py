@@ -44,7 +44,7 @@ class Timeouts:
         start_s: seconds to wait for a new log line before the first steps, since a large model
             compiles for many minutes.
         save_s: seconds to wait for the first checkpoint save, and for the exit after the last step.
-        least_save_s: least seconds to wait for any save, however fast the earlier saves were.
+        least_save_s: seconds to wait at least for any save, however fast the earlier ones were.
     """
 
     steps: float = 5.0
@@ -207,7 +207,7 @@ class RunningAttempt:
                     end_step(self.process, self.attempt)
                 continue
             step = self._tail.step
-            # With this option, training itself skips steps with a non-finite loss, up to a limit.
+            # With max_skipped_steps, training itself skips a limited number of non-finite steps.
             is_limited = self._record.options.get("training.max_skipped_steps")
             if step and step.loss and not math.isfinite(step.loss) and not is_limited:
                 cause, reason = Cause.NAN_LOSS, f"loss is {step.loss} in step {step.step}"
@@ -234,7 +234,7 @@ class RunningAttempt:
 def end_step(process: subprocess.Popen[bytes], attempt: Attempt) -> None:
     """End a script and its Slurm step; return when the script has exited.
 
-    A rank has died or hung. No checkpoint can be saved without it, so the others are killed too.
+    Once a rank is dead or hung, no checkpoint can be saved, so killing the others loses nothing.
     """
     if _kill_slurm_step(attempt):
         with contextlib.suppress(subprocess.TimeoutExpired):

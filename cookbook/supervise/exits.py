@@ -38,7 +38,7 @@ class Rule:
     """The action for a cause; stop after more than `most_idle` attempts in a row without progress.
 
     `remedy` is the user's fix before the run can continue, None if there is nothing to fix.
-    `is_counted`: whether an attempt that ends so counts towards the recipe's max_restarts.
+    `is_counted`: whether an end by this cause counts towards the recipe's max_restarts.
     """
 
     action: Action
@@ -173,7 +173,7 @@ def _end(
 
 
 def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
-    """Add the attempt's first and last steps, and the last with a finite loss and gradient."""
+    """Add the attempt's first and last steps, and the last step with finite loss and gradient."""
     first = last = good = None
     for metrics in read_steps(attempt, record):
         first = first or metrics.step

@@ -78,7 +78,7 @@ class JobNodes:
             return {}
 
     def exclude(self, found: Faults) -> None:
-        """Add faults, and put their nodes on the exclusion list for later jobs."""
+        """Record these faults, and put their nodes on the exclusion list for later jobs."""
         self.faults |= found
         for node, faults in found.items():
             hours, place = max(fault.hours for fault in faults), shown_path(excluded_file())

@@ -250,7 +250,7 @@ class Supervisor:
         status.write_status(cell, now)
 
     def _lost_nodes(self) -> list[str]:
-        """Return the job's nodes that Slurm cannot use; retry while the controller is away."""
+        """Return the job's nodes that Slurm cannot use; retry until the controller answers."""
         nodes = os.environ.get("SLURM_JOB_NODELIST") if exits.slurm_job() else None
         is_logged = False
         while nodes and not self.signal_number:
