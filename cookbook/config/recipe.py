@@ -161,7 +161,7 @@ def implied(options: Options) -> dict[str, str]:
 
 Kind = Literal["precision", "ep_backend"]
 OF_PRECISION = ("grouped_gemms", "linear_layers")
-# The keys of each kind's `expect` block, and their defaults.
+# The keys of the `expect` block in each kind of overlay, and their defaults.
 _EXPECTED: Mapping[Kind, Mapping[str, str]] = {
     "precision": dict.fromkeys(OF_PRECISION, "bf16"),
     "ep_backend": {"dispatch": "standard"},

@@ -35,7 +35,7 @@ def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
 
 
 def _judged(cell: Cell) -> Cell:
-    """Return the cell, refused if a rule finds an error; raise InputError if the input is wrong."""
+    """Return the cell, marked refused if a rule finds an error; raise InputError on wrong input."""
     findings = validation_errors(cell)
     for one in findings:
         if one.is_input:

@@ -92,7 +92,7 @@ class Surroundings:
 
 
 State = Literal["ok", "warning", "problem", "not here"]
-# State, finding, and a remedy if the state is not ok; None if the check does not apply.
+# A check's state, finding, and remedy if the state is not ok; None if it does not apply.
 Verdict = tuple[State, str] | tuple[State, str, str] | None
 
 

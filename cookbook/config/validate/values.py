@@ -25,7 +25,7 @@ _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
 _RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
 TEXT = "text"
-# Options by the smallest and largest sensible value.
+# Options grouped by their smallest and largest sensible value.
 _BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
     (1, math.inf): (
         *("training.steps", "training.gc_freq", "metrics.log_freq", "checkpoint.interval"),
