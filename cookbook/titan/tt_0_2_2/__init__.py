@@ -1,16 +1,16 @@
-"""The cookbook's extensions of TorchTitan, for the training processes of stack 2026.02.
+"""The cookbook's extensions to TorchTitan, for the training processes of stack 2026.02.
 
 TorchTitan imports this package before it builds a Trainer: `--job.custom_config_module` imports
 `.job_config`, and `--experimental.custom_import` the package itself. A registered spec overrides
-the built-in spec of the same name, so the `families` use the cookbook's spec and all others use
-TorchTitan's. To extend TorchTitan, write a function or a class in a file of its own and add one
-line below. Nothing in site-packages is edited; other versions of TorchTitan are refused.
+the built-in spec of the same name, so the models in `families` use the cookbook's spec and all
+others use TorchTitan's. To extend TorchTitan, write a function or a class in a file of its own
+and add one line below. Nothing in site-packages is edited; other TorchTitan versions are refused.
 
 TorchTitan has no extension point for the following. Each is patched in one file:
 
 - names that a family's `parallelize_fn` and its `apply_moe_ep_tp` look up: `parallelize.py`, only
   while these functions run
-- the converters called `quantize.*.mx`: `mxfp8.py`, when a job of one of the families starts
+- the converters called `quantize.*.mx`: `mxfp8.py`, when a job starts that trains one of `families`
 - functions that TorchAO's emulation calls: `mxfp8.py`, if the job uses them
 - the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
 - when to save, whether to continue training, and the error messages of saves: `checkpoint.py`
@@ -43,7 +43,7 @@ from cookbook.titan.tt_0_2_2.text_data import RepeatableValidator, build_dataloa
 
 
 def register() -> None:
-    """Register each family's released spec with the fields below replaced, once per process."""
+    """Register TorchTitan's spec of each family once, with the fields below replaced."""
     for name, parts in FAMILIES.items():
         released = parts.released()
         spec = replace(

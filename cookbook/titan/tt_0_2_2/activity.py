@@ -42,7 +42,7 @@ class RankActivity:
     stage: int  # the rank's pipeline stage
     found: dict[str, frozenset[str]]  # aspect, such as `dispatch` -> observed values
     emulated: bool
-    mean_attended_length: float | None  # keys per token; None if nothing was counted
+    mean_attended_length: float | None  # keys a token attends to; None if not counted
     patches_applied: frozenset[str]
     node: str
 

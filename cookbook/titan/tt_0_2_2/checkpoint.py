@@ -46,7 +46,7 @@ class CheckpointPolicy:
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
         if self.interval_s:
-            # Minutes replace steps: with an infinite interval, no step is due.
+            # Save by minutes instead of steps: with an infinite step interval, no step is due.
             manager.interval = math.inf
         self.attempt = attempt_folder()
         self.saved_at = time.monotonic()
@@ -57,7 +57,7 @@ class CheckpointPolicy:
         manager.maybe_wait_for_staging = self.wait_for_copy
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save, or save and stop, if due; TorchTitan calls this after every step."""
+        """Save if due, or save and stop if asked to; TorchTitan calls this after every step."""
         wishes = (self._is_interval_over(), self._is_asked_to_stop())
         largest = torch.tensor(wishes, dtype=torch.int32, device=self.trainer.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -73,10 +73,10 @@ class CheckpointPolicy:
         # optimizer, and it does so over NCCL, which can time out during a large save.
         self._save(curr_step, last_step=last_step)
         if last_step:
-            # TorchTitan does not purge after the last step, and so would exceed `keep_latest_k`.
+            # TorchTitan does not purge old checkpoints after the last step, and so keeps too many.
             self.manager._purge_stale_checkpoints()
         if stops:
-            # TorchTitan logs "Finished saving" once the weights are copied, not yet written.
+            # TorchTitan logs "Finished saving" after copying the weights, before writing them.
             if self._is_writing():
                 logger.info("cookbook: waiting until the checkpoint is written")
             self.manager._async_wait()
@@ -90,10 +90,10 @@ class CheckpointPolicy:
         return bool(self.is_due or self._should_save(curr_step, last_step))
 
     def wait_for_copy(self) -> None:
-        """Wait until the weights are copied; TorchTitan calls this before the optimizer step.
+        """Wait until a save has copied the weights to host memory.
 
-        The first copy is slow because it pins memory. The log lines keep the supervisor from
-        mistaking the wait for a hang.
+        TorchTitan calls this before the optimizer step. The first copy is slow because it pins
+        memory. The log lines keep the supervisor from mistaking the wait for a hang.
         """
         waits = self.manager.staging and not self.manager.staging_future.done()
         if waits:
@@ -103,7 +103,7 @@ class CheckpointPolicy:
             logger.info("cookbook: the checkpoint is copied")
 
     def _is_asked_to_stop(self) -> bool:
-        # One rank on each node checks: a file written on another node may become visible late.
+        # One rank on each node looks for `stop`: a file from another node may be visible late.
         is_first = os.environ.get("LOCAL_RANK") == "0"
         return is_first and self.attempt is not None and (self.attempt / STOP).exists()
 
@@ -146,7 +146,7 @@ def plain(value: Any) -> Any:
 
 
 def save_plain_weights(model: nn.Module) -> None:
-    """Make the state dict of `model` hold plain tensors, for both saving and loading."""
+    """Take TorchAO's wrapper off the tensors in `model`'s state dict, for saving and loading."""
 
     def unwrap(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, value in state.items():
@@ -193,7 +193,7 @@ def without_missing_bias(adapter: Any) -> Any:
             return self._asked
 
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-            # To skip keys, delete them from `to_hf`'s last result: TorchTitan loads only its keys.
+            # TorchTitan loads the keys in `to_hf`'s last result. Delete those that it should skip.
             reader = super().get_hf_storage_reader(path, from_quantized)
             if self.model_args.moe_args.score_func != "softmax":
                 return reader

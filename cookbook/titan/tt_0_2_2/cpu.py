@@ -67,7 +67,7 @@ def prepare_cpu() -> None:
     """Bind TorchTitan to the CPU; call once, before a Trainer exists."""
     own = {"device_type": "cpu", "device_module": CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")}
     for name, module in list(sys.modules.items()):
-        # Modules keep copies of the device. `dual_pipe_v` is imported above, to be among them.
+        # Modules keep copies of the device, so patch all. `dual_pipe_v` is imported above for this.
         if name.startswith("torchtitan."):
             vars(module).update({key: own[key] for key in own if hasattr(module, key)})
         # Below SM90, models fall back to a Python loop over experts, but quantization hooks only
@@ -78,7 +78,7 @@ def prepare_cpu() -> None:
     # TorchTitan would report MFU against an A100's peak; with an infinite peak it is 0.
     torchtitan.tools.utils.get_peak_flops = lambda device_name: float("inf")
 
-    # Use the CPU reference of the Triton kernel that fills the permutation.
+    # Order tokens by expert with TorchTitan's CPU reference instead of its Triton kernel.
     utils: Any = torchtitan.models.moe.utils
     utils.generate_permute_indices = partial(utils.generate_permute_indices, use_cpu=True)
 
@@ -100,7 +100,7 @@ def prepare_cpu() -> None:
 
     torch.histc = counting_histc
 
-    # TorchTitan passes `device_ids` to a barrier before it shortens timeouts; gloo rejects them.
+    # Before it shortens timeouts, TorchTitan calls a barrier with `device_ids`; gloo rejects them.
     barrier = torch.distributed.barrier
     torch.distributed.barrier = lambda *args, device_ids=None, **kwargs: barrier(*args, **kwargs)
 
@@ -119,9 +119,10 @@ def cpu_has_bf16() -> bool:
 
 @functools.cache
 def multiply_bf16_in_float32() -> torch.library.Library | None:
-    """Replace PyTorch's CPU kernels for BF16 GEMMs, including in autograd and in compiled code.
+    """Compute BF16 GEMMs on the CPU in float32, including in autograd and in compiled code.
 
-    Return the library that keeps the new kernels alive, or None if the CPU supports BF16.
+    Return the `Library` that keeps the new kernels registered. If the CPU supports BF16, replace
+    nothing and return None.
     """
     if cpu_has_bf16():
         return None

@@ -12,10 +12,10 @@ start and wait are separate autograd nodes, with half of the shared experts' wor
       second half of the shared experts
     arrive      waits for the rows               starts to send their gradients
 
-The first half is queued on the GPU before the host waits for DeepEP's counts. In the backward,
-autograd runs the most recent node first, so read the table from the bottom up. Another order would
-be slower but still correct, because each node waits for the data that it reads. Each chunk of
-tokens has its own dispatch and combine. This module can be imported only if DeepEP is installed.
+A row is the hidden state of a token. The first half is queued on the GPU before the host waits for
+DeepEP's counts of received rows. In the backward, autograd runs the most recent node first, so read
+the table from the bottom up. Another order would be slower but still correct, because each node
+waits for the data that it reads. Each chunk of tokens has its own dispatch and combine.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Exchange:
 class Routing(SimpleNamespace):
     """The experts and scores of one chunk's rows.
 
-    Not a tuple or a dataclass, because FSDP casts tensors inside those to BF16, even the scores.
+    Not a tuple or a dataclass: FSDP would cast the tensors to BF16, but scores must stay float32.
     """
 
     experts: Tensor  # (tokens, top k) int64, -1 for no expert
@@ -70,7 +70,8 @@ def leave(
 ) -> tuple[Tensor, Routing]:
     """Mark `rows` (tokens, features) and routing as ready to send; drop experts with score 0."""
     exchange = Exchange()
-    # Convert before `ready` is recorded: DeepEP sends float32 scores and contiguous tensors.
+    # DeepEP needs contiguous tensors and float32 scores. Convert before `ready` is recorded,
+    # because the transfer waits only for that event.
     experts = experts.masked_fill(scores == 0, -1).contiguous()
     rows, scores = _Leave.apply(rows.contiguous(), scores.float().contiguous(), exchange)
     return rows, Routing(experts=experts, scores=scores, num_experts=num_experts, exchange=exchange)
@@ -90,7 +91,7 @@ def dispatch(
 
 
 def arrive(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Wait for `_Combine`; return its result (tokens, features), summed over the experts' ranks."""
+    """Wait for `_Combine`; return its rows (tokens, features), summed over the experts' ranks."""
     return _Arrive.apply(rows, exchange)
 
 
@@ -110,7 +111,7 @@ def _send(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exchange, buffer = _current, deepep._buffer
     # Allocate the layout on DeepEP's stream: `--debug.deterministic` makes PyTorch fill new memory,
-    # and a fill on another stream overwrites counts, as in released TorchTitan (device asserts).
+    # and a fill on another stream would overwrite counts. Released TorchTitan fails because of it.
     per_rank, per_rdma_rank, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
         experts, num_experts, previous_event=exchange.ready, **_STREAMS
     )
@@ -175,12 +176,12 @@ class _Dispatch(torch.autograd.Function):
             previous_event=_now(),
             **_STREAMS,
         )
-        # No wait: only `leave` reads these gradients, and it waits for them.
+        # Do not wait here: only `_Leave` reads these gradients, and it waits for them.
         return rows, scores, None
 
 
 class _Combine(torch.autograd.Function):
-    """Start sending rows (received, features) back, if needed; `arrive` waits for the result."""
+    """If `is_needed`, start sending rows (received, features) back; `arrive` waits for them."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routing: Routing, is_needed: bool) -> Tensor:
@@ -202,7 +203,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        # No transfer was started if selective recomputation had saved the rows.
+        # A recomputation starts no transfer if the combined rows were saved or are not needed.
         if exchange.sent is not None:
             exchange.sent.current_stream_wait()
         return rows.view_as(rows)
@@ -237,7 +238,7 @@ class SendingExperts(nn.Module):
         computed: Tensor | None = None
         for index, (part, routing) in enumerate(zip(rows, routings, strict=True)):
             # Dispatch this chunk before combining the previous one, or the dispatch would queue
-            # behind the combine. The host awaits DeepEP's counts while the GPU is still computing.
+            # behind the combine. The host waits for this chunk's counts while the GPU computes.
             arrived = dispatch(part, routing, self.cookbook_group)
             activity.dispatches.add("deepep")
             if computed is not None:
@@ -267,7 +268,7 @@ class HalvedFeedForward(FeedForward):
     """TorchTitan's shared experts, split into two halves that overlap dispatch and combine."""
 
     def forward(self, x: Any = None, halves: Any = None) -> Any:
-        """Project `x` (tokens, features) to gate and up, or turn these `halves` into the output."""
+        """Project `x` (tokens, features) to gate and up, or these two `halves` to the output."""
         if x is not None:
             return self.w1(x), self.w3(x)
         gate, up = halves

@@ -36,8 +36,6 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of one export."""
-
     checkpoint: str  # the folder `step-N` to read
     to: str  # the folder to write
     model: str
@@ -49,7 +47,7 @@ class Request:
 
 
 class Part(NamedTuple):
-    """Exported tensors of equal shape: one checkpoint tensor, or a range of its stacked experts."""
+    """Equally shaped exported tensors: one of the checkpoint, or a range of its stacked experts."""
 
     fqn: str  # the tensor's name in the checkpoint
     names: tuple[str, ...]  # the exported names
@@ -63,7 +61,7 @@ class Part(NamedTuple):
 
 
 def export(request: Request) -> int:
-    """Write the missing files; return the size of all tensors in bytes.
+    """Write the export's files that do not exist yet; return the size of all its tensors in bytes.
 
     Raises:
         InputError: the folder holds another export, or a tensor of the checkpoint is missing or has
@@ -139,7 +137,7 @@ def _claim(to: Path, request: Request) -> None:
 
 
 def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
-    """Divide the tensors into files, in the order of the model's state dict; return their parts."""
+    """Divide the exported tensors into files, in state-dict order; return each file's parts."""
     parts = FAMILIES[request.model]
     args = parts.flavors[request.flavor]
     # TorchTitan normally sets `moe_impl` from a job's options.

@@ -202,12 +202,12 @@ class JobConfig:
 
 
 def option_table() -> dict[str, dict[str, Any]]:
-    """Return tables by dotted name: defaults, choices, and types of options that may be None."""
+    """Return each option's default, choices (if limited) and type (if it may be None), by name."""
     merged = ConfigManager._merge_configs(TitanJobConfig, JobConfig)
     table: dict[str, dict[str, Any]] = {"options": {}, "optional": {}, "choices": {}}
     for name, kind, default in _options(merged(), ""):
         table["options"][name] = default
-        # Adding None makes a union of any type, whose members `get_args` lists.
+        # `kind | None` is a union whatever `kind` is, so `get_args` lists its members.
         kinds = typing.get_args(kind | None)
         for one in kinds:
             if typing.get_origin(one) is typing.Literal:

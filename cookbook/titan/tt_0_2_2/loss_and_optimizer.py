@@ -1,8 +1,8 @@
 """The loss, skipped steps for non-finite gradients, and the learning rate beyond its schedule.
 
 - TorchTitan divides the summed loss by the tokens of the global batch. A pipeline schedule runs the
-  backward before this division: in 0.2.2 its gradients are too large by the number of tokens, and
-  every step is clipped (pytorch/torchtitan#2972).
+  backward before this division. In 0.2.2 its gradients are thus too large by a factor equal to the
+  number of tokens, and every step is clipped (pytorch/torchtitan#2972).
 - With `loss.num_chunks` the output layer returns its input with its weight attached, and the loss
   function multiplies by the weight, one chunk at a time (`common/chunked_loss.py`).
 - TorchTitan takes the optimizer step even if the gradient norm is not finite. Here its clipping
@@ -38,7 +38,7 @@ LossFunction = Callable[..., Tensor]
 
 
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
-    """Build the cross-entropy summed over tokens; under PP, divide its gradient by their number."""
+    """Build the token-summed cross-entropy; under PP, divide its gradient by the token count."""
     if num_chunks := job_config.loss.num_chunks:
         name, loss_fn = f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config)
     else:
@@ -112,14 +112,14 @@ class HandingOnColwiseParallel(ColwiseParallel):
             if not isinstance(hidden, DTensor):
                 hidden = DTensor.from_local(hidden, mesh, self.input_layouts, run_check=False)
             whole = hidden.redistribute(placements=(Replicate(),))
-            # Each rank's gradient covers only its shard of the vocabulary: a term of a sum over TP.
+            # Each rank's gradient covers only its vocabulary shard, so it is one term of a TP sum.
             return whole.to_local(grad_placements=(Partial(),))
 
         return distribute_module(module, device_mesh, self._partition_linear_fn, gather)
 
 
 def build_chunked_loss(job_config: Any) -> LossFunction:
-    """Build the cross-entropy of the hidden states that a `HandingOn` layer returns."""
+    """Build the chunked cross-entropy, which takes the hidden states that `HandingOn` returns."""
     num_chunks = job_config.loss.num_chunks
     compiled = job_config.compile.enable and "loss" in job_config.compile.components
     backend = job_config.compile.backend if compiled else None
@@ -134,7 +134,7 @@ def build_chunked_loss(job_config: Any) -> LossFunction:
             weight, shard = weight.to_local(), VocabularyShard(offset[0], mesh.get_group())
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
-            # Without FSDP, mixed precision is autocast: cast the GEMM's operands as that would.
+            # Without FSDP, mixed precision is autocast: cast the GEMM's operands as autocast would.
             dtype = torch.get_autocast_dtype(device)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         return chunked_cross_entropy(hidden, weight, labels, num_chunks, shard, backend)
@@ -163,7 +163,7 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
     """Return TorchTitan's optimizers that also update the routing bias, in every family and cell.
 
     With `training.max_skipped_steps`, `step` skips steps whose gradients are not finite, and fails
-    at the first one beyond that number.
+    at the first such step beyond that number.
     """
     optimizers = build_optimizers_with_moe_load_balancing(*args, **kwargs)
     if not GradientWatch.limit:

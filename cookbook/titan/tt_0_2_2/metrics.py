@@ -1,7 +1,7 @@
 """TorchTitan's metrics, plus metrics.jsonl, the router's load and a report of the first step.
 
-After the first optimizer step the ranks' observations are merged and compared with the overlays'
-declaration (`activity.py`); one log line and `environment.json` record the active options.
+After the first optimizer step the options that ranks found active are merged and compared with the
+overlays' declaration (`activity.py`); one log line and `environment.json` record them.
 
 `attempt-<k>/metrics.jsonl` has one JSON object per logged step. `cookbook.observe.metrics` reads
 it; in a notebook use `pandas.read_json("metrics.jsonl", lines=True)`.
@@ -78,7 +78,7 @@ class JsonLines(BaseLogger):
 
 
 class CookbookMetrics(metrics.MetricsProcessor):
-    """TorchTitan's MetricsProcessor with the router's load, the stall alarm and the report.
+    """TorchTitan's MetricsProcessor with router load, stall alarm and a report of active options.
 
     TorchTitan builds it after the converters have run and before the model is allocated.
     """
@@ -141,7 +141,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         return torch.distributed.get_rank() == metrics_rank(self.parallel_dims, self.job_config)
 
     def _report(self) -> None:
-        """Gather, check and log the ranks' observations; all ranks must call this."""
+        """Gather, check and log the options that ranks found active; all ranks must call this."""
         views: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(views, self._observe())
         found = activity.merge(views)

@@ -72,7 +72,7 @@ class MXGroupedMMConverter(_Converter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         fqns = job_config.quantize.grouped_mm.mx.fqns
         if not fqns:
-            # Refuse, or a hand-written job that declares no precision silently trains in BF16.
+            # If this were allowed, a hand-written job could silently train in BF16.
             raise refuse(
                 "quantize.grouped_mm.mx.fqns is empty: the converter replaces no layer; pass "
                 "--quantize.grouped_mm.mx.fqns=experts"
@@ -149,7 +149,7 @@ def replace_mx_converters() -> None:
 def _cast_with_operations(
     values: Tensor, inner_block_size: int, scaling_mode: str
 ) -> tuple[Tensor, Tensor]:
-    """Cast like TorchAO's SM100 kernel, with PyTorch operations that run on any device."""
+    """Return MXFP8 data and scales, as TorchAO's SM100 kernel does, but on any device."""
     mode = ScaleCalculationMode(scaling_mode)
     scales, data = to_mx(values.contiguous(), torch.float8_e4m3fn, inner_block_size, mode)
     return data, scales
@@ -196,7 +196,7 @@ class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
 
 @dataclass(frozen=True)
 class Precisions:
-    """Whether the dispatch's forward quantizes, and whether the combine's backward does."""
+    """Which transfers send MXFP8: the dispatch's in the forward, the combine's in the backward."""
 
     dispatch_forward: bool
     combine_backward: bool
@@ -226,10 +226,13 @@ class Precisions:
 
 @torch.no_grad()
 def exchange_counts(counts: Tensor, group: Any, ranks: int) -> tuple[Tensor, list[list[int]]]:
-    """Return all ranks' counts, (ranks * local experts,), and the [send, receive] splits."""
+    """Return how many rows each rank sends to each local expert, (ranks * local experts,).
+
+    Also return the all-to-all's [send, receive] splits. `counts` are this rank's rows by expert.
+    """
     received = all_to_all_single(counts, None, None, group=group)
     received = torch.ops._c10d_functional.wait_tensor(received)
-    # The only synchronization with the device: the host needs the splits.
+    # The only wait for the device: the host needs the splits to start the all-to-all.
     splits = [sizes.view(ranks, -1).sum(1) for sizes in (counts, received)]
     return received, torch.stack(splits).tolist()
 

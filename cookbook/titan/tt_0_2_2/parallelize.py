@@ -93,8 +93,8 @@ class PartialOutputRowwiseParallel(RowwiseParallel):
 class PrepareMoE(PrepareModuleInputOutput):
     """Gathers an MoE layer's input along the sequence and sums its output over TP ranks.
 
-    A DeepEP layer does both itself, but not for its routed experts: each rank sends them only its
-    own shard of the tokens and gets the same shard back.
+    A DeepEP layer does both itself, but not for its routed experts: each TP rank sends them only
+    its own shard of the tokens and gets the same shard back.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -127,7 +127,7 @@ class SequenceShardReorderer(ParallelStyle):
 
 
 def without_hooks(name: str) -> type[ParallelStyle]:
-    """Return TorchTitan's style `name` without dispatch hooks: the experts send rows themselves."""
+    """Return TorchTitan's parallel style `name` without hooks: the experts send rows themselves."""
     plan = getattr(llama4_parallelize, name)
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

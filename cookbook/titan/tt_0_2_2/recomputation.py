@@ -135,7 +135,7 @@ def apply_ac(model: Any, ac_config: Any, **options: Any) -> None:
     operators.add(torch.ops.cookbook.varlen_attention.default)
     operators |= options.pop("op_sac_save_list")
     if save:
-        # Keep TorchTitan's other operators, such as the maximum that FP8 scales need.
+        # Keep the other operators on TorchTitan's list, such as the maximum that FP8 scales need.
         operators -= kinds.keys()
         operators |= {operator for operator, kind in kinds.items() if kind in save}
     titan.apply_ac(model, ac_config, op_sac_save_list=SaveList(operators), **options)
@@ -147,7 +147,7 @@ def apply_ac(model: Any, ac_config: Any, **options: Any) -> None:
 
 
 def observe_recomputation(model_parts: Iterable[nn.Module]) -> frozenset[str]:
-    """Return how this rank's layers recompute: `none`, `full`, `selective`, `memory_budget N`."""
+    """Return how this rank's layers recompute: `none`, `full`, `selective` or `memory_budget N`."""
     if (budget := torch._functorch.config.activation_memory_budget) < 1:
         return frozenset({f"memory_budget {budget:g}"})
     found = set()
@@ -193,7 +193,7 @@ def show_gemms(least_inner: int) -> None:
 
     class ShowGemms(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            # Skip backward graphs, whose results are never saved. Their inputs include tangents.
+            # Skip backward graphs, recognized by their tangents: their results are never saved.
             inputs = graph.find_nodes(op="placeholder")
             if any(node.name.startswith("tangents") for node in inputs):
                 return

@@ -2,14 +2,14 @@
 
 For the expert bias, TorchTitan counts tokens in each MoE layer (`tokens_per_expert`). 0.2.2 counts
 in every forward, even in validation and in a pipeline's shape inference over zeros, and those
-tokens would change the bias and the routing. The hooks here remove them. `tokens_per_expert` itself
-cannot be logged, because recomputation adds to it again and the optimizer resets it. Each layer
-therefore keeps a second count, at the cost of two small additions on the device per forward.
+tokens would change the bias and the routing. The hooks here exclude them. `tokens_per_expert`
+cannot be logged itself, because recomputation adds to it again and the optimizer resets it. Each
+layer therefore keeps a second count, at the cost of two small additions on the device per forward.
 
 TorchTitan's forced balance assigns experts 8t..8t+7 to token t, so at EP 32 each token goes to one
 rank only. Random experts spread a token over as many ranks as trained routing does. Each router
-gets them once, as a table: recomputation selects the same experts, and the router compiles as one
-graph.
+gets its random experts once, as a table: recomputation selects the same experts, and the router
+compiles as one graph.
 """
 
 import json
@@ -29,9 +29,9 @@ from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute
 from cookbook.titan.tt_0_2_2.versions import refuse
 
-# An expert is starved if its load is below this fraction of the mean.
+# An expert is starved if its load is below this fraction of its layer's mean.
 STARVED = 0.1
-# Write all counts at most this many times per run: 58 layers of 256 experts take 100 KB each time.
+# Write all experts' counts at most this often per run: one write of 58 x 256 counts takes 100 KB.
 _MOST_COUNTS = 50
 
 
@@ -42,7 +42,8 @@ def count_tokens(model: nn.Module) -> None:
         moe.register_forward_hook(_after)
 
 
-# Subtract TorchTitan's count before the forward and add it after, without a wait or an allocation.
+# Add a forward's tokens to `cookbook_load`: subtract TorchTitan's running count before it, and add
+# the count after it, without a wait or an allocation.
 def _before(moe: Any, inputs: Any) -> None:
     if not torch.is_grad_enabled():
         moe.cookbook_counts = moe.tokens_per_expert.clone()
@@ -71,7 +72,7 @@ def moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
 
 
 class RouterLoad:
-    """The load of every expert in the whole model since the metrics were last logged."""
+    """The tokens routed to each expert of the whole model since the metrics were last logged."""
 
     def __init__(self, processor: Any, first_step: int, writes: bool) -> None:
         """Take the job from `processor`, a CookbookMetrics; `writes` is true on a single rank."""
@@ -126,7 +127,7 @@ class RouterLoad:
         }
 
     def take_counts(self) -> Tensor:
-        """Return the counts (layers, experts) summed over all ranks, and reset this rank's."""
+        """Return each expert's tokens on all ranks, (layers, experts); reset this rank's counts."""
         table = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         for layer, moe in self._own.items():
             if (load := getattr(moe, "cookbook_load", None)) is not None:
@@ -182,7 +183,7 @@ def deal_experts(
 def route_at_random(
     model: nn.Module, parallel_dims: Any, job_config: Any, device: torch.device
 ) -> None:
-    """Give each router of `model`, or of one stage, a table of experts; call before compiling.
+    """Give routers of `model`, or of one stage, a table of random experts; call before compiling.
 
     Each sequence of the global batch has its own seed. TP ranks, which route the same tokens, get
     the same table, and the tables do not depend on how DP ranks split the batch. All microbatches
@@ -210,7 +211,7 @@ def _look_up(router: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def observe_routing(model_parts: Iterable[nn.Module]) -> frozenset[str]:
-    """Return the routing of this rank's MoE layers."""
+    """Return how this rank's MoE layers route: `trained`, `round_robin` or `random`."""
     found = set()
     for moe in moe_layers(model_parts).values():
         forced = RANDOM if hasattr(moe.router, "cookbook_dealt") else ROUND_ROBIN

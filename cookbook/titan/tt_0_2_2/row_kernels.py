@@ -7,7 +7,8 @@ are not kept, and recomputation skips the last GEMM. Megatron Core has had this 
 `cookbook.row_kernels` for `standard` and `mxfp8_a2a`.
 
 For the latter two, TorchTitan gathers rows by one index, scores outputs by a batched GEMM in
-float32, and scatters them by another index. The row kernels take one pass in each direction.
+float32, and scatters them by another index. The row kernels take one pass to the experts' groups
+and one back.
 """
 
 import functools
@@ -40,7 +41,7 @@ from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, no
 class Groups(SimpleNamespace):
     """The scores and group boundaries of rows that are grouped by expert.
 
-    Not a tuple or a dataclass, because FSDP casts tensors inside those to BF16, even the scores.
+    Not a tuple or a dataclass: FSDP would cast the tensors to BF16, but scores must stay float32.
     """
 
     scores: Tensor  # (rows, 1) float32
@@ -123,8 +124,8 @@ class RowMoE(MoE):
             whole = tokens, scores, chosen
             mine, scores, chosen = (shard_tokens(one, length, tp_mesh) for one in whole)
         if experts.cookbook_tp is not None:
-            # Each TP rank has one term of the gradient. Sum the tokens' gradients here, because
-            # there are `top_k` times as many rows as tokens.
+            # Each TP rank has one term of the gradient. Sum over TP here, with one row per token:
+            # after `spread` there are `top_k` times as many.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
         # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
@@ -177,7 +178,7 @@ class ProbsOnActivations:
         self._activate, self._project = _activate, group_products
 
     def compile(self, backend: str) -> None:
-        """Compile both halves; further calls have no effect."""
+        """Compile the activation and the last GEMM; further calls have no effect."""
         if self._activate is _activate:
             self._activate = torch.compile(_activate, backend=backend, fullgraph=True)
             self._project = torch.compile(group_products, backend=backend, fullgraph=True)
@@ -191,7 +192,7 @@ class ProbsOnActivations:
         if not experts.use_grouped_mm:
             activations = _activate(w1, w3, rows, scores, ends, grouped=False)
             return group_products(activations, w2, ends, grouped=False)
-        # The number of rows differs between layers and steps.
+        # Compile once for any number of rows, which differs between layers and steps.
         torch._dynamo.mark_dynamic(rows, 0)
         torch._dynamo.mark_dynamic(scores, 0)
         activations = self._activate(w1, w3, rows, scores, ends)
@@ -214,7 +215,7 @@ def group_products(rows: Tensor, weights: Tensor, ends: Tensor, grouped: bool = 
     """Multiply each group of rows by its expert's weights (experts, out, in)."""
     if grouped:
         return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=ends)
-    # The rows after the last group belong to no expert.
+    # The rows after the last group belong to no expert; their products are zero.
     *parts, rest = rows.tensor_split(ends.tolist())
     products = [part @ weight.T for part, weight in zip(parts, weights, strict=True)]
     return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[1])])

@@ -84,8 +84,8 @@ def check_nvshmem(maps: str) -> None:
 def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResult]:
     """Return each case's worst result over all ranks; the list is the same on every rank.
 
-    Exclude the cases in `skip`, given as (kernel, shape). Skip collective cases if any rank has
-    failed, because the other ranks would hang.
+    Exclude the cases in `skip`, given as (kernel, shape). Skip collective cases if a case
+    has already failed on any rank, because the other ranks would hang.
     """
     found: list[CaseResult] = []
     with _without_traces(cell.device):
@@ -106,7 +106,6 @@ def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResu
 
 
 def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
-    """Return the content of `self_check.json`."""
     content = {
         "ok": not any(result.fault for result in found),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
@@ -120,7 +119,7 @@ def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
 
 @contextmanager
 def _without_traces(device: str) -> Iterator[None]:
-    """Suppress logging; afterwards restore recorded activity and settings, and free GPU memory."""
+    """Suppress logging; on exit restore recorded activity and settings, and free GPU memory."""
     notes = (varlen_attention.ran, activity.dispatches, activity.rows, activity.losses)
     with ExitStack() as afterwards, torch.enable_grad():
         for noted in (*notes, activity.saved, activity.patches_applied):

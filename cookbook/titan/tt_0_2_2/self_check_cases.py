@@ -36,7 +36,7 @@ from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
 from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
 _NO_OPTION = "no option avoids it; try another torch"
-# How to avoid each kernel.
+# For each kernel, how a job can avoid it if it is wrong.
 _AVOID = {
     "flex": "set model.attention=flash_attention_4",
     FLASH_ATTENTION_4: "leave out model.attention, or set model.attention=flavor",
@@ -50,7 +50,7 @@ _AVOID = {
 
 
 class Limits(NamedTuple):
-    """The largest shapes of the cases."""
+    """The largest sizes of the test cases on one kind of device."""
 
     tokens: int
     attention_scores: int
@@ -154,7 +154,7 @@ def flex(shape: products.AttentionShape, ends: Tensor) -> products.Attend:
 
 
 def sdpa(shape: products.AttentionShape, ends: Tensor) -> products.Attend:
-    """Return TorchTitan's SDPA. It has no document mask, so `ends` must be sequences' ends."""
+    """Return TorchTitan's SDPA. It has no document mask: each document must be a full sequence."""
     return _unfolded(shape, partial(ScaledDotProductAttentionWrapper(), scale=shape.scale))
 
 
@@ -202,7 +202,7 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
 
 
 def _experts(cell: Cell, weight: Tensor) -> nn.Module:
-    """Return the cell's routed experts, quantized as in training, with only the weight `w1`."""
+    """Return the cell's routed experts, quantized as in training; their only weight is `w1`."""
     experts, n, k = weight.shape
     with torch.device("meta"):
         module = GroupedExperts(k, n, experts, use_grouped_mm=True)
@@ -299,7 +299,7 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
 
 
 def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
-    """Yield the errors of the cell's MoE layer, parallelized as in training; no shared experts."""
+    """Yield the errors of dispatch and combine in an MoE layer parallelized as in training."""
     dims, args, moe_args = cell.dims, cell.model_args, cell.model_args.moe_args
     tp_mesh, ep_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     assert ep_mesh is not None
@@ -314,7 +314,7 @@ def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
     layer.tokens_per_expert = torch.zeros(experts, device=cell.device)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
-    # The test experts have no activations that scores could multiply.
+    # The test experts have no activations to multiply by scores, so score their outputs.
     deepep = replace(cell.job_config.deepep, score_activations=False)
     apply_moe_ep_tp(
         replace(cell.job_config, deepep=deepep),

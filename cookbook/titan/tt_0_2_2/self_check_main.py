@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node=N -m cookbook.titan.tt_0_2_2.self_check_main CELLS -o OUT
 
 CELLS is a JSON file with a list of `[name, TorchTitan's options]`. A case that several cells share
-runs once. Each result is a line on standard output. The exit status is 1 if any kernel is wrong.
+runs once. Each result is a line on standard output; OUT gets all of them as JSON. The exit status
+is 1 if any kernel is wrong.
 """
 
 import argparse

@@ -34,12 +34,12 @@ DATASET = "text"
 
 @dataclass
 class Place:
-    """The position of one reader in one source."""
+    """The position in one source of one reader, which is a data-loader worker of a rank."""
 
     epoch: int = 0
     file: int = 0  # index of the current file in this epoch's order
-    before: int = 0  # documents in this epoch's earlier files
-    documents: int = 0  # documents already passed in the current file, including other readers'
+    before: int = 0  # number of documents in this epoch's earlier files
+    documents: int = 0  # number passed in the current file, including other readers'
     tokens: int = 0  # tokens that this reader has returned over all epochs
 
 

@@ -21,8 +21,6 @@ from cookbook.titan.tt_0_2_2.families.parts import (
 
 
 class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):
-    """TorchTitan's DeepSeek-V3 model arguments, extended for the cookbook."""
-
     def own_sizes(self) -> dict[str, Any]:
         return {
             "kv_heads": self.n_heads,

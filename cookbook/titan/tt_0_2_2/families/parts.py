@@ -2,7 +2,7 @@
 
 TorchTitan builds the cookbook's model class, gets masks from it, and splits it into pipeline stages
 like its own. All layers are TorchTitan's. Under FlashAttention-4 (`common/varlen_attention.py`) the
-mask is a tensor of document ends, which follow the same rule as TorchTitan's mask.
+mask is a tensor that marks where documents end, by the same rule as TorchTitan's own mask.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,8 +30,8 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 FLAVOR = "flavor"
 FLASH_ATTENTION_4 = varlen_attention.FLASH_ATTENTION_4
 
-# The families' head dimensions, as (queries and keys, values). FlashAttention-4 supports more, but
-# their gradients have been wrong on some GPUs, and the cookbook does not test them.
+# The families' head dimensions, as (queries and keys, values). FlashAttention-4 supports others
+# too, but their gradients have been wrong on some GPUs, and the cookbook does not test them.
 _HEAD_DIMS = ((192, 128), (128, 128))
 
 # TorchTitan's attention modules and their names in reports.
@@ -41,7 +41,7 @@ _attended = varlen_attention.AttendedLength()
 
 
 def observe_attention() -> tuple[frozenset[str], float | None]:
-    """Return the attention kinds of this rank's first step, and the mean number of keys per token.
+    """Return the first step's kinds of attention, and the mean number of keys a token attends to.
 
     This waits for the GPU and stops the counting of keys.
     """
@@ -213,7 +213,7 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
-    """Copy flavors to instances of `kind`; `shorter` {"16B": 8} adds a flavor `16B_8layers`."""
+    """Copy TorchTitan's flavors as `kind`; `shorter` {"16B": 8} adds `16B_8layers` of 8 layers."""
     found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()

@@ -1,8 +1,8 @@
 """Qwen3-MoE: grouped-query attention with QK norm, routed experts in every layer.
 
 TorchTitan's released `qwen3` ignores the job's EP backend, recomputes the all-to-all even under
-selective recomputation, and never updates the routing bias; the cookbook's build_optimizers does.
-It does not support pipelines.
+selective recomputation, and never updates the routing bias; the cookbook corrects all three.
+Neither supports pipelines for Qwen3.
 `30B-A3B_4layers` is 30B-A3B with 4 of its 48 layers, for timing its kernels on one GPU.
 """
 
@@ -23,8 +23,6 @@ from cookbook.titan.tt_0_2_2.families.parts import (
 
 
 class ModelArgs(CookbookArgs, Qwen3ModelArgs):
-    """TorchTitan's Qwen3 model arguments, extended for the cookbook."""
-
     def own_sizes(self) -> dict[str, Any]:
         return {
             "kv_heads": self.n_kv_heads,
@@ -35,7 +33,6 @@ class ModelArgs(CookbookArgs, Qwen3ModelArgs):
         }
 
     def transformers_config(self, seq_len: int) -> dict[str, Any]:
-        """Return the `config.json` keys of Qwen3-MoE."""
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
