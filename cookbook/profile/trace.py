@@ -190,9 +190,9 @@ def read_trace(path: Path) -> Trace:
 
 
 def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
+    with path.open("rb") as file:
+        is_packed = file.read(2) == b"\x1f\x8b"  # a download may be unpacked but keep its `.gz`
+    return gzip.open(path, "rt", encoding="utf-8") if is_packed else path.open(encoding="utf-8")
 
 
 class _Reader:
