@@ -241,6 +241,15 @@ def test_a_save_may_take_as_long_as_saves_do(
     assert least < seen_after(clock, at(7, phase), now) < most
 
 
+def test_fast_steps_have_no_usual_time_at_first_sight() -> None:
+    """Six steps of 20 ms, before a later step compiles for half a minute."""
+    clock = StepClock(Timeouts())
+    trained(clock, 0.02, steps=6)
+    tail = at(6)
+    tail.recent = [StepMetrics(step, 7.0, time=step * 0.02) for step in range(1, 7)]
+    assert seen_after(clock, tail, 0.0) > 1700
+
+
 def test_a_job_that_was_suspended_does_not_hang() -> None:
     clock = StepClock(Timeouts())
     now = trained(clock, 1.0)

@@ -82,7 +82,7 @@ class StepClock:
         self._step: StepMetrics | None = None
         self._phase: Phase | None = None
         self._looked_at: float | None = None
-        self.silent = 0.0
+        self._num_looks, self.silent = 0, 0.0  # looks that found a new step
 
     def look(self, tail: Tail, lines: Sequence[bytes], now: float) -> None:
         """Update the clock; call this after each `tail.read()`, with the `lines` it returned."""
@@ -90,10 +90,12 @@ class StepClock:
         self._looked_at = now
         # Cap the gap: if the job was suspended, training was suspended too.
         self.silent += min(gap, 5.0)
-        usual = step_seconds(tail.recent)
-        self.usual = self.usual if usual is None else usual
         step, before = tail.step, self._step
         is_new_step = step is not None and (before is None or step.step > before.step)
+        self._num_looks += is_new_step
+        # Fast steps log enough times within one look, while later steps may still compile.
+        if self._num_looks > 3 and (usual := step_seconds(tail.recent)) is not None:
+            self.usual = usual
         # Any log line counts as progress while no step time is known.
         is_new_line = bool(lines) and (before is None or self.usual is None)
         if is_new_step or is_new_line or tail.phase != self._phase:
