@@ -58,7 +58,7 @@ def _attention(s: Shapes) -> LayerBytes:
     queries, keys = s.heads * (s.nope + s.rope), s.kv_heads * (s.nope + s.rope)
     out = s.heads * s.v_head
     if s.kv_lora:
-        # The latents, and the normalized latents that the next matrix products read.
+        # Count the latents, and the normalized latents that the next matrix products read.
         latent, normed = s.q_lora + s.kv_lora + s.rope, s.q_lora + s.kv_lora
         norm_inputs, readers = normed, 2
         # Keys are concatenated from two parts; values are a view into the projection's output.
@@ -130,7 +130,7 @@ def _moe(s: Shapes) -> LayerBytes:
         # weights of the third product are cast unless FSDP has already cast them.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-        # The experts' input, gate, up and their scored product, and the weights as cast for the
+        # Saved: the experts' input, gate, up, their scored product, and weights as cast for the
         # GEMMs. Quantized weights are not saved; the backward casts them again.
         saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
         exchanges = s.ep > 1 and "communication" in s.saves

@@ -121,7 +121,7 @@ class Kernels:
             kernel = kind = "sdpa" if model_of(self.cell).attn_type == "sdpa" else "flex_attention"
         elif head == s.v_head == 128:
             kind = f"{kernel}_128"
-        # Masked tokens that the kernel's blocks include; SDPA's measured rates account for them.
+        # `waste`: masked tokens in the kernel's blocks; SDPA's measured rates include their cost.
         waste = getattr(hw, f"{kernel}_waste_tokens", 0.0)
         rate = getattr(hw, f"{kind}_{'backward' if backward else 'forward'}_tflops")
         widths = 3 * head + 2 * s.v_head if backward else head + s.v_head

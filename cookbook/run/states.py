@@ -31,7 +31,7 @@ def process_job(pid: int) -> Job:
     with contextlib.suppress(OSError):
         # Fields of proc(5), from the third on. psutil's start times shift when the clock is set.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # A process also counts as ended while it frees its memory (PF_EXITING), not yet a zombie.
+        # A process counts as ended while it frees its memory (PF_EXITING), before it is a zombie.
         is_exiting = fields[0] in "ZX" or int(fields[6]) & 0x4
         started = None if is_exiting else fields[19]
     return Job(str(pid), host=socket.gethostname(), boot=boot, started=started)

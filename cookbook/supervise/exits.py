@@ -133,7 +133,7 @@ def decide(
     return Decision(Action.RESTART, f"restarted {count}")
 
 
-# With less free space, no log line can name the cause, because logs cannot be written either.
+# With less free space, assume that the disk is full: no log line could be written to say so.
 _FULL_DISK_BYTES = 8 << 20
 
 
