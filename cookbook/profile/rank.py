@@ -53,8 +53,8 @@ class CategoryTime:
 class Idle:
     """The time during which the device did nothing, in milliseconds per step."""
 
-    host_ms: float  # until the host launched the next kernel
-    queued_ms: float  # from the launch to the kernel's start
+    host_ms: float  # idle until the host launched the next kernel
+    queued_ms: float  # idle from that launch to the kernel's start
     causes_ms: Mapping[str, float]  # parts of `host_ms` by what the host was doing
 
 

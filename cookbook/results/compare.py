@@ -65,7 +65,7 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
     reasons = [f"repeat {number}: {run.reason}" for number, run in enumerate(runs, 1) if run.reason]
     attempts = tuple(attempt for run in runs for attempt in run.history.attempts)
     lost = sum(run.history.steps_lost for run in runs)
-    # Weight each repeat's share of effective time by its elapsed time.
+    # Weight each repeat's share of effective time by the time that the repeat took.
     effective = elapsed = 0.0
     for history in (run.history for run in runs):
         if history.effective:

@@ -54,7 +54,7 @@ def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) 
         return (1 + 2 * (alike / (1 - alike) - ends)) / num
 
     found = spread_about(figure, parts)
-    # The factor by which batches underestimate the variance of an AR(1) series.
+    # The factor by which batches underestimate the variance of an AR(1) series' mean.
     of_all, of_batch = variance_of_mean(num), variance_of_mean(num / NUM_BATCHES)
     factor = max(1.0, of_all * (NUM_BATCHES - 1) / (of_batch - of_all))
     return Spread(found.error * math.sqrt(factor), found.freedom)
@@ -85,7 +85,7 @@ def pooled_spread(
 def correlation(deviations: Sequence[float]) -> float:
     """Return the lag-1 autocorrelation of deviations from the mean, at least 0.
 
-    It is corrected for the bias of short series, (1 + 3 r) / n (Kendall 1954).
+    The estimate r is corrected for its bias in short series, (1 + 3 r) / n (Kendall 1954).
     """
     squares = sum(one * one for one in deviations)
     products = sum(one * other for one, other in pairwise(deviations))

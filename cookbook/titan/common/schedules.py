@@ -72,9 +72,9 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
 
 
 def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
-    """Return the peak numbers of microbatches in flight: lists with one count per stage.
+    """Return a rank's peaks of microbatches in flight: for each peak, a list of counts by stage.
 
-    There are several lists if the stages peak at different times.
+    There are several peaks if the stages do not reach their largest counts at the same time.
     """
     live = dict.fromkeys(stages, 0)
     seen: set[tuple[int, ...]] = set()
