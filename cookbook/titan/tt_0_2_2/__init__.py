@@ -74,7 +74,7 @@ def register() -> None:
         try:
             register_train_spec(name, spec)
         except ValueError:
-            # TorchTitan refuses a second registration, as a second import of this package makes.
+            # TorchTitan refuses to register a name twice, as a second import of this package does.
             if get_train_spec(name).parallelize_fn.__module__ != parallelize.__module__:
                 raise refuse(
                     f"another module has registered its own {name} with TorchTitan; remove that, "

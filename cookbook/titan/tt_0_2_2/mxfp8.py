@@ -80,7 +80,7 @@ class MXGroupedMMConverter(_Converter):
         super().__init__(job_config, parallel_dims)
         self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
         if self.emulate:
-            # There is no extension point: TorchAO calls its emulation by name.
+            # TorchAO calls its emulation by name and has no extension point, so patch that name.
             scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d = emulated_weight_gradient
         # Pad each expert's tokens to whole 32-element scale blocks: the weight gradient's GEMM
         # contracts over tokens.

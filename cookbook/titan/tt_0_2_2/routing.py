@@ -168,7 +168,7 @@ def chosen_routing(job_config: Any) -> str:
 def deal_experts(
     router: Any, num_tokens: int, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Draw distinct random experts per token, (tokens, top k) int16, within the group limit."""
+    """Draw random experts per token, (tokens, top k) int16, within the router's limit of groups."""
     draws = torch.rand(num_tokens, router.num_experts, generator=generator, device=device)
     if router.num_expert_groups is not None:
         shape = num_tokens, router.num_expert_groups
@@ -205,7 +205,7 @@ def route_at_random(
 
 
 def _look_up(router: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
-    # A pipeline's microbatch has fewer tokens than the table.
+    # A pipeline's microbatch has fewer tokens than the table has rows.
     experts = router.cookbook_dealt[: scores.shape[0]].long()
     return experts, scores.gather(1, experts)
 
