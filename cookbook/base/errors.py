@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-# In an error about a name, `place` is first the name's kind; `named_at` replaces it.
+# An error about a name at first has one of these as its `place`; `named_at` later replaces it.
 _KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
 
 
@@ -36,7 +36,7 @@ class JobError(Exception):
 
 @contextlib.contextmanager
 def named_at(place: str) -> Iterator[None]:
-    """Within this block, errors about a name report `place`, where it was read, not its kind."""
+    """In this block, errors about a name start with `place`, where it was read, not its kind."""
     try:
         yield
     except InputError as error:
@@ -50,7 +50,7 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
     written = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), written, n=count, cutoff=0.6)
     if not close and len(name) > 2:
-        # Match parts: `name` may be a recipe's short name, or a path without its suffix.
+        # Match substrings: `name` may be a recipe's short name, or a path without its suffix.
         close = [one for one in written if name.lower() in one or one in name.lower()][:count]
     return [written[one] for one in close]
 
@@ -125,6 +125,6 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        # Redirect it: Python flushes stdout again at exit; another failure would change the status.
+        # Python flushes stdout again at exit. Redirect it, or a second failure changes the status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status

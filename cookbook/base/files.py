@@ -31,7 +31,7 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` across all machines that share it; an empty file remains."""
+    """Hold an exclusive lock on `path`, across all machines that share it; leave an empty file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         # Some shared file systems do not support locks; there, go ahead without one.

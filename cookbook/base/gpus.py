@@ -86,7 +86,7 @@ def _installed(nvml: Any, handle: Any, driver: str) -> InstalledGpu:
             return otherwise
 
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    # Version 2 separates the driver's reserve from used memory.
+    # Version 2 of NVML's memory query reports the driver's reserve separately from used memory.
     memory = known(None, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
     total, used = (memory.total, memory.used) if memory else (0, 0)
     running = [one.pid for one in known([], nvml.nvmlDeviceGetComputeRunningProcesses, handle)]

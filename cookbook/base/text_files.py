@@ -167,7 +167,7 @@ def write_lengths(
 def read_lengths(
     sources: Sequence[TextSource], text_key: str, tokenizer: Path
 ) -> list[float] | None:
-    """Return the recorded mean and median length; None if there is none or the files changed."""
+    """Return the recorded mean and median length; None if not recorded or if files have changed."""
     return _read_lengths().get(_key(sources, text_key, tokenizer))
 
 

@@ -150,7 +150,7 @@ def fill(
 ) -> T:
     """Make a `cls`: fields `given` as they are, others from the mapping in `file` at `within`.
 
-    The mapping may not set fields in `given`. Its keys in `beside` are ignored; `a` covers `a.b`.
+    The mapping may not set fields in `given`. Keys in `beside` are ignored; `a` also covers `a.b`.
     """
     fields = {
         field.metadata.get("key", field.name): field.name

@@ -100,7 +100,7 @@ class Cell:
 
     @property
     def own_pair(self) -> str:
-        """The recipe's intended `precision+EP backend`; empty if the cell uses it or any suits."""
+        """The recipe's own `precision+EP backend`; empty if the cell uses it or any pair suits."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         # A recipe that sets neither `precision` nor `ep_backend` suits any pair.
         return "" if own in (self.pair, "bf16+standard") else own
@@ -192,14 +192,14 @@ ERROR, WARNING, HINT = "error", "warning", "hint"
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a cell before it runs. Errors reject the cell; other levels only inform."""
+    """A finding about a cell before it runs. Errors refuse the cell; other levels only inform."""
 
     level: str
     rule: str
     option: str  # the TorchTitan option to look at; empty if no option is to blame
     reason: str
     remedy: str = ""
-    reference: str = ""  # URL of the source file (of TorchTitan, ...) or page that supports it
+    reference: str = ""  # URL of the source file (of TorchTitan, ...) or page behind the finding
     is_input: bool = False  # whether it is wrong input (exit status 2), not just a refused cell
 
     def as_mapping(self) -> dict[str, str]:

@@ -52,7 +52,7 @@ class Options:
 
     @property
     def family(self) -> Family | None:
-        """The model's family. Like `model`, it is None if the stack does not know it."""
+        """The model's family; None if the stack does not know it (`model` is None likewise)."""
         return self.stack.families.get(self["model.name"])
 
     @property

@@ -121,9 +121,9 @@ class Exchange:
     sizes: tuple[int, ...] = ()  # supported EP degrees; empty for any
     ranks_per_node: int = 0  # required ranks per node if EP spans nodes; 0 for any number
     has_etp: bool = True  # whether it works with expert tensor parallelism
-    # Whether the cookbook's hooks have an MoE layer that overlaps it with the shared experts.
+    # Whether the cookbook's hooks have an MoE layer that overlaps dispatch with the shared experts.
     has_own_layer: bool = False
-    sends_once_per_rank: bool = False  # whether a rank gets a token once, not once per expert
+    sends_once_per_rank: bool = False  # whether a token is sent once per rank, not per expert
 
 
 STANDARD = Exchange("standard", "the all-to-all")
@@ -253,7 +253,7 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
 
 @functools.cache
 def _owners(kind: Kind) -> Mapping[str, list[str]]:
-    """Map each name and synonym to the overlays that have it; skip unreadable files' synonyms."""
+    """Map each name and synonym to the overlays that have it; omit synonyms in unreadable files."""
     found = {name: [name] for name in names_in(kind)}
     for name in names_in(kind):
         with contextlib.suppress(InputError):

@@ -21,7 +21,7 @@ from cookbook.run.record import CellRecord
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
     """Append `words` to a merged cell's name; complete and validate the cell."""
     name = "-".join([cell.name, *words])
-    # A folder's name may have at most 255 bytes, and a new run's folder first has a longer one.
+    # A folder's name may have at most 255 bytes. A run's folder is created under a longer name.
     if len(name) > 200:
         found = f"its name has {len(name)} characters, allowed: 200"
         raise InputError(f"cell {name[:40]}...", found, "vary less, or shorten the names")
@@ -35,7 +35,7 @@ def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
 
 
 def _judged(cell: Cell) -> Cell:
-    """Return the cell, marked refused if a rule finds an error; raise InputError on wrong input."""
+    """Raise InputError on wrong input; return the cell, refused if a rule finds any other error."""
     findings = validation_errors(cell)
     for one in findings:
         if one.is_input:

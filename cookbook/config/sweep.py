@@ -107,7 +107,7 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
 
     The cells of a round run next to each other in alternating order, so a machine that slows down
     affects both sides of a comparison equally. Repeats are separate cells: `<cell>-r2`, ...
-    Rejected cells are not repeated.
+    Refused cells are not repeated.
     """
     found = list(cells)
     for repeat in range(2, num_repeats + 1):

@@ -42,7 +42,7 @@ def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
 
 
 def validation_errors(cell: Cell) -> list[Finding]:
-    """Return the rules' errors, wrong input first; an invalid layout hides all others."""
+    """Return the rules' errors, wrong input first; layout errors hide all others."""
     if problems := layout.layout_findings(cell.options, cell.world):
         return problems
     rules = (*values.RULES, *kernels.RULES, *layout.RULES)

@@ -110,7 +110,7 @@ def mxfp8_hardware(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_MX)
 def mxfp8_linear_compiles(cell: Cell) -> Problems:
-    """TorchAO's SM100 casts do not compile under TP; emulated ones do: plain PyTorch operations."""
+    """TorchAO's SM100 casts do not compile under TP; emulated casts, plain PyTorch code, do."""
     name = "quantize.linear.mx"
     is_native = name in cell.options["model.converters"] and not cell.options[f"{name}.emulate"]
     if is_native and cell.is_compiled and cell.layout.tp > 1:

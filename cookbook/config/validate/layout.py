@@ -35,7 +35,7 @@ def layout_findings(options: Options, world: int) -> list[Finding]:
 
 
 def _suggestion(name: str, values: list[int], options: Options, world: int) -> str:
-    """Suggest the nearest of `values` that solves all problems, or else those of option `name`."""
+    """Suggest the nearest of `values` that leaves no error; failing that, none in option `name`."""
     sizes = EXCHANGES.get(options[COMM_BACKEND], STANDARD).sizes
     if name == DEGREES["ep"] and sizes:
         values = [value for value in values if value in (1, *sizes)]
@@ -134,7 +134,7 @@ def _degrees(layout: Layout) -> Iterator[_Problem]:
     ):
         yield from problems
     elif layout.ep > 1 and layout.dp_shard * layout.cp == 1:
-        # With EP, apply_fsdp needs the dense layers' FSDP mesh, which does not exist for one rank.
+        # With EP, apply_fsdp needs the dense layers' FSDP mesh. A single rank has no such mesh.
         reason = f"comes to {layout.dp_shard} with CP 1, allowed with EP above 1: 2 and up"
         yield DEGREES["dp_shard"], reason, f"use fewer TP or PP ranks, or set {DEGREES['ep']} 1"
 

@@ -106,7 +106,7 @@ def pinned_memory(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
-    """TorchTitan checks `selective_ac_option` only after the build, and takes 0 for every layer."""
+    """TorchTitan checks `selective_ac_option` only after the build, and 0 means every layer."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
@@ -162,7 +162,7 @@ def texts(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)
 def routing(cell: Cell) -> Problems:
-    """TorchTitan's forced load balance is round-robin routing, so no other routing goes with it."""
+    """TorchTitan's forced load balance is round-robin routing, so any other routing conflicts."""
     option, forced = "debug.moe_routing", "debug.moe_force_load_balance"
     found = cell.options[option]
     if cell.options[forced] and option in cell.options.settings and found != "round_robin":
