@@ -43,7 +43,7 @@ from cookbook.titan.tt_0_2_2.text_data import RepeatableValidator, build_dataloa
 
 
 def register() -> None:
-    """Register TorchTitan's spec of each family once, with the fields below replaced."""
+    """Register every family's TorchTitan spec with the fields below replaced by the cookbook's."""
     for name, parts in FAMILIES.items():
         released = parts.released()
         spec = replace(
@@ -59,7 +59,7 @@ def register() -> None:
             # Reports the active options after the first step, and stops a job whose options differ
             # from the overlays' declaration; writes metrics and router load at each logged step.
             build_metrics_processor_fn=CookbookMetrics,
-            # Updates the routing bias, which released Qwen3 does not; can skip steps whose
+            # Updates the routing bias, which TorchTitan never does for Qwen3; can skip steps whose
             # gradients are not finite.
             build_optimizers_fn=build_optimizers,
             # Keeps the original schedule when a run is resumed with more steps.
@@ -74,7 +74,7 @@ def register() -> None:
         try:
             register_train_spec(name, spec)
         except ValueError:
-            # TorchTitan refuses to register a name twice, as a second import of this package does.
+            # The name is taken, which is fine if an earlier import of this package registered it.
             if get_train_spec(name).parallelize_fn.__module__ != parallelize.__module__:
                 raise refuse(
                     f"another module has registered its own {name} with TorchTitan; remove that, "

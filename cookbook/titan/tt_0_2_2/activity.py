@@ -53,7 +53,7 @@ def words(found: Iterable[str]) -> str | None:
 
 
 def observe_model(model_parts: Iterable[nn.Module]) -> tuple[dict[str, frozenset[str]], bool]:
-    """Return how `grouped_gemms` and `linear_layers` are quantized, and whether it is emulated."""
+    """Return how grouped GEMMs and linear layers are quantized, and whether any is emulated."""
     grouped, linear, emulated = set(), set(), False
     for module in (module for part in model_parts for module in part.modules()):
         if isinstance(module, MXLinear):
@@ -106,7 +106,7 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
 def check(job_config: Any, found: dict[str, Any]) -> None:
     """Exit this rank if `found`, the result of `merge`, differs from the overlays' declaration.
 
-    Empty options declare nothing. With EP 1 no tokens are sent, so `dispatch` is not compared.
+    An empty option is not compared. With EP 1 no tokens are sent, so `dispatch` is not compared.
     """
     options = job_config.cookbook
     names = ("grouped_gemms", "linear_layers", "dispatch")

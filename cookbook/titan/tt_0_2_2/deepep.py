@@ -111,7 +111,7 @@ def _send(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exchange, buffer = _current, deepep._buffer
     # Allocate the layout on DeepEP's stream: `--debug.deterministic` makes PyTorch fill new memory,
-    # and a fill on another stream would overwrite counts. Released TorchTitan fails because of it.
+    # and a fill on another stream would overwrite counts, as happens in unpatched TorchTitan.
     per_rank, per_rdma_rank, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
         experts, num_experts, previous_event=exchange.ready, **_STREAMS
     )
@@ -268,7 +268,7 @@ class HalvedFeedForward(FeedForward):
     """TorchTitan's shared experts, split into two halves that overlap dispatch and combine."""
 
     def forward(self, x: Any = None, halves: Any = None) -> Any:
-        """Project `x` (tokens, features) to gate and up, or these two `halves` to the output."""
+        """Given `x` (tokens, features), return gate and up; given these as `halves`, the output."""
         if x is not None:
             return self.w1(x), self.w3(x)
         gate, up = halves
@@ -336,9 +336,9 @@ class SplitMoE(DeepEPMoE):
 
 
 def use_split_moe(moe: Any, group: ProcessGroup, options: Any) -> None:
-    """Replace the classes of this MoE layer and of its routed and shared experts.
+    """Turn this MoE layer into a `SplitMoE`, with matching classes for its experts.
 
-    Other instances keep their classes. `group` is the process group of the EP ranks; `options` are
+    Other MoE layers keep their classes. `group` is the process group of the EP ranks; `options` are
     the job's options `deepep.*`.
     """
     moe.__class__ = SplitMoE

@@ -47,7 +47,7 @@ class Request:
 
 
 class Part(NamedTuple):
-    """Equally shaped exported tensors: one of the checkpoint, or a range of its stacked experts."""
+    """The tensors exported from one checkpoint tensor, or from a range of the experts it stacks."""
 
     fqn: str  # the tensor's name in the checkpoint
     names: tuple[str, ...]  # the exported names
@@ -173,7 +173,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
 
 
 def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[str, torch.Tensor]:
-    """Read the tensors of `part`; return them by exported name, in its dtype."""
+    """Read the tensors of `part`; return them by exported name, in the part's dtype."""
     # The checkpoint stacks experts along a first dimension, even if there is only one.
     is_stacked = ".experts." in part.fqn
     shape = torch.Size([len(part.names), *part.shape] if is_stacked else part.shape)

@@ -160,10 +160,10 @@ def watch_gradients(job_config: Any) -> None:
 
 
 def build_optimizers(*args: Any, **kwargs: Any) -> Any:
-    """Return TorchTitan's optimizers that also update the routing bias, in every family and cell.
+    """Return TorchTitan's optimizers, extended to update the routing bias in every family.
 
-    With `training.max_skipped_steps`, `step` skips steps whose gradients are not finite, and fails
-    at the first such step beyond that number.
+    With `training.max_skipped_steps` N, `step` skips up to N steps whose gradients are not finite,
+    and fails at the next one.
     """
     optimizers = build_optimizers_with_moe_load_balancing(*args, **kwargs)
     if not GradientWatch.limit:

@@ -89,7 +89,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
     _logged_at = -math.inf  # time.monotonic() of the last log line
 
     def __init__(self, job_config: Any, parallel_dims: Any, model_args: Any) -> None:
-        """Check the kernels first; a wrong one ends the job. `model_args` are the whole model's."""
+        """Check the kernels; a wrong kernel ends the job. `model_args` describe the whole model."""
         compiler = job_config.compile
         uses_inductor = compiler.enable and compiler.backend == "inductor"
         if torch.cuda.is_available() and job_config.comm.mode == "default" and uses_inductor:
@@ -190,7 +190,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
 
 
 def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
-    """Return the rank that has the loss, in the last pipeline stage, and so logs the metrics.
+    """Return the rank that logs the metrics: it has the loss, in the last pipeline stage.
 
     TorchTitan handles only one V-shaped schedule; for others its logging rank lacks the loss.
     """

@@ -36,7 +36,7 @@ OPERATORS = {
         "_c10d_functional.reduce_scatter_tensor",
         "cookbook.deepep_combine",
         "cookbook.deepep_dispatch",
-        # Released TorchTitan's DeepEP operators.
+        # The DeepEP operators of TorchTitan as released.
         "deepep.combine",
         "deepep.dispatch",
     ),

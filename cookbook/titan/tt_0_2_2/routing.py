@@ -42,8 +42,8 @@ def count_tokens(model: nn.Module) -> None:
         moe.register_forward_hook(_after)
 
 
-# Add a forward's tokens to `cookbook_load`: subtract TorchTitan's running count before it, and add
-# the count after it, without a wait or an allocation.
+# Add a forward's tokens to `cookbook_load` without a wait or an allocation: subtract TorchTitan's
+# running count before the forward, and add the count after the forward.
 def _before(moe: Any, inputs: Any) -> None:
     if not torch.is_grad_enabled():
         moe.cookbook_counts = moe.tokens_per_expert.clone()
@@ -75,7 +75,7 @@ class RouterLoad:
     """The tokens routed to each expert of the whole model since the metrics were last logged."""
 
     def __init__(self, processor: Any, first_step: int, writes: bool) -> None:
-        """Take the job from `processor`, a CookbookMetrics; `writes` is true on a single rank."""
+        """Read settings from `processor`, a CookbookMetrics; `writes` is true on a single rank."""
         job_config, model_args = processor.job_config, processor.model_args
         self._own = moe_layers(processor.model_parts)
         self._device = next(processor.model_parts[0].parameters()).device
@@ -96,7 +96,7 @@ class RouterLoad:
     def log(self, step: int) -> dict[str, float]:
         """Write the load since the last call, up to `step`; all ranks must call this.
 
-        Return the metrics for TensorBoard and W&B; none on a rank that does not write.
+        Return the metrics for TensorBoard and W&B; the dict is empty on ranks that do not write.
         """
         counts = self.take_counts()
         if not self._writes:
@@ -168,7 +168,7 @@ def chosen_routing(job_config: Any) -> str:
 def deal_experts(
     router: Any, num_tokens: int, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Draw random experts per token, (tokens, top k) int16, within the router's limit of groups."""
+    """Draw experts for each token, (tokens, top k) int16, within the router's limit on groups."""
     draws = torch.rand(num_tokens, router.num_experts, generator=generator, device=device)
     if router.num_expert_groups is not None:
         shape = num_tokens, router.num_expert_groups

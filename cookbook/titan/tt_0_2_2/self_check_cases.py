@@ -104,7 +104,7 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     heads = max(groups, min(layer.n_heads // cell.dims.tp, limits.heads // groups * groups))
     length = min(whole, limits.sequence)
     while groups * length**2 > 4 * products.SCORES:
-        # The reference computes all query heads of a key at once; limit its scores to 4 GiB.
+        # The reference computes all query heads of one key head at once; cap its scores at 4 GiB.
         length //= 2
     # Sequences per forward: one pipeline microbatch or, without PP, the whole local batch.
     sequences = cell.job_config.training.local_batch_size
@@ -215,7 +215,7 @@ def _experts(cell: Cell, weight: Tensor) -> nn.Module:
 
 def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
     # One layer without experts and one with experts contain every kind of linear layer.
-    # Use deepcopy, as replace would drop attributes of TorchTitan's arguments that are not fields.
+    # Use deepcopy: `replace` would drop attributes of TorchTitan's arguments that are not fields.
     args = deepcopy(cell.model_args)
     args.n_layers, args.n_dense_layers = 2, 1
     with torch.device("meta"):

@@ -39,7 +39,7 @@ class Place:
     epoch: int = 0
     file: int = 0  # index of the current file in this epoch's order
     before: int = 0  # number of documents in this epoch's earlier files
-    documents: int = 0  # number passed in the current file, including other readers'
+    documents: int = 0  # documents passed in the current file, including other readers'
     tokens: int = 0  # tokens that this reader has returned over all epochs
 
 

@@ -35,7 +35,7 @@ class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):
         }
 
     def transformers_config(self, seq_len: int) -> dict[str, Any]:
-        """Return DeepSeek-V3's keys of `config.json`, or V2's if the router scores by softmax."""
+        """Return `config.json` entries of DeepSeek-V3, or of V2 if the router scores by softmax."""
         moe = self.moe_args
         is_v3 = moe.score_func == "sigmoid"
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}

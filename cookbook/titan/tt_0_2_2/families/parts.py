@@ -153,7 +153,7 @@ class AttentionChoice(ModelProtocol):
         """Run TorchTitan's forward of a whole model or of one pipeline stage."""
         if self.flash_attention_4:
             cu_seqlens = varlen_attention.cumulative_lengths(attention_masks)
-            # More documents than usual lengthen this tensor: recompile, but keep its shape static.
+            # This tensor grows with the document count: recompile then, but keep its shape static.
             torch._dynamo.mark_static(cu_seqlens, 0)
             attention_masks = DocumentMask(cu_seqlens)
         else:
@@ -172,11 +172,11 @@ class FamilyParts:
     name: str  # TorchTitan's `model.name`
     title: str
     released: Callable[[], TrainSpec]  # TorchTitan's own spec
-    infra: ModuleType  # the module of TorchTitan's `parallelize_fn`; patched while that runs
+    infra: ModuleType  # TorchTitan's module with `parallelize_fn`; patched while that runs
     flavors: Mapping[str, Any]  # each flavor's model arguments, as CookbookArgs
     model: type[nn.Module]  # TorchTitan's model with `AttentionChoice`
     attention: type[nn.Module]  # TorchTitan's attention layer
-    scale: str  # attribute of the attention layer that holds the softmax scale
+    scale: str  # name of the attention layer's attribute for the softmax scale
     # `Family` describes the fields below.
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
@@ -213,7 +213,7 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
-    """Copy TorchTitan's flavors as `kind`; `shorter` {"16B": 8} adds `16B_8layers` of 8 layers."""
+    """Copy TorchTitan's flavors to class `kind`; `shorter` {"16B": 8} also adds `16B_8layers`."""
     found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()

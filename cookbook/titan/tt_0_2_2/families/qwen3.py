@@ -2,7 +2,7 @@
 
 TorchTitan's released `qwen3` ignores the job's EP backend, recomputes the all-to-all even under
 selective recomputation, and never updates the routing bias; the cookbook corrects all three.
-Neither supports pipelines for Qwen3.
+Neither TorchTitan nor the cookbook supports pipelines for Qwen3.
 `30B-A3B_4layers` is 30B-A3B with 4 of its 48 layers, for timing its kernels on one GPU.
 """
 
