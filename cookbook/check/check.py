@@ -186,7 +186,7 @@ def check_cells(
 ) -> list[CellCheck]:
     """Check every cell; without `build`, apply only the rules.
 
-    Cells that break a rule are not built, but cells that only lack packages or files here are.
+    A cell that breaks a rule is not built; one that only lacks local packages or files is built.
     """
     checks = []
     for cell in cells:

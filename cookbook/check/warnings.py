@@ -61,7 +61,7 @@ def short_time_limit(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference="https://github.com/pytorch/torchtitan/pull/2416")
 def released_torchtitan(cell: Cell) -> Problems:
-    """Released TorchTitan has two bugs that the cookbook's hooks fix."""
+    """TorchTitan as released has two bugs that the cookbook's hooks fix."""
     hooks = cell.options.stack.hooks
     if cell.hooks != hooks:
         reason = "without the cookbook's hooks the router's gradient is wrong under TP, and "
@@ -121,7 +121,7 @@ def warm_up_ends(cell: Cell) -> Problems:
     """TorchTitan cuts off a warm-up longer than the schedule, which only benchmarks can afford."""
     options, option = cell.options, "lr_scheduler.warmup_steps"
     total = options["lr_scheduler.total_steps"] or cell.steps
-    # The published convergence experiment has 2,000 warm-up steps in a schedule of 1,500.
+    # The published convergence experiment has 2,000 warm-up steps in a schedule of 1,500 steps.
     is_published = (options[option], total) == (2000, 1500)
     if options[option] > total and not (is_published or options["debug.moe_force_load_balance"]):
         reason = f"{options[option]} steps are longer than the run, whose {total} steps all warm up"
@@ -224,7 +224,7 @@ def small_experts(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def forced_balance_flatters(cell: Cell) -> Problems:
-    """Round-robin routing sends tokens to few ranks, which flatters sending once per rank."""
+    """Round-robin sends a token to few ranks, which flatters backends that send once per rank."""
     ep, exchange = cell.layout.ep, cell.exchange
     if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
         return

@@ -92,7 +92,7 @@ class Surroundings:
 
 
 State = Literal["ok", "warning", "problem", "not here"]
-# A check's state, finding, and remedy if the state is not ok; None if it does not apply.
+# A state, a finding and, unless the state is ok, a remedy; None if the check does not apply.
 Verdict = tuple[State, str] | tuple[State, str, str] | None
 
 
@@ -118,8 +118,8 @@ class Fault(NamedTuple):
 class Check:
     """A check of `diagnose`; local runs need only those with `is_for_local`.
 
-    A job runs every check with `node_hours` on its nodes, and excludes a node that fails it for
-    `node_hours` hours. A check with `is_for_gpus` is skipped if no GPU is visible.
+    A check that has `node_hours` also runs on a job's nodes; a node that fails it is excluded for
+    that many hours. A check with `is_for_gpus` is skipped if no GPU is visible.
     """
 
     name: str

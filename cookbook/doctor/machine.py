@@ -46,7 +46,7 @@ def gpus(here: Surroundings) -> Verdict:
     if driver_branch(driver) < oldest:
         return "problem", found, f"this stack needs driver {oldest} or later"
     if here.cluster and here.sends_jobs and (wanted := here.cluster.gpu):
-        # Compare memory, because names differ in spelling. Allow 10%: profiles state usable memory.
+        # Compare memory: GPU names differ in spelling. Allow 10%: profiles state usable memory.
         sizes = [model.memory_gib for model in models if model.memory_gib]
         differ = [abs(size - wanted.memory_gib) >= 0.1 * wanted.memory_gib for size in sizes]
         fits = len(models) == here.cluster.ranks_per_node

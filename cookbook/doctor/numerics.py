@@ -34,7 +34,7 @@ _RECIPES = {"gpu": ("deepseek_v3_16b", "qwen3_30b_a3b"), "cpu": ("debug", "qwen3
 
 
 def prove(cluster: Cluster | None, output: Path | None) -> int:
-    """Compare the kernels of this machine or, as a job, of a cluster's node; 0 if all are right."""
+    """Check this machine's kernels or, as a job, a cluster node's; return 0 if all are right."""
     if cluster is not None and cluster.scheduler != "local":
         return _prove_on(cluster, output)
     gpus = visible_gpus()
@@ -113,7 +113,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     first, second = _RECIPES["gpu" if machine.gpu else "cpu"]
     choices: list[tuple[str, str, str, dict[str, Any]]] = [
         *((first, precision, "standard", {}) for precision in names_in("precision")),
-        # In MXFP8 too, where backends pad an expert's rows to a different multiple than in BF16.
+        # Backends also in MXFP8: there they pad an expert's rows to another multiple than in BF16.
         *((first, one, backend, {}) for backend, one in product(others, ("bf16", "mxfp8"))),
         (first, "bf16", "standard", flash),
         *((first, "mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in with_tp),
@@ -122,7 +122,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     degrees = {
         DEGREES["tp"]: 1,
         DEGREES["pp"]: 1,
-        # The largest power of two that divides the ranks: it also divides the expert count.
+        # The largest power of two that divides both the rank count and 64, so the expert count too.
         DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
         "training.local_batch_size": 4,
     }

@@ -33,7 +33,7 @@ def python(here: Surroundings) -> Verdict:
 
 @check("user", local=True)
 def user(here: Surroundings) -> Verdict:
-    """Check that the user has a name: torch.compile names its cache after it and fails without."""
+    """Check that the user has a name: torch.compile needs it to name its cache."""
     try:
         getpass.getuser()
     except (KeyError, OSError):

@@ -227,7 +227,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     spec = get_train_spec(config.model.name)
     spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(config.model.name) is not spec:
-        # For a built-in model, each call returns a new spec, so register the one changed above.
+        # `get_train_spec` builds a new spec for a built-in model: register the one changed above.
         register_train_spec(config.model.name, spec)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:

@@ -40,7 +40,7 @@ def chunked_cross_entropy(
     """
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden states are {hidden.dtype}, the output layer is {weight.dtype}")
-    # `reshape` refuses another number of labels than tokens.
+    # `reshape` fails if the number of labels differs from the number of tokens.
     hidden, labels = hidden.flatten(0, -2), labels.reshape(hidden.shape[:-1].numel())
     chunks = _Chunks(-(-len(hidden) // num_chunks), shard, backend)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):

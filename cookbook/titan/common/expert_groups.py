@@ -34,7 +34,7 @@ def _triton() -> Any:
 
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
-    """Round up to multiples of `alignment` above 0: GEMMs skip empty groups' weight gradients."""
+    """Round up to positive multiples of `alignment`: GEMMs skip empty groups' weight gradients."""
     return [max(1, -(-count // alignment)) * alignment for count in counts]
 
 

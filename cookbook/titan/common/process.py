@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
-# The alarm fires after STEPS median step times plus MORE_S s, before the supervisor's timeout.
+# The alarm's delay, in median step times plus seconds; it is below the supervisor's timeout.
 STEPS, MORE_S = 4.0, 8.0
 _FEWEST_STEPS = 3
 
@@ -136,7 +136,7 @@ class StallAlarm:
 
     def _write_trace(self) -> None:
         uses_nccl = dist.is_nccl_available() and "nccl" in dist.get_backend()
-        # Either function returns a trace in the format of torch's flight-recorder analyzer.
+        # Both functions return a trace in the format of torch's flight-recorder analyzer.
         record = "_dump_nccl_trace" if uses_nccl else "_dump_fr_trace"
         if content := getattr(torch._C._distributed_c10d, record)():
             self._trace_path.parent.mkdir(parents=True, exist_ok=True)

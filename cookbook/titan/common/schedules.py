@@ -22,7 +22,7 @@ _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD
 
 
 def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> list[dict[str, Any]]:
-    """Return the actions of a schedule of `ranks` pipeline ranks with `per_rank` stages each."""
+    """Return schedule `name`'s actions, by rank, for `ranks` ranks with `per_rank` stages each."""
     schedule_class: Any = get_schedule_class(name)
     num_stages = ranks * per_rank
     of_ranks = [stages_of(name, rank, ranks, per_rank) for rank in range(ranks)]

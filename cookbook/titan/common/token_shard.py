@@ -1,8 +1,8 @@
 """Each TP rank's shard of an MoE layer's tokens, so that each token is dispatched only once.
 
 Under TP an MoE layer's input is gathered along the sequence, and its output is summed over the TP
-ranks. So each rank dispatches only its shard of every sequence: the `part` positions whose gradient
-it keeps in the gather's backward.
+ranks. So each rank dispatches only its shard of every sequence: the positions whose gradient it
+keeps in the gather's backward. In shapes, `part` is the number of these positions.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def shard_tokens(folded: Tensor, length: int, tp_mesh: DeviceMesh) -> Tensor:
 
 
 def global_positions(local: Tensor, length: int, tp_mesh: DeviceMesh, per_token: int) -> Tensor:
-    """Convert flat indices into a rank's (batch * part * per_token) to ones in the whole batch."""
+    """Convert flat indices from a rank's shards (batch * part * per_token) to the whole batch."""
     start, part = shard_of(length, tp_mesh).start, length // tp_mesh.size()
     sequence = local // (part * per_token)
     return local + per_token * (sequence * (length - part) + start)

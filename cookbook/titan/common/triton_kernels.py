@@ -140,7 +140,7 @@ def _dense(scores: Tensor | None) -> Tensor | None:
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """Return each expert's running count of copies after every 1,024: (experts, parts) int32."""
+    """Count the copies for each expert in the first 1,024, 2,048, ...: (experts, parts) int32."""
     # At least one part, so that the last column exists even without copies.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)

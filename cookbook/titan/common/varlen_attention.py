@@ -95,7 +95,7 @@ def backward(
     _kernels()._flash_attn_bwd(
         *(q, k, v, out, grad_out, lse),
         **_packing(cu_seqlens, max_seqlen, scale) | {"dq": dq, "dk": dk, "dv": dv},
-        # If false, atomic additions sum dQ in an order that differs between runs.
+        # If false, the kernel sums dQ by atomic additions, whose order differs between runs.
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return dq, dk, dv

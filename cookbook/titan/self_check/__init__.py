@@ -43,7 +43,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The larger of `whole` and `part`, each over its bound; above 1, the tensor is wrong."""
+        """The larger ratio of `whole` and `part` to their bounds; above 1, the tensor is wrong."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property
@@ -126,9 +126,9 @@ def error_of(
     """Return the errors of a whole tensor and of its worst part.
 
     Each tuple in `parts` names the dimensions that index the parts: (0,) for rows, (0, 1) for each
-    matrix's rows. Errors are relative to the norm of `expected`, or to that of `sizes` if the sums
-    in `expected` may cancel to zero. A part's squared norm counts as at least `floor` times the
-    parts' mean over the last dimension in the tuple. A part whose reference is zero must be zero.
+    matrix's rows. Errors are divided by the norm of `expected`, or of `sizes` if the sums in
+    `expected` may cancel to zero. The square of a part's divisor is at least `floor` times the mean
+    of such squares over the tuple's last dimension. A part whose reference is zero must be zero.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
@@ -193,7 +193,7 @@ def random_rows(rows: int, columns: int, device: str, seed: int) -> Tensor:
 def uneven_values(rows: int, columns: int, device: str, seed: int) -> Tensor:
     """Return random values (rows, columns) BF16, scaled by powers of two per row and block.
 
-    A block is 32 columns. Using the scale of another row or block causes a large error.
+    A block is 32 columns. A kernel that uses another row's or block's scale has a large error.
     """
     random = generator(device, seed)
     values = torch.randn(rows, columns, device=device, generator=random)
@@ -206,8 +206,8 @@ def uneven_values(rows: int, columns: int, device: str, seed: int) -> Tensor:
 def uneven_counts(experts: int, rows: int) -> list[int]:
     """Return the number of rows per expert, about `rows` in all.
 
-    Some experts have no row, one row, or one more than a tile. The last expert has rows, so that
-    it shows if a kernel stops early.
+    Some experts have no row, one row, or one row more than a tile. The last expert has rows, so
+    that a kernel that stops early is noticed.
     """
     unusual = (0, 1, 31, 33, 129, 7)[:experts]
     counts = [max(1, rows // experts)] * experts

@@ -115,7 +115,7 @@ def attention_errors(
     attend_by: Callable[[AttentionShape, Tensor], Attend],
     device: str,
 ) -> Iterator[Error]:
-    """Yield errors for one packing; `attend_by` returns attention for a shape and document ends."""
+    """Yield errors for one packing; `attend_by(shape, ends)` returns the attention to compare."""
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
     *leaves, grad = attention_inputs(shape, like_trained, device)
@@ -170,10 +170,10 @@ BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
     "fp8_rowwise": (FP8, FP8, FP8),
-    # Linear layers. One recipe of `float8` has BF16 weight gradients, whose error may be small.
+    # Linear layers. A `float8` recipe may keep weight gradients in BF16, so allow tiny errors.
     "mx": (FP8, FP8, FP8),
     "float8": (FP8, FP8, replace(FP8, least=0)),
-    # This recipe has one scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
+    # One scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
     "float8 tensorwise": (Bound(0.1, 0.5), Bound(0.1, 0.5), Bound(0.1, 0.5)),
 }
 NAMES = ("output", "input gradient", "weight gradient")

@@ -51,7 +51,7 @@ _POISON = 1e4
 
 
 def expert_factors(experts: int, device: str) -> Tensor:
-    """Return factors (experts,) float32, different if expert indices are a power of two apart."""
+    """Return factors (experts,) float32; experts a power of two apart get different factors."""
     return 0.5 + (torch.arange(experts, device=device) * 5 % 13) / 8
 
 
@@ -72,7 +72,7 @@ def row_errors(
 ) -> Iterator[Error]:
     """Yield errors of a round trip: move tokens to their groups, scale each group, move them back.
 
-    In between, padding rows get large values, so that it shows if a sum includes one. With
+    In between, padding rows get large values, so a sum that includes one is clearly wrong. With
     `on_activations`, scores multiply the groups' rows; without it, the rows on their way back. With
     `counted`, as in DeepEP, the host knows each expert's number of rows, and a third of the copies
     belong to other ranks' experts. Without it, all experts are local, and tokens are float32.
@@ -132,7 +132,7 @@ def swiglu_errors(rows: int, hidden: int, device: str) -> Iterator[Error]:
 
 
 def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterator[Error]:
-    """Compare the joining of two weights, and its gradients, with `torch.cat`."""
+    """Compare `join` of two weights, and its gradients, with `torch.cat`."""
     rows, shape = experts * hidden, (experts, hidden, features)
     values = [uneven_values(rows, features, device, seed).view(shape) for seed in (24, 25)]
     weights = [value.float() * 1.001 for value in values]
@@ -188,9 +188,9 @@ class FactorExperts(nn.Module):
 class Exchanged(NamedTuple):
     """The tokens of one data-parallel rank, the output's gradient, and the routing."""
 
-    x: Tensor  # (batch, length, features), like `grad`
+    x: Tensor  # (batch, length, features); `grad` too
     grad: Tensor
-    scores: Tensor  # (batch, length, top k), like `experts`
+    scores: Tensor  # (batch, length, top k); `experts` too
     experts: Tensor
 
 
@@ -209,7 +209,7 @@ def exchange_inputs(
 
 def exchange_errors(
     given: Exchanged,
-    layer: nn.Module,  # with `FixedRouter(given.scores, ...)` and `FactorExperts`, parallelized
+    layer: nn.Module,  # parallelized, with `FixedRouter(given.scores, ...)` and `FactorExperts`
     part: slice,  # this TP rank's positions of every sequence
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
     quantized: tuple[bool, bool],  # whether the forward's and the backward's dispatch use FP8
@@ -220,7 +220,7 @@ def exchange_errors(
     leaves = [x, given.scores, layer.experts.factor]
     out, dx, ds, df = with_gradients(lambda x, *_: _local(layer(x)), leaves, grad)
 
-    # In the reference each copy of a token has a factor, and so a factor gradient, of its own.
+    # In the reference each copy of a token has its own factor, and so its own factor gradient.
     factors = expert_factors(num_experts, str(x.device))[given.experts]
     exact = [given.x.float(), given.scores, factors]
     wanted, wanted_dx, wanted_ds, by_copy = with_gradients(weighted_sum, exact, given.grad.float())
