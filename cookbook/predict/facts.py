@@ -123,7 +123,7 @@ def load_hardware(path: Path) -> Hardware:
 
 
 _SEED = 42
-# How many sequences of documents are simulated, and how often all ranks draw a batch.
+# How many sequences of documents to simulate, and how many times every rank draws a batch.
 _SEQUENCES, _DRAWS = 2000, 400
 
 
@@ -215,7 +215,7 @@ def slowest_attended_tokens(
 def _attended(documents: Documents, seq_len: int) -> tuple[float, ...]:
     """Return the mean number of keys that a token attends to, for every simulated sequence."""
     drawn = random.Random(_SEED)
-    # The parameters of the normal distribution that the logarithm of a length follows.
+    # The logarithm of a document's length follows a normal distribution with these parameters.
     mu = math.log(documents.median_tokens)
     sigma = math.sqrt(2 * math.log(documents.mean_tokens / documents.median_tokens))
     found, left = [], 0

@@ -86,7 +86,7 @@ def _attention(s: Shapes) -> LayerBytes:
     if (s.padded_tokens is not None or not s.compiled) and "attention" in s.saves:
         selected += s.act * s.tokens * out + softmax
     # FlashAttention-4 accumulates the gradients of queries in FP32, and two more numbers per query
-    # and head. Those of keys and values are accumulated too if several query heads share them.
+    # and head; gradients of keys and values too, if several query heads share them.
     shared = keys + values if s.kv_heads < s.heads else 0
     summed = 4.0 * (s.padded_tokens or 0) * (queries + 2 * s.heads + shared)
     return LayerBytes(
@@ -177,7 +177,7 @@ def _moe(s: Shapes) -> LayerBytes:
     weighted = 4.0 * all_rows
     # MoE.forward holds `routed_input`, `routed_output` and the unsorted rows until it returns.
     freed = (sent, sent, s.act * all_rows, tokens)
-    # Measured factors. Under autocast the rows before and after the experts are also in FP32.
+    # The factors are measured. Under autocast the rows around the experts exist in FP32 too.
     backward = (25 if s.autocast else 4 + s.act) * all_rows + tokens
     exchanged = rows + sent if s.ep > 1 and "communication" in s.saves else 0.0
     return LayerBytes(
@@ -224,7 +224,7 @@ class RankLayers:
         return sum(self._cost(layer)[1] for layer in part.layers)
 
     def freed_in_forward(self, smallest: float) -> float:
-        """Return the most bytes freed by one layer that a tensor of `smallest` bytes cannot reuse.
+        """Return the most bytes that one layer frees in blocks smaller than `smallest` bytes.
 
         The allocator does not join blocks that it took from the driver at different times. So a
         tensor needs new memory if it is larger than every freed block.

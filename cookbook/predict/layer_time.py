@@ -79,7 +79,7 @@ class Kernels:
         return add(terms, self.move_rows(backward))
 
     def multiply(self, operators: Iterable[Operator], backward: bool) -> Terms:
-        """Return the time of matrix products: one per operator forward, or two backward."""
+        """Return the time of matrix products: 1 per operator in the forward, 2 in the backward."""
         return add(*(self._product(one, backward) for one in operators if one.is_product))
 
     def _product(self, one: Operator, backward: bool) -> Terms:
@@ -113,7 +113,7 @@ class Kernels:
         return {kind: max(gemm, bytes_ms / 2), QUANTIZING: quantizing_ms}
 
     def attend(self, backward: bool) -> Terms:
-        """Return the time of attention: two matrix products forward, or five backward."""
+        """Return the time of attention: 2 matrix products in the forward, 5 in the backward."""
         s, hw = self.shapes, self.hardware
         head = s.nope + s.rope
         kernel = kind = "flash_attention_4"
@@ -121,7 +121,7 @@ class Kernels:
             kernel = kind = "sdpa" if model_of(self.cell).attn_type == "sdpa" else "flex_attention"
         elif head == s.v_head == 128:
             kind = f"{kernel}_128"
-        # `waste`: masked tokens in the kernel's blocks; SDPA's measured rates include their cost.
+        # `waste`: masked tokens that a kernel still computes; SDPA's measured rates include them.
         waste = getattr(hw, f"{kernel}_waste_tokens", 0.0)
         rate = getattr(hw, f"{kind}_{'backward' if backward else 'forward'}_tflops")
         widths = 3 * head + 2 * s.v_head if backward else head + s.v_head
@@ -163,8 +163,8 @@ class Kernels:
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # Each token is read once and each row written once, then the reverse. With EP the rows
-            # are sorted again on arrival.
+            # Each token is read once and each row written once; after the experts, vice versa.
+            # With EP the rows are sorted again on arrival.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
@@ -204,8 +204,8 @@ class Kernels:
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
 # How often a layer gathers or reduces hidden states over TP in its forward and backward. The
-# backward gathers twice, all-reduces once (a reduction and a gather) and with DeepEP reduces once.
-# (A profile showed three all-reduces, so eight operations, but three of them were hidden.)
+# backward gathers twice, all-reduces once (counted as two) and, with DeepEP, reduces once.
+# (A profile showed three all-reduces, so eight operations, but three of the eight were hidden.)
 _TP_FORWARD, _TP_BACKWARD = 4, 5
 # In recomputation, compiled attention gathers its input again, whatever is saved.
 _TP_COMPILED = 1
@@ -296,7 +296,7 @@ class LayerTimes:
         terms = add(self._backward[layer.moe], again)
         if not layer.moe:
             return terms
-        # Recomputing a whole forward hides the backward's first exchange, which starts earlier.
+        # Full or selective recomputation hides the backward's first exchange, which starts first.
         whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 
@@ -330,7 +330,7 @@ class LayerTimes:
         return again
 
     def part(self, part: Part) -> tuple[Terms, Terms]:
-        """Return one microbatch's time in a part: forward, and backward with recomputation."""
+        """Return a microbatch's forward time and backward time, with recomputation, in `part`."""
         k, tensor = self._kernels, {TP: self._tensor_ms}
         forward = [self._forward[layer.moe] for layer in part.layers]
         backward = [self._backward_of(layer) for layer in part.layers]

@@ -36,7 +36,7 @@ FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
 # A peak up to the first share of the GPU's memory fits; up to the second it is tight, because the
 # prediction errs by several percent.
 MOST_FITS, MOST_TIGHT = 0.92, 1.05
-# MOST_FITS for pipelines: one pipeline needed 12% more than predicted, other cells at most 8% more.
+# Lower than MOST_FITS: one pipeline needed 12% more than predicted, other cells at most 8% more.
 MOST_FITS_PIPELINE = 0.88
 
 
@@ -128,7 +128,7 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
 
 
 def state_gib(rank: Rank) -> float:
-    """Return the GiB of parameters, gradients and Adam's moments in the parameters' precision."""
+    """Return the GiB of parameters, gradients and Adam's moments, all in the parameters' dtype."""
     return 4 * rank.stored_bytes / GIB
 
 
@@ -139,7 +139,7 @@ def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
     hidden = shapes.hidden_bytes
     output = shapes.tokens * shapes.vocab * shapes.act
     if shapes.loss_tokens is not None:
-        # With a chunked loss the last stage outputs hidden states; each microbatch keeps gradients.
+        # Chunked loss makes the last stage output hidden states and keep gradients per microbatch.
         output = shapes.tokens * shapes.dim * shapes.act + int(_loss_gradients(shapes))
     kept = [layers.kept(part) for part in rank.parts]
 
@@ -186,7 +186,7 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
             # Eager, in FP32: log-softmax, its gradient and the gradient of the loss. With loss
             # parallelism: log-softmax, the scattered labels, softmax and their sum.
             size = 16 if s.loss_parallel else 12
-            # A pipeline stage keeps its output; without a pipeline the logits are already freed.
+            # A pipeline's last stage keeps the logits; without a pipeline they are already freed.
             size += s.act if rank.num_stages > 1 else 0
         logits = elements * size
         # The output layer's gathered weight, and its gradient before reduction.
@@ -195,7 +195,7 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
         elements = float(s.loss_tokens * s.vocab)
         gradients = _loss_gradients(s)
         # In eager mode a chunk's loss makes three more tensors, in FP32. When the backward writes
-        # the scaled gradients, in the model's precision, the logits are gone.
+        # the scaled gradients, in the model's precision, the logits are already freed.
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
         logits = gradients + max(chunk, gradients / 4 * s.act)
         weight = float(s.vocab * s.dim)

@@ -71,7 +71,7 @@ def shapes_of(cell: Cell) -> Shapes:
     components = options["compile.components"] if options["compile.enable"] else []
     num_chunks = options[NUM_CHUNKS]
     loss_parallel = layout.tp > 1 and not options["parallelism.disable_loss_parallel"]
-    # With ETP 1, EP includes the TP ranks, and each of them dispatches its share of the tokens.
+    # With ETP 1, EP includes the TP ranks, and each TP rank dispatches its share of the tokens.
     sent = tokens // (layout.tp if layout.ep > 1 and layout.etp == 1 else 1)
     routing = routing_of(cell)
     uneven = UNEVEN_ROUTING if routing == "trained" and layout.ep > 1 else 1.0

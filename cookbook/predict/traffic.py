@@ -53,7 +53,7 @@ class Exchanges:
         return Traffic(size * (ranks - 1) / ranks - outside if in_node > 1 else 0.0, outside)
 
     def unit(self, unit: Unit) -> tuple[Traffic, Traffic, Traffic]:
-        """Return an FSDP module's traffic: gather, reduction, half of its replicas' all-reduce."""
+        """Return an FSDP module's traffic: gather, reduction, half the all-reduce over replicas."""
         layout, s = self.cell.layout, self.shapes
         is_expert = unit.name.endswith("moe.experts")
         group = unit.shards, layout.ep * layout.etp if is_expert else layout.tp
@@ -221,12 +221,12 @@ class Links(Exchanges):
         return self._ms(sent, hw.nvlink_gb_per_s * share, hw.nccl_infiniband_share)
 
     def _ms(self, sent: Traffic, nvlink_gb_per_s: float, infiniband_share: float | None) -> float:
-        """Return the time on the network that takes longer, since both send at once."""
+        """Return the time of the slower network for `sent`, since both networks send at once."""
         within = sent.nvlink / (nvlink_gb_per_s * 1e6)
         if not sent.infiniband:
             return within
         bandwidth = self.hardware.infiniband_gb_per_s
-        # `hardware_of` has already rejected multi-node jobs on hardware without these values.
+        # `hardware_of` has already refused multi-node jobs on hardware without these values.
         assert bandwidth
         assert infiniband_share
         return max(within, sent.infiniband / (bandwidth * infiniband_share * 1e6))
