@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _HEAD = ["", "tokens/s/GPU", "", "layout", "batch", "recomputation", "precision+EP backend"]
 _HEAD += ["GiB", "exposed", "bubble", "limited by"]
-# The most points and the most labels in the figure.
+# The figure shows at most this many points and this many labels.
 _MOST_POINTS, _LABELS = 4000, 6
 
 
@@ -204,7 +204,7 @@ def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
             words, box = f"{gpu.memory_gib:g} GiB, the card", {"ha": "right", "va": "bottom"}
             axes.text(gpu.memory_gib, 1, words, box, transform=axes.get_xaxis_transform())
         small = {"fontsize": 9, "linespacing": 1.4}
-        # Put the legend at the lower right, where few layouts are: large in memory, but slow.
+        # Put the legend at the lower right: few layouts are slow and yet need much memory.
         axes.text(0.95, 0.02, "\n".join(names), small, transform=axes.transAxes, ha="right")
         axes.set(xlim=(0, None), ylim=(0, None))
 

@@ -94,8 +94,8 @@ def search(
 ) -> Found:
     """Evaluate every cell; Ctrl-C stops the search and keeps the candidates found so far.
 
-    Skip a layout, and count it as too large, if it did not fit with a batch no larger and with the
-    same or full recomputation, which need no more memory.
+    Skip a layout, and count it as too large, if a variant that needs no more memory did not fit:
+    one with an equal or smaller batch, and with the same or full recomputation.
     """
     found, too_large = Found(), dict[tuple[str, str], int]()
     try:
@@ -132,7 +132,7 @@ def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
 
 _OVERLAYS = "precision and EP backend"
 # The order of a walk: changes that free memory come first, since a larger batch or less
-# recomputation may fit only after them. Options in no group change with precision and EP backend.
+# recomputation may fit only after them. All other options change with precision and EP backend.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
     _OVERLAYS: (),

@@ -33,7 +33,7 @@ _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _MODE, _BY = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 _BUDGET = "activation_checkpoint.memory_budget"
 _STRUCTURE = (DEGREES["tp"], DEGREES["pp"], DEGREES["ep"], _SCHEDULE, _PER_STAGE, BATCH, _MODE)
-# Options that only one recomputation mode reads, with that mode.
+# Options that only one recomputation mode reads, each mapped to that mode.
 _OF_MODE = {_BY: "selective", _BUDGET: "memory_budget"}
 
 
@@ -41,7 +41,7 @@ def _saving(*operators: str) -> dict[str, Any]:
     return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
 
 
-# Options to reset in a recomputation mode, because the rules reject other values there.
+# Options to reset in a recomputation mode, because the rules refuse other values there.
 _RESETS: dict[str, dict[str, Any]] = {
     "full": {SAVE_LIST: []},
     "none": {SAVE_LIST: [], LAYERS_KEPT: 0},
@@ -66,7 +66,7 @@ OVERLAYS = ("precision", "ep_backend")
 # Local batch sizes to try without a pipeline, and with one (plus the recipe's own size).
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
-# To explain why a value is rejected, count the errors of at most this many layouts.
+# To explain why no layout has a value, count the errors of at most this many layouts.
 _MOST_ASKED = 500
 
 
