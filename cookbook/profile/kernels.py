@@ -42,7 +42,7 @@ CATEGORIES = (
     Category("communication", "communication of an unknown group", COMMUNICATION, "#d37295"),
 )
 BY_NAME = {category.name: category for category in CATEGORIES}
-# Not a category: for host operations that only wait or call other operations.
+# Used in place of a category for host operations that only wait or call other operations.
 NO_WORK = "no work"
 NUMBERS = {category.name: number for number, category in enumerate(CATEGORIES)} | {NO_WORK: -1}
 GEMMS = ("grouped_gemms", "dense_gemms")
@@ -77,7 +77,7 @@ RULES = (
     # The last reduction of the gradient norm is a sum over all pipeline ranks.
     Rule("reductions", kernel=_NCCL, group=r"^mesh_pp$"),
     Rule("tp", kernel=_NCCL, group=r"^mesh_e?tp$"),
-    # This includes HSDP's all-reduce of gradients over the replicas.
+    # FSDP's annotations also enclose HSDP's all-reduce of gradients over the replicas.
     Rule("fsdp", kernel=_NCCL, inside=r"^FSDP::"),
     Rule("fsdp", kernel=_NCCL, group=r"^mesh_(e?fsdp|dp_shard\w*)$", collective=_GATHERS),
     # Loss, gradient norm and expert loads are reduced over the fsdp, loss, batch or default group.
@@ -93,8 +93,8 @@ RULES = (
     Rule("pp", inside=r"^gloo:(send|recv)"),
     Rule("communication", inside=r"^gloo:"),
     Rule("communication", kernel=_NCCL),
-    # --- On a CPU, the main thread waits in wait_tensor while the gloo thread works. The time in an
-    # autograd node but in no operation is spent in hooks, mostly FSDP's.
+    # --- On a CPU, the main thread waits in wait_tensor while the gloo thread works. Time inside
+    # an autograd node but outside any operation is spent in hooks, mostly FSDP's.
     Rule(NO_WORK, kernel=r"^_c10d_functional::wait_tensor$"),
     Rule(NO_WORK, kernel=r"^autograd::engine::|^(?!Compiled)\w+Backward\d*$|^RegisterPost"),
     # The Python code of a tensor subclass such as DTensor, which calls the actual operation.

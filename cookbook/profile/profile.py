@@ -48,7 +48,7 @@ class Profile:
         """Return the ranks to report, with their roles.
 
         They are each pipeline stage's first rank and, if several were read, its slowest and fastest
-        by compute time. Wall time does not tell them apart: all ranks wait for the slowest.
+        by compute time. Wall time cannot show which these are: all ranks wait for the slowest.
         """
         chosen: list[tuple[RankProfile, str]] = []
         for _, group in itertools.groupby(self.ranks, key=lambda rank: rank.stage or 0):
@@ -63,7 +63,7 @@ class Profile:
 
 
 def cell_traces(cell: CellFolder) -> dict[int, Path]:
-    """Return the traces of the newest attempt with traces, by rank; empty if there is none."""
+    """Return the traces of the newest attempt that wrote any, by rank; empty if none did."""
     found = (_newest(attempt.traces) for attempt in reversed(cell.attempts()))
     return next((traces for traces in found if traces), {})
 
@@ -107,7 +107,7 @@ def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
 
 
 def make_profile(source: str, paths: Sequence[Path]) -> Profile:
-    """Read traces in parallel; raise InputError if one is broken, JobError for a killed reader."""
+    """Read traces in parallel; raise InputError for a broken one, JobError if a reader died."""
     workers = min(len(paths), len(os.sched_getaffinity(0)))
     try:
         # Ctrl-C kills the reading processes, so that they print no tracebacks.
@@ -142,7 +142,7 @@ def set_waits(ranks: Sequence[RankProfile]) -> None:
         for rank, own in durations.items():
             waited[rank][category] += sum(own) - least
     for rank, waits in waited.items():
-        # Assume that waits are exposed to the same degree as all communication of the category.
+        # Keep only the exposed part of the waits: assume the category's exposed share for them.
         for name in waits:
             waits[name] *= rank.counted_ms(name) / (rank.called_us[name] or 1)
         rank.waiting_for_other_ranks_ms = waits or None

@@ -24,7 +24,7 @@ _QUEUED_US = 1000.0
 _MOST_KERNELS = 25
 _MOST_CAUSES = 8
 _BLOCKED = re.compile(r"Synchronize|Memcpy")
-# Details to strip from names (modules, region numbers, graph hashes), so that equal causes add up.
+# Details to strip from names (modules, region numbers, graph hashes), so that equal causes merge.
 _PARTICULAR = re.compile(r"\s+\(.*\)|\s+for \S+|(?<=[\w)])#.*|:?\s*\d+/\d+|\bf[0-9a-z]{20,}|#+")
 _IS_COMMUNICATION = np.array([category.kind == COMMUNICATION for category in CATEGORIES])
 
@@ -184,8 +184,8 @@ def divide(
 ) -> tuple[dict[str, tuple[float, float]], Column]:
     """Divide the microseconds from `start` to `end` among the categories of kernels.
 
-    Return two times per category, the time that counts for it and the time for which it ran at all,
-    and the idle gaps, (gaps, 2). Overlapping time counts for the first category in CATEGORIES.
+    Return each category's two times, what counts for it and how long it ran at all, and the idle
+    gaps, shape (gaps, 2). Overlapping time counts for the first category in CATEGORIES.
     """
     first, last = np.clip(kernels.start, start, end), np.clip(kernels.end, start, end)
     edges = np.unique(np.concatenate([[start, end], first, last]))
@@ -234,7 +234,7 @@ def explain_idle(gaps: Column, kernels: Column, trace: Trace, count: int) -> Idl
 
 
 def _activity(trace: Trace, event: int) -> str:
-    """Return the name of the operation around `event`; without one, that of the CUDA call."""
+    """Return the name of the operation around `event` or, if there is none, of `event` itself."""
     if event == NOTHING:
         return "Python, in no operation"
     operation = trace.operation[event]
@@ -251,7 +251,7 @@ def _calls(trace: Trace, kernels: Column, windows: list[float]) -> dict[Any, lis
     ep_ranks = str(trace.header.groups.get("mesh_ep", []))
     calls = defaultdict[Any, list[float]](list)
     for kernel, step in zip(kernels, steps.tolist(), strict=True):
-        # DeepEP's kernels record no process group, so use the EP ranks instead.
+        # DeepEP's kernels record no process group, so assume that it is the EP group.
         call: tuple[str, ...] = trace.names[kernel.name].split("<")[0].split("(")[0], ep_ranks
         if kernel.collective != NOTHING:
             call = trace.collectives[kernel.collective]

@@ -86,7 +86,7 @@ class Header:
             own = [] if self.rank is None else [self.rank]
             self.pipeline = self.groups["mesh_pp"] or own
         elif any(mesh.startswith("mesh_") for mesh in self.groups):
-            # PP has no group. Only a mesh of all ranks lacks its own group, so PP spans them all.
+            # PP has no group of its own. Only a mesh of all ranks has none, so PP spans all ranks.
             self.pipeline = [*range(info.get("world_size", 0))]
         self.stage = self.pipeline.index(self.rank) if self.rank in self.pipeline else None
 
@@ -310,7 +310,7 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Attribute a CPU's time to innermost operations; return the work's columns and operations."""
+    """Assign each moment to its innermost operation; return the work's columns and operations."""
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
     # Edges are events' starts and ends: between two neighbours, nothing starts or ends.

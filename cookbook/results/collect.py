@@ -3,7 +3,7 @@
 - Metrics come from the log of the loss rank: rank 0, or with PP the first rank of the last stage.
 - Throughput, TFLOPs and MFU are medians over the logged steps after warm-up (`measured_steps`).
 - Memory is the peak over all ranks, steps and attempts.
-- From its first step on, a resumed attempt replaces the steps of earlier attempts.
+- Where attempts overlap, the steps of the resumed attempt replace those of earlier attempts.
 """
 
 import math
@@ -153,7 +153,7 @@ def expected_step(name: str, record: CellRecord) -> StepTime | None:
     try:
         return predict_step(cell_from_record(name, record, name, None, {}))
     except InputError:
-        # The cell's files are gone, or its document lengths or its GPU's speed are unknown.
+        # Not predictable: files are gone, or document lengths or the GPU's speed are unknown.
         return None
 
 

@@ -71,7 +71,7 @@ class Column(NamedTuple):
     value: str | Callable[[Result], object]  # an attribute's path (`throughput.num_steps`)
     # A format string for the value, or a function that returns its text.
     template: str | Callable[[Any], str] = "{}"
-    baseline: str = ""  # if the baseline's row has this attribute, it shows `baseline`
+    baseline: str = ""  # if this attribute is set, the baseline's row shows `baseline`
 
     def text(self, row: Result) -> str:
         """Return this column's text in `row`, or a dash if the value is unknown."""
@@ -174,7 +174,7 @@ def _basis(speed: SpeedUp) -> str:
 
 
 def _span(text: Callable[[float], str]) -> Callable[[Any], str]:
-    """Return a function that formats an interval: `text` formats each end."""
+    """Return a function that formats an interval: `text` formats each bound."""
     return lambda found: (
         UNKNOWN if found.low is None else f"{text(found.low)} to {text(found.high)}"
     )

@@ -29,7 +29,7 @@ from cookbook.run.status import FINISHED
 
 
 def against_baseline(folders: Iterable[Result]) -> list[Result]:
-    """Merge each cell's repeats into one Result; if comparable, add speed-up and loss verdict."""
+    """Merge each cell's repeats into one Result; add speed-up and loss verdict where comparable."""
     runs = defaultdict[str, list[Result]](list)
     for result in folders:
         runs[result.repeat_of or result.name].append(result)

@@ -33,7 +33,7 @@ from cookbook.results.run_differences import Conditions, configuration, environm
 from cookbook.run.run import Run
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
-# The largest error of predicted step times. If a cell is slower by more, the cell is at fault.
+# Report a cell that is slower than predicted by more than this share: predictions err by less.
 _PREDICTION_MARGIN = 0.15
 # Limits for loss spikes; `_troubled_steps` explains them.
 _BEFORE, _SPIKE_PART, _SPIKE_SPREADS = 20, 0.1, 10
@@ -182,7 +182,7 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
     kinds = {cell.attention for cell in cells if cell.attention}
     shared = [*kinds] if len(kinds) == 1 else []
     if len(shown := {f"{length:,.0f}" for length, _ in known}) == 1:
-        # The sequence length at which causal attention has this mean without document masks.
+        # Causal attention without document masks has this mean at a sequence length of 2 mean - 1.
         whole = {f"{2 * length - 1:.0f}" for length, _ in known}
         asked = {cell.asked.get("training.seq_len") for _, cell in known}
         is_whole = len(asked) == 1 and asked == whole
@@ -284,7 +284,7 @@ def save_report(run: Run, results: RunResults) -> str | None:
     Return why there are no figure files, with the remedy; None if they were written.
     """
     missing, charts, folder = None, charts_of(results), run.folder / FIGURES
-    # The printed report, followed by the figures and tables that only the file has.
+    # report.md: the report as printed, then the figures and tables that are not printed.
     parts = [render_markdown(results).rstrip("\n")]
     try:
         for chart in charts:

@@ -11,8 +11,8 @@ from cookbook.results.verdicts import LossVerdict, SpeedUp, Throughput
 from cookbook.run.run import RunRecord
 from cookbook.run.status import Resumption
 
-# If mean attended lengths differ by more than this factor, the attention masks differ; the batches
-# of one corpus vary less.
+# If mean attended lengths differ by more than this factor, the attention masks differ: batches
+# of one corpus differ by less.
 SAME_MASK = 1.25
 
 
@@ -74,7 +74,7 @@ class Result:
     prediction: str | None = None
     published_speedup: float | None = None
     published_source: str | None = None
-    tokens_per_step_per_gpu: float | None = None  # divided by tokens/s/GPU: seconds per step
+    tokens_per_step_per_gpu: float | None = None  # divide by tokens/s/GPU for seconds per step
     world: int = 1
     routing: str | None = None  # trained, round_robin or random
     repeat_of: str | None = None  # the cell that this folder repeats

@@ -17,7 +17,7 @@ from cookbook.observe.metrics import StepMetrics
 NUM_BATCHES = 5
 # At least three values per batch, so that a single stall does not move the batch's median.
 LEAST_VALUES = 3 * NUM_BATCHES
-# Limit for the autocorrelation: above it the speed or loss drifts, which no factor can correct.
+# Cap on the autocorrelation: above it, the series drifts, which no factor can correct.
 _MOST_ALIKE = 0.95
 
 
@@ -114,7 +114,7 @@ class Throughput:
     num_steps: int  # number of measured steps
     warm_up_steps: int  # number of warm-up steps, which are excluded
     stalls: tuple[int, ...]  # steps that took at least 1.5 times their run's median step time
-    stall_share: float  # share of measured time, 0 to 1, that stalls took beyond the median
+    stall_share: float  # share (0 to 1) of measured time that stalls took beyond a median step
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
 def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None:
     """Return the ratio of the medians of two runs' speeds.
 
-    Batches of steps are paired: in one, both runs trained on the same texts, whose cost cancels.
+    Batches of steps are paired: both batches of a pair use the same texts, so their cost cancels.
     """
     if not own or not reference:
         return None
@@ -195,7 +195,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
         # Autocorrelation of each step's speed ratio or, if the runs' steps do not pair up, of each
-        # run's speeds. Use only signs about the median: it ignores how long a stall is.
+        # run's speeds. Only the side of the median counts, so that long stalls do not dominate.
         usual = [[one / statistics.median(some) for one in some] for some in (own, reference)]
         if len(own) == len(reference):
             usual = [[one / other for one, other in zip(*usual, strict=True)]]
@@ -217,7 +217,7 @@ def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
 
 
 def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
-    """Return the speed-up over repeats not paired with the reference's; assume equal variances."""
+    """Return the speed-up between two cells' unpaired repeats; assume equal variances."""
     logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
     ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
     spread = pooled_spread(own, reference, logs)
@@ -265,7 +265,7 @@ def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
 
 
 def judge_curves(own: Losses, reference: Losses) -> list[LossVerdict]:
-    """Return verdicts on two runs over the steps that both logged: for all, and the last tenth."""
+    """Return two verdicts on the steps that both runs logged: all of them, and the last tenth."""
     verdicts = []
     for window, steps in _windows([own, reference]):
         pair = [own[step] for step in steps], [reference[step] for step in steps]
@@ -328,7 +328,7 @@ def _judge(
 
 
 def _windows(runs: Sequence[Losses]) -> list[tuple[str, list[int]]]:
-    """Return the steps that all runs logged: all of them, and those of training's last tenth."""
+    """Return two windows of steps that all runs logged: all, and those in the last tenth."""
     common = sorted(set[int].intersection(*map(set, runs)))
     end = common[-1] if common else 0
     return [(WHOLE, common), (LAST_TENTH, [step for step in common if step > end - LAST * end])]
