@@ -57,10 +57,10 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def judged_cells(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> list[Cell]:
-    """Validate the cells and print the plan; return the cells, with `refused` set on rejected ones.
+    """Validate the cells, print the plan, and return the cells, with `refused` set on refused ones.
 
-    Warnings go to stderr. TorchTitan builds the cells here only if they will wait in a Slurm queue:
-    a dry run must answer at once, and a local job reports TorchTitan's errors at once anyway.
+    Warnings go to stderr. A trial build with TorchTitan is made only for jobs that will wait in a
+    Slurm queue: a dry run must answer at once, and a local job shows TorchTitan's errors at once.
     """
     cluster, is_checked = cells[0].cluster, not arguments.no_check
     gpus = sum(cell.world for cell in cells if cell.cluster.gpu and not cell.refused)
@@ -223,7 +223,7 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     # A local or one-allocation job trains several cells in turn, so check its other cells too.
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
-        # A queued cell without a job is idle: only the lock's holder could be submitting it.
+        # A queued cell without a job is idle: only the submit lock's holder could be submitting it.
         is_idle = state.state == QUEUED and state.job_id is None
         has_ended = is_idle or (state.state in ENDED and state.is_known)
         if has_ended or not (state.cell in names or state.job_id in jobs):
@@ -349,8 +349,8 @@ def _header(script: Path, lines: Sequence[str]) -> list[str]:
 def _options(words: Sequence[str]) -> argparse.Namespace:
     """Parse the sbatch options that matter for the check; the last occurrence counts.
 
-    `gpus` has a pair for each GPU option: whether it counts GPUs `in all` or per node (`a node`),
-    and its value, which ends with that number (`b200:8`) or is empty for a `--gres` without GPUs.
+    `gpus` has one pair for each GPU option: the scope of its count (`in all` or `a node`), and its
+    value. The value ends with the count (`b200:8`), or is empty for a `--gres` without GPUs.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nodes", "-N", default="1")

@@ -68,7 +68,7 @@ def count_texts(arguments: argparse.Namespace) -> int:
         raise InputError("--tokenizer", f"{path} is no tokenizer ({error})", remedy) from None
     sources, key = find_sources(arguments.files), arguments.text_key
     lengths: list[int] = []
-    # One weight per document, such that a source's weighted tokens sum to the source's weight.
+    # The documents' weights: over a source, weight times tokens sums to the source's weight.
     weights: list[float] = []
     for source in sources:
         first = len(lengths)

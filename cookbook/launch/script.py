@@ -228,7 +228,7 @@ def _examples(recipe: Recipe, file_name: str) -> list[str]:
 def _choice(summary: str, default: str, overlays: Sequence[Overlay]) -> dict[str, Any]:
     stack, values = load_stack(), []
     for overlay in overlays:
-        # The option with the overlay's name is missing here: the script itself adds it.
+        # Leave out the option that names the overlay (--cookbook.precision): the template sets it.
         words = argv_of(stack, {**overlay.expect, **overlay.settings})
         text = " ".join(map(shquote, words))
         value = {

@@ -134,7 +134,7 @@ class RunLocalExecutor(LocalExecutor):
 
 
 def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) -> list[str]:
-    """Submit every cell of `run` that is not refused; return the job ids in that order.
+    """Submit the cells that are not refused; return the ids of their jobs, in the cells' order.
 
     Each cell is its own job; with `one_allocation`, or locally, one job runs the cells in turn.
     If Slurm refuses a cell (JobError), earlier cells stay queued; it and later cells are `failed`.
@@ -167,8 +167,8 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
 def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     """Prepare the next attempt of each cell, and submit them; return the job ids.
 
-    This releases the submit lock, which the caller must hold. A cell that could not be submitted
-    gets its old files back.
+    The caller must hold the submit lock; this releases it. A cell that could not be submitted gets
+    its old files back.
     """
     before: dict[CellFolder, dict[Path, bytes]] = {}
     try:
@@ -184,7 +184,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
         job_ids = submit_run(run, cells)
     except BaseException:
         for folder, files in before.items():
-            # A cell with a job was submitted, so only the others are restored.
+            # Restore only cells without a job: those with one were submitted.
             if not folder.job.exists():
                 for path, content in files.items():
                     path.write_bytes(content)

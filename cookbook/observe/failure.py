@@ -52,7 +52,7 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|Connection (?:closed|reset)|Broken pipe|remote process exited|DistBackendError"
         r"|DistNetworkError|Rendezvous\w*Error|Socket Timeout|recvValue|NCCL error"
         r"|CUDA error|uncorrectable ECC|unspecified launch failure"
-        # Our own words if a signal ended the script or its step before it printed anything.
+        # Reasons that we write if a signal ended the script or its step before it printed anything.
         r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$",
     ),
 )
@@ -235,7 +235,7 @@ _MOST_NAMED = 8
 
 
 def describe_stacks(attempt: Attempt, world: int) -> str | None:
-    """Return which ranks' stacks differ and where the others wait; None if no rank wrote one."""
+    """Describe which ranks are silent or differ, and where the others are; None without stacks."""
     places = {
         rank: place
         for rank in range(world)

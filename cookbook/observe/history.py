@@ -81,7 +81,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     ]
     summaries: list[AttemptSummary] = []
     for position, (attempt, end, own) in enumerate(zip(attempts, ends, times, strict=True)):
-        # Training resumed after this step, so later steps of this attempt were lost; None if none.
+        # The step that training resumed from, so this attempt lost its later ones; None: no loss.
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
             # If `checkpoint.folder` is an absolute path, the cell's path has no effect.
@@ -131,7 +131,7 @@ def _step_times(attempt: Attempt, record: CellRecord) -> list[tuple[int, float]]
     """Return logged steps with their times (seconds); step 0 is the start of training."""
     times = [(one.step, one.time) for one in read_steps(attempt, record) if one.time is not None]
     before = seconds_to_first_step(attempt.log)
-    # Use only a difference of console times, since that node may be in another time zone.
+    # Console times have no time zone and may come from another node: use only differences.
     return [(0, times[0][1] - before), *times] if times and before is not None else times
 
 

@@ -100,7 +100,7 @@ def parse_step(line: bytes) -> StepMetrics | None:
     values: dict[str, Any] = {}
     for key, value in _VALUE.findall(own):
         values.setdefault(_NAMES[key], float(value.replace(",", "")))
-    # Another line may interrupt this one and truncate its last value, unless that is `mfu`.
+    # Another line may cut this one off within its last value; one that ends in `mfu` is complete.
     if "loss" not in values or (others and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", own)):
         return None
     values |= {"time": _time_of(line), "rank": int(ranks[-1]) if ranks else None}

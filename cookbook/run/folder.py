@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Below(str):
-    """Descriptor of a file name: `attempt.log` is the path of `train.log` below `attempt.path`."""
+    """Descriptor that turns a name into a path: `attempt.log` is `attempt.path / "train.log"`."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ class Attempt:
     number: int
 
     log = _Below("train.log")  # torchrun's output from all nodes, with only a few ranks' lines
-    # This attempt's script and request, saved here if those of a later attempt differ.
+    # This attempt's script and request, saved here only once a later attempt uses different ones.
     script, record = _Below("train.sh"), _Below("cell.yaml")
     # Versions, GPUs, nodes and active features, reported by the training process.
     environment = _Below("environment.json")
@@ -150,7 +150,7 @@ class _Inert:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        # The state of a frozen dataclass with slots is a list; none of its fields is read here.
+        # A frozen dataclass with slots pickles its state as a list; no such state is needed here.
         self.__dict__.update(state if isinstance(state, dict) else {})
 
 

@@ -32,7 +32,7 @@ class CellRecord:
     ranks_per_node: Count = 1
     device: Text | None = None
     emulated: Flag = False  # low precision is emulated in software, so its speed is meaningless
-    stand_in_for: Text | None = None  # the requested recipe, if this machine runs another
+    stand_in_for: Text | None = None  # the requested recipe, if its `stand_in` is trained instead
     refused: Text | None = None  # why the cell does not run
     # The published speed; set only if the cell is exactly the published configuration.
     published_tokens_per_second_per_gpu: Number | None = None
@@ -46,7 +46,7 @@ class CellRecord:
     options: dict[str, Any] = field(default_factory=dict)  # TorchTitan's options, by dotted name
     # Paths of the user's own YAML files, by `recipe`, `cluster`, ...; the rest are in `recipes/`.
     files: Words = field(default_factory=Words)
-    too_few_nodes: Text | None = None  # if nodes are too few: `wait` in the queue, or `stop`
+    too_few_nodes: Text | None = None  # if too few nodes are healthy: `wait` in the queue or `stop`
     # The content of the cluster's YAML file, so that a job never reads the file again.
     profile: dict[str, Any] = field(default_factory=dict)
 

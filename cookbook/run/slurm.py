@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from cookbook.base.errors import JobError
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"})
-WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}  # held until a user releases them
+WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}  # jobs held until a user releases them
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"})
 # Jobs in these states keep their nodes, but their processes are stopped.
 HALTED = frozenset({"SUSPENDED", "STOPPED"})
 ACTIVE |= HALTED
-# Variables that an enclosing job or the user may set: SQUEUE_PARTITION, say, would hide jobs.
+# Prefixes of variables that Slurm's commands must not see: SQUEUE_PARTITION would hide jobs.
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
 # A trailing `*` marks a node that does not respond.
 _LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
@@ -240,7 +240,7 @@ def _run(
 def _rows(
     answer: subprocess.CompletedProcess[str], columns: int, separator: str | None = None
 ) -> list[list[str]]:
-    """Return the fields of each line that has `columns` of them; empty if the command failed."""
+    """Return each line's fields; skip lines without `columns` fields; empty if a command failed."""
     lines = [] if answer.returncode else answer.stdout.splitlines()
     rows = [line.strip().split(separator, columns - 1) for line in lines]
     return [row for row in rows if len(row) == columns]
@@ -265,7 +265,7 @@ _PAUSE_S = 5.0
 # Each task prints this first. A step's time limit counts from the first such line.
 _STARTED = "cookbook: task started"
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
-_GRACE_S = 3.0  # seconds for srun to end its tasks
+_GRACE_S = 3.0  # seconds that srun has to end its tasks after SIGTERM
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
 
 
 def stop_processes(folder: Path, job: Job | None = None) -> int:
-    """Send SIGTERM to a local job: to its process, else its supervisor, else all its processes."""
+    """Send SIGTERM to the job's process, else the run's supervisors, else all its processes."""
     if job is not None and is_alive(job):
         targets = [psutil.Process(int(job.job_id))]
     else:
@@ -79,8 +79,8 @@ class CellState(Status):
 
     cell: str = ""
     job_id: str | None = None
-    # False if Slurm did not answer, or the job runs on another machine. The state is then the last
-    # one that the job wrote, which may be out of date.
+    # False if Slurm did not answer, or the job runs on another machine. `state` is then whatever
+    # the job wrote last, which may be out of date.
     is_known: bool = True
 
     @property
@@ -99,7 +99,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
     if run.scheduler == "local":
         return [_local_state(run, cell) for cell in run.cells]
     before = {cell: _read(cell)[0] for cell in run.cells}
-    # Check the lock before reading again: without an active submitter, no new job can appear.
+    # Check the lock before the second read: if it is free, that read sees every submitted job.
     is_open = is_submit_locked(run.folder)
     infos, silence = dict[str, slurm.JobInfo](), None
     asked = (one.job_id for one in before.values() if one.job_id and one.state not in SETTLED)
@@ -185,7 +185,7 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
     if info.state == "CANCELLED":
         return status.CANCELLED, None
     if info.state == "COMPLETED":
-        # The job exits with its script's status, so the cell has finished, state written or not.
+        # The job exits with its script's status: the cell has finished, even if it wrote no state.
         return status.FINISHED, None
     if said.state == status.FAILED and info.state == "FAILED" and said.reason:
         return status.FAILED, said.reason
@@ -238,7 +238,7 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
                 words = f"process {job.job_id} is gone: killed, or the machine was restarted"
                 return replace(state, state=status.FAILED, reason=words)
     elif state.state == status.QUEUED and not is_submit_locked(run.folder):
-        # The lock is released after the last job is recorded: read again to avoid a race.
+        # A submitter may have recorded this job and released the lock since: read again.
         state, job = _read(cell)
         if state.state == status.QUEUED and job is None:
             return replace(state, state=status.FAILED, reason=_NEVER_SUBMITTED)

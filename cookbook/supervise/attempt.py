@@ -39,12 +39,12 @@ class Timeouts:
     """How long an attempt may go without a step before it counts as hung.
 
     Attributes:
-        steps: how many usual step times to wait while training, plus one per step not logged.
+        steps: how many usual step times to wait while training; each unlogged step adds one.
         more_s: seconds to wait in addition, since a short file-system pause is not a hang.
         start_s: seconds to wait for a new log line before the first steps, since a large model
             compiles for many minutes.
         save_s: seconds to wait for the first checkpoint save, and for the exit after the last step.
-        least_save_s: seconds to wait at least for any save, however fast the earlier ones were.
+        least_save_s: minimum seconds to wait for any save, however fast the earlier ones were.
     """
 
     steps: float = 5.0
@@ -55,7 +55,7 @@ class Timeouts:
 
     def adjusted(self, record: CellRecord) -> Timeouts:
         pauses = any(record.options.get(name) for name in _PAUSES)
-        # Async saves: the logged time covers only the copy; the next save waits for the write.
+        # An async save logs only the time of its copy, but the next save waits for its write too.
         is_async = record.options.get("checkpoint.async_mode", "disabled") != "disabled"
         return replace(
             self,
@@ -82,7 +82,7 @@ class StepClock:
         self._step: StepMetrics | None = None
         self._phase: Phase | None = None
         self._looked_at: float | None = None
-        self._num_looks, self.silent = 0, 0.0  # looks that found a new step
+        self._num_looks, self.silent = 0, 0.0  # looks with a new step; seconds without progress
 
     def look(self, tail: Tail, lines: Sequence[bytes], now: float) -> None:
         """Update the clock; call this after each `tail.read()`, with the `lines` it returned."""
@@ -112,7 +112,7 @@ class StepClock:
             return timeouts.start_s
         limit = timeouts.steps * usual + timeouts.more_s
         if phase is Phase.SAVING_CHECKPOINT:
-            # Finding earlier saves in the log is slow, so do it only beyond the limit of a step.
+            # Finding earlier saves in the log is slow: do so only once a step's limit is exceeded.
             if self.silent <= limit:
                 return limit
             longest = self._longest_save()

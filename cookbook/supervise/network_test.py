@@ -26,9 +26,9 @@ _MEASURED, _ENDED = "cookbook-link", "cookbook-links"
 # Seconds per test; a cold import of torch and NCCL's start on hundreds of ranks are slow.
 _LIMIT_S = 60.0
 _COLLECTIVE_S = 30.0
-# Large enough for bandwidth to dominate latency; less on CPU, where gloo is slow.
+# Message sizes: on GPUs, bandwidth must dominate latency; on CPU, gloo is slow, so use less.
 _NUM_BYTES = {"cuda": 256 * 2**20, "cpu": 2**20}
-# Above the training's rendezvous ports, below the ephemeral ports.
+# Ports for the tests: above the training's rendezvous ports, below the ephemeral ports.
 _PORTS = range(31000, 32700)
 
 

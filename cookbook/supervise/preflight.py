@@ -70,7 +70,7 @@ class JobNodes:
         return {node: "; ".join(one.reason for one in self.faults[node]) for node in self.faults}
 
     def listed(self) -> dict[str, Excluded]:
-        """Return the exclusion list's entries by node; if it is malformed, log that instead."""
+        """Return the exclusion list's entries by node; log a malformed list, and return none."""
         try:
             return {one.node: one for one in excluded.read_excluded()}
         except InputError as error:
@@ -314,7 +314,7 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
         if hours and node not in listed:
             listed[node] = Excluded(node, now + hours * 3600, job.reasons[node])
     if job.record.too_few_nodes == "stop":
-        # Slurm would wait for drained nodes; with `stop` the job must not, so count them as gone.
+        # Slurm would wait for drained nodes, but `stop` forbids waiting: count them as missing.
         gone = retry_while_busy(lambda _: slurm.drained(known))
         known = [node for node in known if node not in gone]
     choice = excluded.choose(needed, known, list(listed.values()))

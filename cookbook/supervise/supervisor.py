@@ -56,11 +56,11 @@ class Supervisor:
     """
 
     timeouts = Timeouts()
-    # Seconds for a checkpoint after Slurm's warning; 0 means no limit.
+    # Seconds that saving and exiting may take after Slurm's warning; 0 means no limit.
     late_s = 0.0
 
     def __init__(self, cells: Sequence[CellFolder], arguments: Sequence[str] = ()) -> None:
-        # Resolve links: `runs` may be one, and a container mounts only the cell's folder.
+        # Resolve links: `runs` may be a link, but a container mounts only the cell's real folder.
         # Pickle plain strings: a waiting or requeued job may unpickle them with newer code.
         self.folders = [str(cell.path.resolve()) for cell in cells]
         self.arguments = list(arguments)
@@ -96,7 +96,7 @@ class Supervisor:
                 continue
             job = status.read_job(cell)
             if job and exits.slurm_job() and job.job_id != job_id:
-                # This job was not recorded, so the cell was submitted again before this job began.
+                # Another job is recorded: the cell was submitted again before this job began.
                 log(f"{cell.path}: job {job.job_id} trains here, so this one leaves it alone")
                 codes[cell.name] = 1
             elif self.signal_number:
