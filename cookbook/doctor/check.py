@@ -133,6 +133,9 @@ class Check:
         return Finding(self.name, *verdict) if verdict else None
 
 
+PASSING_H = 1.0  # hours to exclude a node for a temporary fault
+HARDWARE_H = 24.0  # hours to exclude a node for broken hardware
+
 # In report order: modules as imported by `doctor/__init__.py`, and in a module as defined.
 CHECKS: list[Check] = []
 

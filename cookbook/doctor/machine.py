@@ -12,10 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from cookbook.base.gpus import Gpu, InstalledGpu
-from cookbook.doctor.check import State, Surroundings, Verdict, check
+from cookbook.doctor.check import HARDWARE_H, PASSING_H, State, Surroundings, Verdict, check
 from cookbook.install import find_distribution
 from cookbook.install.deepep import torch_cuda
-from cookbook.run.excluded import HARDWARE_H, PASSING_H
 
 GIB = 1024**3
 NETWORK_FILE = "/etc/profile.d/90-nccl-network-vars.sh"

@@ -17,9 +17,6 @@ from cookbook.base.files import locked, write_whole
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import read_yaml
 
-PASSING_H = 1.0  # hours to exclude a node for a temporary fault
-HARDWARE_H = 24.0  # hours to exclude a node for broken hardware
-
 _HEAD = """\
 # Nodes that jobs leave out; jobs rewrite this file, and keep the entries but no other comments.
 # To use a node again, delete its entry; to leave one out, add an entry:

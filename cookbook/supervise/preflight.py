@@ -19,9 +19,9 @@ from cookbook.base.errors import InputError, JobError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cluster import Cluster, cluster_from_record
-from cookbook.doctor.check import Fault
+from cookbook.doctor.check import HARDWARE_H, PASSING_H, Fault
 from cookbook.run import excluded, slurm
-from cookbook.run.excluded import HARDWARE_H, PASSING_H, Choice, Excluded, excluded_file
+from cookbook.run.excluded import Choice, Excluded, excluded_file
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import StepEnd, retry_while_busy, run_step
