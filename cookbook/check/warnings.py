@@ -1,4 +1,4 @@
-"""Warnings and hints about cells that can run, written as rules like those in config/validate."""
+"""Warnings and hints about cells that can run, as rules whose docstrings give the reason."""
 
 import math
 

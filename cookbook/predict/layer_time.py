@@ -296,7 +296,7 @@ class LayerTimes:
         terms = add(self._backward[layer.moe], again)
         if not layer.moe:
             return terms
-        # Full or selective recomputation hides the backward's first exchange, which starts first.
+        # Full or selective recomputation overlaps with the backward's first exchange and hides it.
         whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 

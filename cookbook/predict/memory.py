@@ -116,7 +116,7 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
         gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)
         terms["all-gather stream"] = float(sum(gathered[-2:]) * shapes.act)
     if shapes.deepep:
-        # DeepEP's pool holds received tokens, combined tokens and the gradient of one of the two.
+        # DeepEP's pool holds three tensors at once: received tokens, combined tokens, one gradient.
         received = shapes.sent_tokens * shapes.ranks_per_token * shapes.dim * shapes.act
         terms["dispatch stream"] = 3.0 * received
     return StageMemory(

@@ -156,7 +156,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Rank:
-    """The first global rank of a pipeline rank, with its stages and the size of the pipeline."""
+    """A position in the pipeline, represented by its lowest global rank, with its stages."""
 
     rank: int  # global rank
     parts: tuple[Part, ...]  # the part of the model on each of `stages`

@@ -44,7 +44,7 @@ class Shapes(Sizes):
     row_kernels: bool
     quantized: bool  # whether the routed experts' GEMMs are quantized
     mixed_precision: bool  # whether FSDP casts the parameters
-    autocast: bool  # whether autocast casts the weights: only without FSDP, TP and PP
+    autocast: bool  # whether autocast casts the weights: only if none of FSDP, TP, PP is used
     compiled: bool
     saves: frozenset[str]  # operators whose outputs selective recomputation saves
     loss_tokens: int | None  # tokens whose logits exist at the same time; None means all

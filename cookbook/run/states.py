@@ -159,7 +159,7 @@ def _settle_end(
         kept = read_json_as(slurm.JobInfo, cell.end)
         # A status with more restarts is newer: Slurm requeued the job after the saved end.
         is_newest = kept.job_id == job and kept.restarts >= written.restarts
-        # Compare states only: accounting words reasons differently from the controller.
+        # Compare only the states: accounting and slurmctld phrase the same reason differently.
         is_same = info is None or (info.state == kept.state and info.restarts <= kept.restarts)
         if is_newest and is_same:
             return kept
