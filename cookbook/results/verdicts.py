@@ -187,7 +187,8 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
     """
     if not own or not reference:
         return None
-    ratio = math.log(statistics.median(own) / statistics.median(reference))
+    medians = statistics.median(own), statistics.median(reference)
+    ratio = math.log(medians[0] / medians[1])
     spread, num = None, min(len(own), len(reference))
     if num >= LEAST_VALUES:
         parts = [
@@ -196,7 +197,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
         ]
         # Autocorrelation of each step's speed ratio or, if the runs' steps do not pair up, of each
         # run's speeds. Only the side of the median counts, so that long stalls do not dominate.
-        usual = [[one / statistics.median(some) for one in some] for some in (own, reference)]
+        usual = [[one / medians[0] for one in own], [one / medians[1] for one in reference]]
         if len(own) == len(reference):
             usual = [[one / other for one, other in zip(*usual, strict=True)]]
         alike = max(correlation([math.copysign(1, one - 1) for one in run]) for run in usual)
