@@ -210,6 +210,17 @@ def test_the_model_alone_can_start_a_new_run_and_a_seed_does(cell: Started) -> N
     assert cell.step(1) == 0
 
 
+@pytest.mark.parametrize("step", [0, 6])
+def test_exported_weights_are_refused_whatever_is_excluded(cell: Started, step: int) -> None:
+    path = cell.saved / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / "model.safetensors.index.json").touch()
+    words = rf"holds safetensors files .*_load_path={path} checkpoint.initial_load_in_hf=true"
+    for own in ((), (f"--checkpoint.exclude_from_loading={','.join(PARTS)}",)):
+        with pytest.raises(InputError, match=words):
+            cell.start(*own)
+
+
 def test_another_number_of_readers_is_refused_or_reads_anew(cell: Started) -> None:
     save(cell.saved, 6, readers=4)
     with pytest.raises(InputError) as refused:

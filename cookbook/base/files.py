@@ -34,7 +34,7 @@ def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path`, across all machines that share it; leave an empty file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
-        # Some shared file systems do not support locks; there, go ahead without one.
+        # Continue unlocked: some shared file systems have no locks.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

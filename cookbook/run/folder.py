@@ -89,7 +89,7 @@ class CellFolder:
 
 
 _METADATA = ".metadata"
-# TorchTitan also treats a folder with this file as a checkpoint, but cannot load it.
+# TorchTitan also treats a folder with this file as a checkpoint, but cannot resume from it.
 _HUGGING_FACE = "model.safetensors.index.json"
 # Name prefixes of the checkpoint entries that training needs in addition to the model's.
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
@@ -101,9 +101,10 @@ class Checkpoint:
 
     path: Path
     step: int
-    damage: str | None  # why it cannot be loaded; None if it can
+    damage: str | None  # why it is not whole; None if it is
     states: frozenset[str] = frozenset()  # the PARTS that it contains
     text_readers: int = 0  # data-parallel ranks with a saved data-loader state
+    is_exported: bool = False  # safetensors files, which can only be a run's initial weights
 
 
 def saved_steps(folder: Path) -> list[tuple[int, Path]]:
@@ -118,7 +119,7 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
     if not (path / _METADATA).is_file():
         is_exported = (path / _HUGGING_FACE).is_file()
         damage = None if is_exported else f"has no {_METADATA}, so it was never finished"
-        return Checkpoint(path, step, damage)
+        return Checkpoint(path, step, damage, is_exported=is_exported)
     needed: dict[str, int] = {}
     try:
         with (path / _METADATA).open("rb") as file:

@@ -75,24 +75,24 @@ def _options_of(record: CellRecord) -> Options:
 def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options: Options) -> None:
     missing = [s for s in PARTS if s not in checkpoint.states | set(options[_EXCLUDED])]
     # From a seed checkpoint (step 0), TorchTitan loads only the model.
-    if checkpoint.step == 0 or not missing:
+    if not checkpoint.is_exported and (checkpoint.step == 0 or not missing):
         return
     path = checkpoint.path
     older = (read_checkpoint(step, one) for step, one in saved if step < checkpoint.step)
     full = next((one for one in older if not one.damage and one.states == set(PARTS)), None)
     if full is None:
         weights = f"checkpoint.initial_load_path={path.resolve()}"
-        if (path / "model.safetensors.index.json").is_file():
+        if checkpoint.is_exported:
             weights += " checkpoint.initial_load_in_hf=true"
         remedy = f"start a new run from its weights with {weights}"
     else:
         kept = path.parent.parent / f"model-{path.name}"
         command = f"mv {shown_path(path)} {shown_path(kept)}"
         remedy = f"to continue after step {full.step}, move it away: {command}"
-    found = (
-        f"holds the model without {', '.join(missing)} (checkpoint.last_save_model_only), "
-        "so training cannot continue from it"
-    )
+    holds = f"the model without {', '.join(missing)} (checkpoint.last_save_model_only)"
+    if checkpoint.is_exported:
+        holds = "safetensors files (checkpoint.last_save_in_hf)"
+    found = f"holds {holds}, so training cannot continue from it"
     raise InputError(shown_path(path), found, remedy)
 
 
