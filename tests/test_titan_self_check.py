@@ -207,7 +207,7 @@ def exchanged_alone(experts: int, dp_ranks: int) -> tuple[list[float], list[str]
     assert group
     shares = []
     for dp_rank in range(dp_ranks):
-        given = rows.exchange_inputs((3, 100, 64), experts, min(experts, 3), dp_rank, "cpu")
+        given = rows.exchange_inputs(3, 100, 64, experts, min(experts, 3), dp_rank, "cpu")
         layer = Layer(given, experts)
         errors = rows.exchange_errors(given, layer, slice(None), group, (False, False))
         shares.append(max(error.share for error in errors))

@@ -195,16 +195,14 @@ class Exchanged(NamedTuple):
 
 
 def exchange_inputs(
-    sizes: tuple[int, int, int], num_experts: int, top_k: int, dp_rank: int, device: str
+    batch: int, length: int, features: int, num_experts: int, top_k: int, dp_rank: int, device: str
 ) -> Exchanged:
-    """Return the inputs of a data-parallel rank, the same on all its TP ranks.
-
-    `sizes` are the batch size, the sequence length and the number of features.
-    """
-    tokens, seed = sizes[0] * sizes[1], 10 * dp_rank
+    """Return the inputs of a data-parallel rank, the same on all its TP ranks."""
+    tokens, seed = batch * length, 10 * dp_rank
     experts, scores = random_routing(tokens, num_experts, top_k, device, seed + 31)
-    x, grad = (random_rows(tokens, sizes[2], device, seed + n) for n in (32, 33))
-    return Exchanged(*(one.unflatten(0, sizes[:2]) for one in (x, grad, scores, experts)))
+    x, grad = (random_rows(tokens, features, device, seed + n) for n in (32, 33))
+    folded = (x, grad, scores, experts)
+    return Exchanged(*(one.unflatten(0, (batch, length)) for one in folded))
 
 
 def exchange_errors(
@@ -233,11 +231,9 @@ def exchange_errors(
     wanted_df, squares = of_experts.chunk(group.size())[dist.get_rank(group)].unbind(1)
     sent, returned = (FP8_ONCE if one else MOVED for one in quantized)
     of_scores, of_factor = (SCORES_FP8, FACTOR_FP8) if any(quantized) else (SCORES, FACTOR)
-    tokens, root = [(0, 1)], squares.sqrt()
     ds, wanted_ds = ds.flatten(0, 1), wanted_ds.flatten(0, 1)
-    yield error_of("output", out, wanted[:, part], sent, tokens)
-    yield error_of("gradient of the tokens", dx, wanted_dx[:, part], returned, tokens)
+    df, root = _local(df), squares.sqrt()
+    yield error_of("output", out, wanted[:, part], sent, parts=[(0, 1)])
+    yield error_of("gradient of the tokens", dx, wanted_dx[:, part], returned, parts=[(0, 1)])
     yield error_of("gradient of the scores", ds, wanted_ds, of_scores, floor=1.0)
-    yield error_of(
-        "gradient of the experts", _local(df), wanted_df, of_factor, floor=1.0, sizes=root
-    )
+    yield error_of("gradient of the experts", df, wanted_df, of_factor, floor=1.0, sizes=root)

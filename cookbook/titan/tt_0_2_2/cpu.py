@@ -67,7 +67,8 @@ def prepare_cpu() -> None:
     """Bind TorchTitan to the CPU; call once, before a Trainer exists."""
     own = {"device_type": "cpu", "device_module": CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")}
     for name, module in list(sys.modules.items()):
-        # Modules keep copies of the device, so patch all. `dual_pipe_v` is imported above for this.
+        # Modules keep copies of the device, so patch all. Later imports copy the patched device,
+        # except `dual_pipe_v`, which looks for a device itself and is therefore imported above.
         if name.startswith("torchtitan."):
             vars(module).update({key: own[key] for key in own if hasattr(module, key)})
         # Below SM90, models fall back to a Python loop over experts, but quantization hooks only

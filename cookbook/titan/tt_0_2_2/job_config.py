@@ -207,12 +207,13 @@ def option_table() -> dict[str, dict[str, Any]]:
     table: dict[str, dict[str, Any]] = {"options": {}, "optional": {}, "choices": {}}
     for name, kind, default in _options(merged(), ""):
         table["options"][name] = default
-        # `kind | None` is a union whatever `kind` is, so `get_args` lists its members.
-        kinds = typing.get_args(kind | None)
+        optional = kind | None
+        # A union even if `kind` is a single type, so that `get_args` lists all types.
+        kinds = typing.get_args(optional)
         for one in kinds:
             if typing.get_origin(one) is typing.Literal:
                 table["choices"][name] = list(typing.get_args(one))
-        if kind == kind | None:
+        if kind == optional:
             named = {list[str]: "list", bool: "bool", float: "float", int: "int", str: "str"}
             rest = "choice" if name in table["choices"] else "lists"
             table["optional"][name] = next((named[k] for k in named if k in kinds), rest)

@@ -181,7 +181,7 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
         words = f"{GradientWatch.skipped} of training.max_skipped_steps={GradientWatch.limit}"
         if GradientWatch.skipped > GradientWatch.limit:
             raise RuntimeError(f"cookbook: the gradient norm is {norm} in too many steps: {words}")
-        logger.warning(f"cookbook: skipped a step whose gradients' norm is {norm} ({words})")
+        logger.warning(f"cookbook: skipped a step whose gradient norm is {norm} ({words})")
 
     optimizers.step = step_if_finite
     return optimizers

@@ -304,8 +304,8 @@ def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
     tp_mesh, ep_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     assert ep_mesh is not None
     dp_rank = torch.distributed.get_rank() // dims.tp
-    experts, sizes = moe_args.num_experts, (batch, length, args.dim)
-    given = rows.exchange_inputs(sizes, experts, moe_args.top_k, dp_rank, cell.device)
+    experts, top_k = moe_args.num_experts, moe_args.top_k
+    given = rows.exchange_inputs(batch, length, args.dim, experts, top_k, dp_rank, cell.device)
     with torch.device("meta"):
         own_args = replace(moe_args, num_shared_experts=0, load_balance_coeff=None)
         layer: Any = MoE(own_args, args.dim, args.moe_inter_dim)
