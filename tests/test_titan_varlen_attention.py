@@ -1,9 +1,11 @@
 """The operator for attention within documents, against FlexAttention with TorchTitan's masks."""
 
+import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -262,7 +264,9 @@ def test_kernels_get_the_documents_and_the_scale(
     is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = Kernels()
-    monkeypatch.setattr(varlen, "_kernels", lambda: kernels)
+    cache = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    monkeypatch.delenv(cache, raising=False)
+    monkeypatch.setitem(sys.modules, varlen.INTERFACE, cast(Any, kernels))
     monkeypatch.setattr(varlen, "ran", set())
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
 
@@ -278,3 +282,5 @@ def test_kernels_get_the_documents_and_the_scale(
     assert varlen.ran == {"flash_attention_4"}
     torch.testing.assert_close(found, gradients(torch.Tensor))
     assert kernels.is_deterministic == [is_deterministic]
+    # Otherwise each process would compile the kernels.
+    assert os.environ[cache] == "1"
