@@ -260,10 +260,11 @@ class RankLayers:
         (part,) = self._rank.parts
         gradients = float(sum(unit.size for unit in part.head if unit.name == "output"))
         found = []
-        for index, layer in reversed(list(enumerate(part.layers))):
-            kept = sum(self._cost(one)[1] for one in part.layers[: index + 1])
+        kept = self.kept(part)
+        for layer in reversed(part.layers):
             terms = {"activations": kept, **self._working(layer)}
             found.append(terms | {"gradients (not sharded)": gradients})
+            kept -= self._cost(layer)[1]
             gradients += sum(unit.size for unit in layer.units)
         return max(found, key=lambda terms: sum(terms.values()), default={})
 

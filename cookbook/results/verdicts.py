@@ -8,6 +8,7 @@ equivalence. The rules and their limits: docs/reference/statistics.md.
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -140,9 +141,10 @@ def measured_steps(curve: Sequence[StepMetrics]) -> list[StepMetrics]:
 
     Warm-up is the first quarter of an attempt's steps, but at least 1 and at most 10 steps.
     """
-    kept: list[StepMetrics] = []
-    for attempt in dict.fromkeys(step.attempt for step in curve):
-        steps = [step for step in curve if step.attempt == attempt]
+    kept, attempts = list[StepMetrics](), defaultdict[int, list[StepMetrics]](list)
+    for step in curve:
+        attempts[step.attempt].append(step)
+    for steps in attempts.values():
         kept += steps[min(10, max(1, len(steps) // 4)) :]
     return kept
 

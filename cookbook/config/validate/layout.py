@@ -86,7 +86,7 @@ def _problems(options: Options, world: int) -> list[_Problem]:
 
 
 def impossible(options: Options) -> Problems:
-    """Yield values that are invalid in any job: unknown models, and degrees or batches below 1."""
+    """Yield values that no job may have: unknown models, and degrees or batches below 1."""
     family, refused = options.family, options.stack.refused_families
     known = {"model.name": options.stack.families, "model.flavor": family and family.flavors}
     for option, names in known.items():
