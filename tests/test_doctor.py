@@ -14,7 +14,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu, NoGpusError
 from cookbook.config.stack import read_pins, stack_name
 from cookbook.doctor.__main__ import main
-from cookbook.doctor.check import Answer, is_ready, render_findings
+from cookbook.doctor.check import CHECKS, Answer, is_ready, render_findings
 from cookbook.doctor.machine import DCGM_HEALTH, KERNEL_LOG
 from cookbook.doctor.software import CONFIG, PARTITIONS
 from tests.doctor_node import A100, B200, COMMIT, COMPILER_FILE, H200, LIMITS, Node, whole_node
@@ -336,3 +336,12 @@ def test_a_local_profile_leaves_slurm_out(capsys: pytest.CaptureFixture[str]) ->
     assert main(["--cluster", "local", "--json"]) in (0, 1)
     names = {finding["name"] for finding in json.loads(capsys.readouterr().out)}
     assert "local corpus" in names and "slurm" not in names
+
+
+def test_the_guide_says_how_long_each_fault_excludes_a_node() -> None:
+    guide = (ROOT / "docs/guide/long-runs.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in guide.splitlines() if line.endswith(" h |")]
+    said = {name.lower(): hours for names, _, hours in rows for name in names.split(", ")}
+    hours = {one.name: one.node_hours for one in CHECKS if one.node_hours is not None}
+    assert {name: said[name] for name in hours} == {n: f"{h:g} h" for n, h in hours.items()}
+    assert {"gpu memory", "idle"} < hours.keys()

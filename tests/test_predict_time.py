@@ -59,6 +59,18 @@ def test_every_fact_has_a_unit_and_counts(fact: str) -> None:
     )
 
 
+@pytest.mark.parametrize("fact", [one for one in FACTS if "infiniband" in one])
+def test_a_job_of_several_nodes_needs_all_facts_of_the_network(
+    fact: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = cell_of("deepseek_v3_16b", {})
+    missing: dict[str, Any] = {fact: None}
+    known = dataclasses.replace(hardware_of(cell), **missing)
+    monkeypatch.setattr("cookbook.predict.facts.load_hardware", lambda path: known)
+    with pytest.raises(InputError, match="says nothing of the network between nodes"):
+        hardware_of(cell)
+
+
 def test_scored_activations_leave_less_to_do_again() -> None:
     scored = {"deepep.score_activations": True}
     for options, gemms in (

@@ -74,9 +74,12 @@ def test_a_new_run(tmp_path: Path, cells: list[Cell], monkeypatch: pytest.Monkey
     assert not [name for name in listing(tmp_path) if "/." in f"/{name}"]
 
 
-def test_two_runs_in_one_second_have_two_names(tmp_path: Path, cells: list[Cell]) -> None:
+def test_runs_of_one_second_are_numbered(
+    tmp_path: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda *_: "now")
     names = [create_run("smoke", cells[:1]).name for _ in range(3)]
-    assert len(set(names)) == 3
+    assert names == ["smoke-now", "smoke-now-2", "smoke-now-3"]
     assert run_names() == names
     assert find_run(None).name == names[-1]
 
