@@ -75,11 +75,3 @@ def submit(
 def listing(folder: Path) -> list[str]:
     """Every file and folder below `folder`, hidden ones included."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-
-
-def broken_corpus(folder: Path) -> Path:
-    """A data set that is there, so that the checks pass, and that no training can read."""
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    (corpus / "text.jsonl").write_text('{"text": "so far"}\n{"text": \n')
-    return corpus

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.yamlfile import Unchecked
 from cookbook.observe.metrics import Phase, StepMetrics
 from cookbook.run import status
 from cookbook.run.folder import CellFolder
@@ -269,5 +268,5 @@ def test_a_job_that_was_suspended_does_not_hang() -> None:
     ],
 )
 def test_pauses_without_a_line(options: dict[str, object], more: float, least_save: float) -> None:
-    timeouts = Timeouts().adjusted(CellRecord(options=Unchecked(options)))
+    timeouts = Timeouts().adjusted(CellRecord(options=options))
     assert (timeouts.more_s, timeouts.least_save_s) == (more, least_save)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.yamlfile import Unchecked
 from cookbook.observe.history import collect_history, usual_step_time
 from cookbook.observe.metrics import (
     LoadStep,
@@ -109,7 +108,7 @@ def test_a_resumed_attempt_replaces_the_steps_that_it_makes_again(tmp_path: Path
 
 
 def pipeline_record() -> CellRecord:
-    options = Unchecked({"parallelism.pipeline_parallel_degree": 2})
+    options = {"parallelism.pipeline_parallel_degree": 2}
     return CellRecord(nodes=2, ranks_per_node=8, options=options)
 
 

@@ -15,7 +15,6 @@ import pytest
 
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.paths import ROOT
-from cookbook.base.yamlfile import Unchecked
 from cookbook.config.cluster import Bandwidth, load_cluster
 from cookbook.doctor.check import Fault
 from cookbook.run import slurm
@@ -53,7 +52,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
     monkeypatch.setattr(slurm, "left_out_by", lambda job_id: [])
     monkeypatch.setattr(slurm, "nodes_in", lambda text: names(4))
     cluster = load_cluster("soperator-b200")
-    profile = Unchecked(cluster.content)
+    profile = dict(cluster.content)
     record = CellRecord(cluster=cluster.name, profile=profile, nodes=3, ranks_per_node=8)
     return JobNodes(cell, cell.attempt(0), record, cluster, names(4))
 
@@ -112,7 +111,7 @@ def test_nodes_are_asked_for_what_their_job_needs(
         "parallelism.expert_parallel_degree": degree,
         "model.hf_assets_path": "assets/hf/A",
     }
-    job.record = replace(job.record, options=Unchecked(options))
+    job.record = replace(job.record, options=options)
     asked: list[Any] = []
     reports = [Report(name, 1000.0, [], {}) for name in job.nodes]
     reports[0] = replace(reports[0], faults=[BUSY, ECC])

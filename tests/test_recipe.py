@@ -9,7 +9,7 @@ import pytest
 
 from cookbook.base.gpus import visible_gpus
 from cookbook.base.paths import RECIPES
-from cookbook.base.yamlfile import Unchecked, read_yaml
+from cookbook.base.yamlfile import read_yaml
 from cookbook.cli.main import main
 from cookbook.config.cluster import cluster_from_record, load_cluster
 from cookbook.config.options import RESERVED, exported
@@ -109,7 +109,7 @@ def test_environments_are_what_a_shell_exports(tmp_path: Path) -> None:
 def test_a_job_takes_numbers_of_its_recorded_profile_as_texts(tmp_path: Path) -> None:
     text = "description: a\nscheduler: slurm\nsbatch: {nice: 10}\nenvironment: {A: 22, B: 1}\n"
     (tmp_path / "mine.yaml").write_text(text)
-    profile = Unchecked(load_cluster(str(tmp_path / "mine.yaml")).content)
+    profile = dict(load_cluster(str(tmp_path / "mine.yaml")).content)
     CellRecord(cluster="mine", profile=profile).write(tmp_path / "cell.yaml")
     cluster = cluster_from_record(read_record(tmp_path / "cell.yaml"))
     assert (cluster.sbatch, cluster.environment) == ({"nice": "10"}, {"A": "22", "B": "1"})

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from cookbook.base.paths import ROOT
-from cookbook.base.yamlfile import Unchecked
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
@@ -212,7 +211,7 @@ def test_memory_is_the_peak_of_all_attempts(run: Run) -> None:
     ],
 )
 def test_tokens_of_a_step_on_each_gpu(options: dict[str, int], expected: int | None) -> None:
-    asked = Unchecked({"training.seq_len": 512, **options})
+    asked = {"training.seq_len": 512, **options}
     assert CellRecord(nodes=2, ranks_per_node=8, options=asked).tokens_per_step_per_gpu == expected
 
 

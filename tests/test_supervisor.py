@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.yamlfile import Unchecked
 from cookbook.run import status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
@@ -50,7 +49,7 @@ def make(
     folder: Path, name: str = "cell", body: str = "exit 0", most: int = 9, state: str = QUEUED
 ) -> CellFolder:
     cell = CellFolder(folder / "run" / name)
-    options = Unchecked({"checkpoint.enable": True})
+    options = {"checkpoint.enable": True}
     CellRecord(max_restarts=most, options=options).write(cell.record)
     cell.script.write_text(f"{HEAD}{body}\n")
     status.write_status(cell, Status(state))
@@ -324,7 +323,7 @@ def test_a_job_reads_its_record_alone(tmp_path: Path) -> None:
     """A recipe, an overlay or a cluster may be renamed, or half saved, while the job waits."""
     cell = make(tmp_path)
     gone = CellRecord(recipe="gone", precision="gone", ep_backend="gone", cluster="gone")
-    profile = Unchecked({"description": "x", "scheduler": "local"})
+    profile = {"description": "x", "scheduler": "local"}
     replace(gone, profile=profile).write(cell.record)
     assert run(cell) == 0
     # A record that cannot be read is the end.
@@ -346,6 +345,6 @@ def test_all_attempts_are_one_run_of_weights_and_biases(
 
 def test_a_run_that_may_skip_steps_is_not_ended_for_a_loss_that_is_nan(tmp_path: Path) -> None:
     cell = make(tmp_path, body="step 1 7; step 2 nan; sleep 4; step 3 6; exit 0")
-    CellRecord(options=Unchecked({"training.max_skipped_steps": 1})).write(cell.record)
+    CellRecord(options={"training.max_skipped_steps": 1}).write(cell.record)
     assert run(cell) in (0, None)
     assert status.read_status(cell).state == FINISHED

@@ -121,8 +121,6 @@ Natural = Annotated[int, Field(strict=True, ge=0)]
 Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Texts = tuple[Text, ...]
 Numbers = dict[str, Annotated[float, Field(strict=True)]]
-# A mapping whose values pydantic does not check; the caller does.
-Unchecked = dict[str, Any]
 # Values for a shell, by name. Numbers keep their spelling (`3.10`, not 3.1), except in a cluster
 # profile stored in a run's record: there it is lost, so pydantic converts them to strings.
 Words = dict[str, str | Flag]

@@ -127,8 +127,8 @@ def named_cell(name: str | None) -> tuple[Run, CellFolder]:
     running = [one.cell for one in states if one.state == RUNNING]
     started = [cell.name for cell in run.cells if cell.newest_log()]
     waiting = [one.cell for one in states if one.state in OPEN]
-    names = [*running, *started[-1:], *waiting, run.cells[0].name]
-    return run, run.cell(names[0])
+    choices = [*running, *started[-1:], *waiting, run.cells[0].name]
+    return run, run.cell(choices[0])
 
 
 def _state(run: Run, cell: CellFolder) -> CellState:

@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all verbs; each sets `handler`: `module:function` below cookbook.cli."""
+    """Return the parser of all verbs; `handler` is `module:function`, relative to cookbook.cli."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=as_written

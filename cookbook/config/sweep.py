@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from cookbook.base.errors import InputError, described, named_at, unknown_name
-from cookbook.base.yamlfile import Text, Texts, Unchecked, YamlFile, fill, read_yaml
+from cookbook.base.yamlfile import Text, Texts, YamlFile, fill, read_yaml
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster
 from cookbook.config.options import Setting, Settings, read_options
@@ -149,7 +150,7 @@ class _Names:
 class _Entry(_Names):
     recipe: Text | None = None
     name: Text = ""
-    options: Unchecked = field(default_factory=Unchecked)
+    options: dict[str, Any] = field(default_factory=dict)
     prediction: Text = ""
 
 
@@ -161,8 +162,8 @@ class _File:
     ep_backend: Texts = ()
     cells: tuple[_Entry, ...] = ()
     baseline: _Names | None = None
-    options: Unchecked = field(default_factory=Unchecked)
-    vary: Unchecked = field(default_factory=Unchecked)
+    options: dict[str, Any] = field(default_factory=dict)
+    vary: dict[str, Any] = field(default_factory=dict)
 
 
 def load_sweep(name: str) -> Sweep:

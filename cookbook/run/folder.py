@@ -132,16 +132,14 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
         # A truncated pickle may raise any exception.
         damage = f"{_METADATA} cannot be read: {type(error).__name__}: {error}"
         return Checkpoint(path, step, damage)
-    damage = None
     for name, size in sorted(needed.items()):
         found = (path / name).stat().st_size if (path / name).exists() else None
         if found is None or found < size:
             has = "is missing" if found is None else f"has {found:,} of {size:,} bytes"
-            damage = f"{name} {has}"
-            break
+            return Checkpoint(path, step, f"{name} {has}")
     states = frozenset(name.partition(".")[0] for name in names) & set(PARTS)
     readers = sum(name.startswith("dataloader.dp_rank_") for name in names)
-    return Checkpoint(path, step, damage, states, readers)
+    return Checkpoint(path, step, None, states, readers)
 
 
 class _Inert:

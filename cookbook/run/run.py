@@ -98,10 +98,11 @@ def publish_run(building: Path, name: str, asked: RunRecord) -> Run:
         try:
             # The rename reserves the name, so two sweeps in the same second get different names.
             building.rename(folder)
-            return read_run(folder)
         except OSError:
             if not folder.exists():
                 raise
+        else:
+            return read_run(folder)
         number += 1
         folder = building.with_name(f"{name}-{number}")
 

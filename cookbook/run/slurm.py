@@ -240,7 +240,7 @@ def _run(
 def _rows(
     answer: subprocess.CompletedProcess[str], columns: int, separator: str | None = None
 ) -> list[list[str]]:
-    """Return each line's fields; skip lines without `columns` fields; empty if a command failed."""
+    """Return the fields of each line that has `columns` of them; none if the command failed."""
     lines = [] if answer.returncode else answer.stdout.splitlines()
     rows = [line.strip().split(separator, columns - 1) for line in lines]
     return [row for row in rows if len(row) == columns]

@@ -93,7 +93,7 @@ class StepClock:
         step, before = tail.step, self._step
         is_new_step = step is not None and (before is None or step.step > before.step)
         self._num_looks += is_new_step
-        # Fast steps log enough times within one look, while later steps may still compile.
+        # Count looks, not steps: fast steps log several in a look, while later ones still compile.
         if self._num_looks > 3 and (usual := step_seconds(tail.recent)) is not None:
             self.usual = usual
         # Any log line counts as progress while no step time is known.

@@ -22,7 +22,6 @@ from typing import Any
 
 from cookbook.base.gpus import read_gpus
 from cookbook.base.paths import ROOT
-from cookbook.base.yamlfile import Unchecked
 from cookbook.config.cluster import cluster_from_record
 from cookbook.config.stack import read_pins
 from cookbook.doctor.check import Fault, Surroundings, ask, node_faults
@@ -64,7 +63,7 @@ def report_node(
         files: name in messages -> path of a file or folder that must be equal on all nodes.
     """
     here = Surroundings(
-        cluster=cluster_from_record(CellRecord(cluster=cluster, profile=Unchecked(profile))),
+        cluster=cluster_from_record(CellRecord(cluster=cluster, profile=profile)),
         read_gpus=functools.partial(read_gpus, _COMMAND_S),
         run=functools.partial(ask, timeout_s=_COMMAND_S),
         job_folder=Path(folder),
