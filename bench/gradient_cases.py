@@ -41,6 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "random": {**_KEPT, "debug.moe_routing": "random"},
     "recompute": {"activation_checkpoint.mode": "full", "compile.enable": False},
     "compile": {**_KEPT, **_COMPILED},
+    "rows": {**_KEPT, "cookbook.row_kernels": True},
     "fast": {**_FAST, "compile.enable": False},
     "fast-compile": {**_FAST, **_COMPILED},
 }
@@ -169,6 +170,7 @@ def corrected_cases() -> list[Case]:
     cases += [Case("bf16", "mxfp8_a2a", "tp1-ep4")]
     for variant in ("recompute", "compile"):
         cases += [Case("bf16", backend, "tp2-ep4", variant) for backend in both]
+    cases += [Case("bf16", "standard", layout, "rows") for layout in (*LAYOUTS, *CUT)]
     cases += [Case("bf16", "deepep", layout, "fast") for layout in LAYOUTS]
     cases += [Case("bf16", "deepep", layout, "fast-compile") for layout in ("tp1-ep4", "tp2-ep4")]
     for precision in ("mxfp8_wgrad_hp", "mxfp8"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from cookbook.titan.common import expert_groups
 from cookbook.titan.common.expert_groups import (
@@ -217,6 +218,23 @@ def kernels_against_operations() -> None:
                         triton_kernels.collect(rows, weights, plan.slots, other, base),
                         expert_groups._collect(rows, weights, plan, other, base),
                     )
+                if case != "uneven":
+                    continue
+                # Results of collectives have no address of their own.
+                sent = [AsyncCollectiveTensor(one) for one in (tokens, rows, scores)]
+                same(triton_kernels.dot(sent[0], sent[1], plan.slots), expert_groups._dot(*dot))
+                same(
+                    triton_kernels.take(sent[2], plan.copies),
+                    expert_groups._at(scores, plan.copies),
+                )
+                same(
+                    triton_kernels.spread(sent[0], sent[2], plan.copies, plan.slots, dtype),
+                    expert_groups._spread(tokens, scores, plan, dtype),
+                )
+                same(
+                    triton_kernels.collect(sent[1], sent[2], plan.slots, dtype, sent[0]),
+                    expert_groups._collect(rows, scores, plan, dtype, tokens),
+                )
 
     # The kernels take 2048 at a time: once more, ragged.
     for hidden in (24, 1408, 2100):

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -247,3 +248,23 @@ def test_an_nvshmem_other_than_deepeps_ends_the_job(
         assert reason.endswith(f"took {library}; take {folder} out of LD_LIBRARY_PATH")
     else:
         self_check.check_nvshmem(maps)
+
+
+def test_a_kernel_that_breaks_the_gpu_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Every later call of CUDA fails with the same error, and would be blamed for it."""
+    from cookbook.titan.tt_0_2_2 import self_check
+
+    def broken() -> list[Error]:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, broken)
+    case = KernelCase("dispatch", "2 ranks", broken, "take another")
+    monkeypatch.setattr(self_check, "kernel_cases", lambda cell: [case])
+    cell: Any = SimpleNamespace(device="cuda")
+    assert refusal(lambda: self_check.run_cases(cell), caplog) == (
+        "self-check: dispatch at 2 ranks: AcceleratorError: an illegal memory access was "
+        "encountered; take another"
+    )

@@ -9,6 +9,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from triton.language import constexpr
 
 # Number of copies that one program counts or places. `num_copies` is not specialized, because it
@@ -135,8 +136,18 @@ def _block(features: int, limit: int) -> int:
     return min(int(triton.next_power_of_2(features)), limit)
 
 
-def _dense(scores: Tensor | None) -> Tensor | None:
-    return None if scores is None else scores.float().contiguous()
+def _ready(tensor: Tensor) -> Tensor:
+    """Return contiguous memory that no collective still writes.
+
+    A kernel takes the tensor's address. That of an asynchronous collective's result is 0.
+    """
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.trigger_wait()
+    return tensor.contiguous()
+
+
+def _weights(scores: Tensor | None) -> Tensor | None:
+    return None if scores is None else _ready(scores).float()
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
@@ -144,7 +155,7 @@ def count(experts: Tensor, num_experts: int) -> Tensor:
     # At least one part, so that the last column exists even without copies.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
-    _count_kernel[(parts,)](experts.contiguous(), counts, experts.numel(), num_experts, _COPIES)
+    _count_kernel[(parts,)](_ready(experts), counts, experts.numel(), num_experts, _COPIES)
     return counts.cumsum(1, dtype=torch.int32)
 
 
@@ -158,7 +169,7 @@ def place(
     """
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
-    given = experts.contiguous(), sums, sizes, ends, copies, slots
+    given = _ready(experts), sums, sizes, ends, copies, slots
     _place_kernel[(sums.shape[1],)](*given, experts.numel(), len(sizes), _COPIES)
     return copies, slots
 
@@ -167,7 +178,7 @@ def take(values: Tensor, places: Tensor) -> Tensor:
     """Look up the flattened `values` at `places`, in the shape of `places`; 0 for index -1."""
     taken = values.new_empty(places.shape)
     parts = (triton.cdiv(places.numel(), _COPIES),)
-    _take_kernel[parts](values.contiguous(), places.contiguous(), taken, places.numel(), _COPIES)
+    _take_kernel[parts](_ready(values), _ready(places), taken, places.numel(), _COPIES)
     return taken
 
 
@@ -179,7 +190,7 @@ def spread(
     features, num_rows = tokens.shape[1], copies.numel()
     grouped = tokens.new_empty(num_rows, features, dtype=dtype)
     block = _block(features, 2048)
-    given = tokens.contiguous(), slots, _dense(scores), grouped
+    given = _ready(tokens), slots, _weights(scores), grouped
     grid = num_tokens, triton.cdiv(features, block)
     _spread_kernel[grid](*given, features, top_k, block)
     parts = (triton.cdiv(num_rows, _ROWS),)
@@ -195,8 +206,8 @@ def collect(
     features = grouped.shape[1]
     tokens = grouped.new_empty(num_tokens, features, dtype=dtype)
     block = _block(features, 2048)
-    added = None if base is None else base.contiguous()
-    given = grouped.contiguous(), slots, _dense(scores), added, tokens
+    added = None if base is None else _ready(base)
+    given = _ready(grouped), slots, _weights(scores), added, tokens
     grid = num_tokens, triton.cdiv(features, block)
     _collect_kernel[grid](*given, features, top_k, block)
     return tokens
@@ -206,7 +217,7 @@ def dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
     """Return each token's dot products with its copies' rows, (tokens, top k) float32."""
     num_tokens, top_k = slots.shape
     products = torch.empty(num_tokens, top_k, dtype=torch.float32, device=tokens.device)
-    given = tokens.contiguous(), grouped.contiguous(), slots, products
+    given = _ready(tokens), _ready(grouped), slots, products
     features = tokens.shape[1]
     _dot_kernel[(num_tokens,)](*given, features, top_k, _block(features, 1024))
     return products

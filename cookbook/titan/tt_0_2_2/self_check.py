@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ from torchtitan.tools.logging import logger
 from cookbook.base.files import write_whole
 from cookbook.titan.common import varlen_attention
 from cookbook.titan.common.process import attempt_folder
-from cookbook.titan.self_check import CaseResult, run_case
+from cookbook.titan.self_check import CaseResult, KernelCase, run_case
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.self_check_cases import Cell, kernel_cases
 from cookbook.titan.tt_0_2_2.versions import refuse, versions
@@ -95,7 +95,7 @@ def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResu
         for collective in (False, True):
             if not any(result.fault for result in found):
                 chosen = [case for case in cases.values() if case.collective == collective]
-                own = [run_case(case, cell.device) for case in chosen]
+                own = [_run(case, cell.device) for case in chosen]
                 everywhere: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(everywhere, own)
                 found += [
@@ -103,6 +103,17 @@ def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResu
                     for ranks in zip(*everywhere, strict=True)
                 ]
     return found
+
+
+def _run(case: KernelCase, device: str) -> CaseResult:
+    """Run a case; refuse the job at once if its kernel broke the GPU for all that follow."""
+    result = run_case(case, device)
+    if result.failure and device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except torch.AcceleratorError:
+            raise refuse(f"self-check: {result.fault}; {result.avoid}") from None
+    return result
 
 
 def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
@@ -132,5 +143,11 @@ def _without_traces(device: str) -> Iterator[None]:
         afterwards.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.WARNING)
         if device == "cuda":
-            afterwards.callback(torch.cuda.empty_cache)
+            afterwards.callback(_free_memory)
         yield
+
+
+def _free_memory() -> None:
+    # After an illegal memory access every CUDA call fails, and would hide the error before it.
+    with suppress(torch.AcceleratorError):
+        torch.cuda.empty_cache()
