@@ -101,9 +101,12 @@ def corrected(runs: Iterable[Result]) -> list[Result]:
 
 
 def render(document: dict[str, Any]) -> str:
-    """Return the corrected cells, then the faults, as Markdown."""
-    runs: list[Result] = document["runs"]
-    by_name = {run["name"]: run for run in runs}
+    """Return the corrected cells, then the faults, as Markdown.
+
+    A run in BF16 is left out if the same run in float32 is there.
+    """
+    by_name: dict[str, Result] = {run["name"]: run for run in document["runs"]}
+    runs = [run for name, run in by_name.items() if run["exact"] or _exact(name) not in by_name]
     agree = markdown_table(
         ["precision", "EP backend", "layout", "variant", "gradients", "parameters", "verdict"],
         [
@@ -114,20 +117,19 @@ def render(document: dict[str, Any]) -> str:
                 + (f", {run['choices']} chose otherwise" if run.get("choices") else ""),
             ]
             for run in corrected(runs)
-            if run["exact"]
         ],
         "llllrrl",
     )
     differ = markdown_table(
         ["fault", "cell", "gradients", "of", "parameters", "verdict", "losses", "by losses"],
-        [
-            _fault_row(run, by_name[run["reference"]])
-            for run in runs
-            if run["fault"] and run["exact"]
-        ],
+        [_fault_row(run, by_name[run["reference"]]) for run in runs if run["fault"]],
         "llrlrlrl",
     )
     return f"{agree}\n\n{differ}\n"
+
+
+def _exact(name: str) -> str:
+    return name.replace("-bfloat16", "")
 
 
 def _error(run: Result, what: str) -> str:

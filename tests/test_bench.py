@@ -12,7 +12,7 @@ import pytest
 from bench import chaos, convergence, memory, step_times
 from bench.chaos_faults import FAULTS
 from bench.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, sign_flips, t_test
-from bench.gradient_cases import qwen3_cases
+from bench.gradient_cases import fault_cases, qwen3_cases
 from bench.gradient_table import corrected, is_seen, verdict, worst
 from bench.step_times import PREDICTED, cell_of_point, compare, keep, read_points
 from cookbook.base.paths import ROOT
@@ -195,9 +195,14 @@ def test_the_second_family_agrees_but_for_choices_that_linear_mxfp8_moves() -> N
     assert largest is not None and largest.error < 5e-3 and apart["choices"] == 47
 
 
-def test_on_an_h200_one_cell_moves_by_a_token_that_takes_another_expert() -> None:
+def test_on_an_h200_all_cells_agree_and_all_faults_are_seen() -> None:
     document = json.loads((ROOT / "docs/evidence/numerics/gradients-h200.json").read_text())
-    apart = [one for one in corrected(document["runs"]) if verdict(one) != "agrees"]
-    again = document["counted"][-1]
-    assert [one["name"] for one in apart] == [again["name"]] and again["choices"] == 4
-    assert verdict(again) == "agrees" and verdict(again | {"choices": 0}) == "DIFFERS"
+    right = corrected(document["runs"])
+    assert len(right) == 33 and {verdict(one) for one in right} == {"agrees"}
+    wrong = [one for one in document["runs"] if one["fault"]]
+    assert {verdict(one) for one in wrong} == {"DIFFERS"}
+    assert {(one["fault"], one["backend"]) for one in wrong} == {
+        (case.fault, case.backend) for case in fault_cases("2.11.0")
+    }
+    (moved,) = [one for one in right if one["exact"] and one["choices"] == 4]
+    assert verdict(moved | {"choices": 0}) == "DIFFERS"
