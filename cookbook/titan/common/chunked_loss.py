@@ -36,7 +36,7 @@ def chunked_cross_entropy(
     """Compute the cross-entropy of the logits `hidden @ weight.T`, summed over tokens.
 
     The loss is float32, or float64 if `hidden` is float64. Under TP all ranks have the same hidden
-    states and loss, but each rank's gradient of `hidden` is one term of a sum over TP ranks.
+    states and loss, but partial gradients of `hidden`, which the caller must sum over TP ranks.
     """
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden states are {hidden.dtype}, the output layer is {weight.dtype}")
@@ -76,7 +76,7 @@ class _Chunks:
             ignored = labels[rows] == IGNORE_INDEX
             loss += (lse - target).masked_fill(ignored, 0).sum()
             if grads:
-                # An infinite logsumexp makes an ignored token's probabilities and gradient 0.
+                # An ignored token gets an infinite logsumexp: its probabilities and gradient are 0.
                 turn_into_gradient(logits, columns[rows], lse.masked_fill(ignored, torch.inf))
                 _multiply(grads[0][rows], logits, weight, add=False)
                 _multiply(grads[1], logits.t(), chunk, add=start > 0)
@@ -109,7 +109,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        # Write to new tensors: a second backward through a retained graph needs the saved ones.
+        # Leave the saved tensors unchanged: with a retained graph, a second backward reads them.
         hidden_grad, weight_grad = (
             torch.mul(grad, grad_loss, out=torch.empty_like(grad, dtype=ctx.dtype))
             for grad in ctx.saved_tensors
@@ -134,7 +134,7 @@ def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
 def _turn_into_gradient(logits: Tensor, columns: Tensor, lse: Tensor) -> None:
     """Replace each logit with the gradient of the loss with respect to it."""
     probabilities = (logits.to(_precise(logits.dtype)) - lse.unsqueeze(-1)).exp()
-    # Compare instead of scattering: torch.compile would not fuse a scatter.
+    # Find each label's column by comparison: torch.compile would not fuse a scatter.
     words = torch.arange(logits.shape[-1], device=logits.device)
     logits.copy_(probabilities - (words == columns.unsqueeze(-1)).to(probabilities.dtype))
 
@@ -151,7 +151,7 @@ def _passes(backend: str | None) -> tuple[Callable[..., Tensor], Callable[..., N
 def _multiply(out: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
     """Write `left @ right` to `out`, or add it to `out`; accumulate in the dtype of `out`."""
     if left.is_cuda and left.dtype != out.dtype:
-        # cuBLAS can multiply BF16 into a float32 output; neither autograd nor the CPU can.
+        # Only cuBLAS multiplies BF16 matrices into a float32 output, and only without autograd.
         torch.addmm(out, left, right, beta=int(add), out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=int(add), out=out)

@@ -51,7 +51,7 @@ def main(
 def _measure(
     name: str,
     ranks: Sequence[int],
-    num_bytes: int,  # sent and received by a rank, including its own share
+    num_bytes: int,  # bytes each rank sends and receives, including the share it keeps
     work: Callable[[], object],
     group: dist.ProcessGroup | None,
 ) -> None:

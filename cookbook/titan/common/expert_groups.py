@@ -1,8 +1,8 @@
-"""Group the routed experts' rows by expert, pad and activate them, and sum them back into tokens.
+"""Group the routed experts' rows by expert, pad and activate them, and sum each token's rows.
 
-A grouped GEMM reads one group of rows per expert. An MXFP8 scale covers 32 elements, and the weight
-gradient contracts over a group's rows. So every group, even an empty one, is padded with zero rows
-to a multiple of 32 (8 for BF16, as in TorchTitan's standard path).
+A grouped GEMM reads one group of rows per expert. An MXFP8 scale covers 32 elements; in the weight
+gradient's GEMM these are 32 rows of one group. So every group, even an empty one, is padded with
+zero rows to a multiple of 32 (8 for BF16, as in TorchTitan's standard path).
 
 Nothing here waits for the device. Moving rows to their groups takes one pass, and moving them back
 another. A GPU runs the kernels of `triton_kernels.py`, a CPU runs PyTorch operations.
@@ -23,7 +23,7 @@ class GroupPlan(NamedTuple):
     """
 
     copies: Tensor  # (padded rows,), the copy in each row, -1 for padding
-    slots: Tensor  # (tokens, top k), the row of each copy, -1 for other ranks' experts
+    slots: Tensor  # (tokens, top k), the row of each copy, -1 if another rank has the expert
     sizes: Tensor  # (local experts,) on the device, rows of each padded group
     ends: Tensor  # (local experts,) on the device, end row of each padded group
 
@@ -34,7 +34,8 @@ def _triton() -> Any:
 
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
-    """Round up to positive multiples of `alignment`: GEMMs skip empty groups' weight gradients."""
+    """Round counts up to positive multiples of `alignment`."""
+    # A grouped GEMM does not write the weight gradient of an empty group.
     return [max(1, -(-count // alignment)) * alignment for count in counts]
 
 
@@ -56,7 +57,7 @@ def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan
 def _place(
     experts: Tensor, sizes: Tensor, ends: Tensor, num_rows: int, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return a plan's copies and slots; `sums` is the result of Triton's `count`, if available."""
+    """Return a plan's copies and slots; `sums` is `triton_kernels.count`'s result, if known."""
     if experts.is_cuda:
         sums = _triton().count(experts, len(sizes)) if sums is None else sums
         return _triton().place(experts, sums, sizes, ends, num_rows)
@@ -73,7 +74,7 @@ def _place(
 
 
 def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPlan:
-    """Plan groups on the device, without host counts; rows after the last group's end are unused.
+    """Plan groups without token counts on the host; rows after the last group's end are unused.
 
     `experts` are (tokens, top k). With alignment 1, groups are not padded and may be empty.
     """
@@ -128,7 +129,7 @@ def _collect(
 
 
 def _dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
-    """Return each token's dot products with its copies' rows, (tokens, top k); 0 at slot -1."""
+    """Return each token's dot products with its copies' rows, (tokens, top k); 0 for slot -1."""
     if tokens.is_cuda:
         return _triton().dot(tokens, grouped, slots)
     copies = _exact(grouped[slots.clamp_min(0).long()])
@@ -271,7 +272,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grads, parts = [], grad.contiguous().chunk(len(ctx.dtypes), 1)
         for part, dtype in zip(parts, ctx.dtypes, strict=True):
-            # Copy even if the dtype is the same: a view would keep the whole joint gradient alive.
+            # Copy even if the dtype is the same: a view would keep all weights' gradients alive.
             grads.append(part.new_empty(part.shape, dtype=dtype))
             _cast(part, grads[-1])
         return None, *grads
@@ -287,6 +288,6 @@ def _cast(source: Tensor, target: Tensor) -> None:
 def join(dtype: torch.dtype, *weights: Tensor) -> Tensor:
     """Join n weights (experts, hidden, features) into one, (experts, n * hidden, features).
 
-    With gate and up weights joined, both projections are one GEMM, and so is their input gradient.
+    With joined gate and up weights, one GEMM computes both projections, another the input gradient.
     """
     return _Joined.apply(dtype, *weights)

@@ -3,8 +3,8 @@
 - torchrun starts each rank in its own session, so signals to torchrun's process group miss it. A
   rank that outlives torchrun would continue training and overwrite the next attempt's checkpoints.
   A forked data-loader worker that outlives its rank would hold the rank's GPU memory.
-- A rank that hangs in a collective cannot answer. So each rank sets an alarm at every step. When it
-  fires, faulthandler's thread, which needs no GIL, writes the stacks, and a Python thread writes
+- A rank that hangs in a collective cannot report it. So each rank sets an alarm at every step. When
+  it fires, faulthandler's thread, which needs no GIL, writes the stacks, and a Python thread writes
   the flight recorder's trace. The supervisor decides whether the rank hangs.
 - A PyArrow or gloo thread that takes the GIL during interpreter shutdown can abort the process, so
   a finished job would count as failed (huggingface/datasets#7566, pytorch/pytorch#179291).
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
-# The alarm's delay, in median step times plus seconds; it is below the supervisor's timeout.
+# The alarm fires after STEPS median step times plus MORE_S: before the supervisor's timeout.
 STEPS, MORE_S = 4.0, 8.0
 _FEWEST_STEPS = 3
 
@@ -84,7 +84,7 @@ def exit_without_teardown() -> None:
 class StallAlarm:
     """Write the stacks and the flight recorder's trace when no step finishes in time.
 
-    Stacks go to `stacks/rank-<r>.txt` in the attempt's folder, the trace to `<traces><rank>`.
+    Stacks go to `stacks/rank-<r>.txt` in the attempt's folder; the trace's path is `traces` + rank.
     """
 
     def __init__(self, attempt: Path, traces: Path, rank: int) -> None:
@@ -93,7 +93,7 @@ class StallAlarm:
         self._stepped_at: float | None = None
         self._timer = threading.Timer(0, self._write_trace)
         self._path = attempt / "stacks" / f"rank-{rank}.txt"
-        # Opened by `step`, before any stall: a process that hangs may be unable to open a file.
+        # `step` opens this file before any stall: a process that hangs may be unable to open one.
         self._file: TextIO | None = None
 
     def step(self) -> None:
@@ -114,7 +114,7 @@ class StallAlarm:
         seconds = STEPS * statistics.median(self._times) + MORE_S
         faulthandler.dump_traceback_later(seconds, file=self._file)
         self._timer.cancel()
-        # Start 1 s later, after the stacks are written: faulthandler can crash on a running thread.
+        # Write the trace 1 s after the stacks: faulthandler can crash if a thread runs meanwhile.
         self._timer = threading.Timer(seconds + 1.0, self._write_trace)
         self._timer.daemon = True
         self._timer.start()

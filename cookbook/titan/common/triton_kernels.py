@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from triton.language import constexpr
 
-# Number of copies that one program counts or places. `num_copies` is not specialized, because it
-# differs in every layer and a new value must not recompile the kernel.
+# Number of tokens' copies that one Triton program counts or places. Triton does not specialize for
+# `num_copies`: it differs in every layer, and a new value must not recompile the kernel.
 _COPIES = 1024
 # Number of rows that one program checks for padding.
 _ROWS = 64
@@ -137,9 +137,9 @@ def _block(features: int, limit: int) -> int:
 
 
 def _ready(tensor: Tensor) -> Tensor:
-    """Return contiguous memory that no collective still writes.
+    """Return `tensor` in contiguous memory, after waiting for any collective that still writes it.
 
-    A kernel takes the tensor's address. That of an asynchronous collective's result is 0.
+    A kernel gets only an address, and that of a pending collective's result is 0.
     """
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.trigger_wait()
@@ -151,7 +151,7 @@ def _weights(scores: Tensor | None) -> Tensor | None:
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """Count the copies for each expert in the first 1,024, 2,048, ...: (experts, parts) int32."""
+    """Count each expert's copies in the first 1,024, 2,048, ... of all: (experts, parts) int32."""
     # At least one part, so that the last column exists even without copies.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
@@ -164,8 +164,8 @@ def place(
 ) -> tuple[Tensor, Tensor]:
     """Return a group plan's copies (rows,) and slots (tokens, top k), both int32.
 
-    `sums`, from `count`, place each part's copies after those of earlier parts. With `count`, this
-    takes 4 kernel launches; a sort takes about 20, during which the GPU would idle.
+    `sums`, from `count`, tell how far earlier blocks of 1,024 copies have filled each group. Both
+    functions take 4 kernel launches in all; a sort takes about 20, and the GPU would idle.
     """
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)

@@ -38,7 +38,7 @@ def why_not() -> str | None:
     if major not in (9, 10):
         needed = "FlashAttention-4 needs a GPU of SM90 (H100, H200) or SM100 (B200)"
         return f"{needed}, this one is SM{major}{minor}"
-    with contextlib.suppress(ModuleNotFoundError):  # if `flash_attn` itself is missing
+    with contextlib.suppress(ModuleNotFoundError):  # `find_spec` raises it without `flash_attn`
         if find_spec("flash_attn.cute"):
             return None
     return "FlashAttention-4 (flash-attn-4) is not installed here"
@@ -163,8 +163,8 @@ def _autograd(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-# Memory-budget recomputation weighs operators by these FLOPs. The arguments are shapes without
-# document lengths, so each sequence counts as one document: half a square of scores per head.
+# Memory-budget recomputation weighs operators by these FLOPs. The arguments are shapes, without
+# document lengths. So each sequence counts as one document: a causal triangle of scores per head.
 @register_flop_formula(torch.ops.cookbook.varlen_attention)
 def _forward_flops(
     q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, *_: Any, **__: Any
@@ -267,7 +267,7 @@ class AttendedLength:
 def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
     """Mark the last token of each document, (batch, length) bool.
 
-    The token `eos_id` ends a document; None if each sequence is one document.
+    The token `eos_id` ends a document; if it is None, each sequence is one document.
     """
     ends = torch.zeros_like(tokens, dtype=torch.bool) if eos_id is None else tokens == eos_id
     ends[:, -1] = True
@@ -275,10 +275,10 @@ def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
 
 
 def bounds_capacity(documents: int, length: int) -> int:
-    """Return the padded number of documents for a sequence of `length` tokens, a power of two.
+    """Return how many documents to reserve per sequence of `length` tokens, a power of two.
 
-    Code and kernels are compiled per shape, so capacities should rarely differ. Batches with at
-    least 128 tokens per document on average share one capacity; others get the next power of two.
+    Code and kernels are compiled per shape, so few different capacities should occur. Batches with
+    at least 128 tokens per document on average share one; others get the next power of two.
     """
     least = max(documents, length // 128, min(length, 16))
     return 1 << (least - 1).bit_length()
@@ -302,6 +302,6 @@ def cumulative_lengths(bounds: Tensor) -> Tensor:
     The result is (batch * capacity + 1,) int32, ascending from 0 to batch * length; unused capacity
     becomes empty documents.
     """
-    # The last column is the sequence length; computing on the device avoids a host read.
+    # Take the sequence length from the last column, on the device: the host need not wait for it.
     starts = torch.arange(len(bounds), dtype=torch.int32, device=bounds.device) * bounds[:, -1]
     return torch.nn.functional.pad((bounds + starts.unsqueeze(1)).flatten(), (1, 0))
