@@ -37,7 +37,7 @@ from torchtitan.train import Trainer
 from cookbook.titan.common.varlen_attention import FLASH_ATTENTION_4
 
 _LIMIT_S = 240.0
-# Words that identify TorchTitan's warnings about the dry build itself, rather than the cell.
+# Words in those of TorchTitan's warnings that concern the dry build itself and not the cell.
 _OWN_WARNINGS = ("already initialized", "env[", "peak flops", "lspci", "fake")
 _FORK = multiprocessing.get_context("fork")
 Answer = dict[str, Any]
@@ -80,7 +80,7 @@ def _read(rank: int, folder: Path, status: int) -> Answer:
 
 def _answer(request: Answer, rank: int, folder: Path) -> None:
     """Build one rank in the child process, and write the answer to `folder`."""
-    # SIGALRM's default action ends the process, even in a call that Python cannot interrupt.
+    # Set SIGALRM's default action: it ends the process even in a call Python cannot interrupt.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)
     folder.mkdir()
@@ -151,7 +151,7 @@ class Build(NamedTuple):
 
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
-    """Return one rank's answer; `active` holds the features that a job reports at step 1."""
+    """Return one rank's answer; its `active` has the features that a job reports at step 1."""
     # Import the modules with which a job finds its active features.
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.families.parts")

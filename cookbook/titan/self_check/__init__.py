@@ -43,7 +43,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The larger ratio of `whole` and `part` to their bounds; above 1, the tensor is wrong."""
+        """The larger of the two errors' ratios to their bounds; above 1, the tensor is wrong."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property
@@ -126,8 +126,8 @@ def error_of(
     """Return the errors of a whole tensor and of its worst part.
 
     Each tuple in `parts` names the dimensions that index the parts: (0,) for rows, (0, 1) for each
-    matrix's rows. Errors are divided by the norm of `expected`, or of `sizes` if the sums in
-    `expected` may cancel to zero. The square of a part's divisor is at least `floor` times the mean
+    matrix's rows. Errors are divided by a norm: that of `expected`, or of `sizes` if the sums in
+    `expected` may cancel to zero. A part's squared norm counts as at least `floor` times the mean
     of such squares over the tuple's last dimension. A part whose reference is zero must be zero.
     """
     if found.shape != expected.shape:
@@ -177,8 +177,8 @@ def run_both(
     return list(zip(found, exact, strict=True))
 
 
-# --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each has its own
-# generator, so that the check does not change the training's random numbers.
+# --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each function uses a
+# generator of its own, so that the check does not change the training's random numbers.
 
 
 def generator(device: str, seed: int) -> torch.Generator:

@@ -1,7 +1,7 @@
 """Errors of attention and of matrix products, and of their gradients.
 
 The references are plain PyTorch in float32. Attention is compared per document and head, on random
-and trained-like inputs and for all packings of documents. FlashAttention-4 kernels have returned
+and trained-like inputs, for several packings of documents. FlashAttention-4 kernels have returned
 correct outputs but wrong gradients, some only with several sequences, some only on a trained
 model's activations (NVIDIA/TransformerEngine#3216). Products of linear layers and experts are
 compared per row and column, and the experts' weight gradients also per group.
@@ -34,7 +34,7 @@ from cookbook.titan.self_check import (
 )
 
 RANDOM = Bound(0.01, 0.05)
-# Wider: with peaked scores, as after training, gradients are small differences of large numbers.
+# Wider bounds: with peaked scores, as after training, gradients are differences of large numbers.
 TRAINED = Bound(0.02, 0.1)
 # Number of scores the reference computes at once: 1 GiB in float32, more if query heads share keys.
 SCORES = 1 << 28
@@ -115,7 +115,7 @@ def attention_errors(
     attend_by: Callable[[AttentionShape, Tensor], Attend],
     device: str,
 ) -> Iterator[Error]:
-    """Yield errors for one packing; `attend_by(shape, ends)` returns the attention to compare."""
+    """Yield errors for one packing; `attend_by(shape, ends)` returns the function to be tested."""
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
     *leaves, grad = attention_inputs(shape, like_trained, device)
@@ -128,7 +128,7 @@ def attention_errors(
     # For each tensor, the sums of squared errors and of squared references, by document and head.
     sums: dict[str, list[Tensor]] = {name: [] for name in ("out", "dq", "dk", "dv")}
     for begin in range(0, shared, heads):
-        # Key and value heads from `begin` on, and the query heads that share them.
+        # Take some key and value heads, from `begin` on, and the query heads that share them.
         q, k, v, dout, *some_found = (
             x.detach().unflatten(1, (shared, -1))[:, begin : begin + heads].flatten(1, 2).float()
             for x in (*leaves, grad, *found)
@@ -143,8 +143,8 @@ def attention_errors(
             parts.append(by_document.index_add_(0, document, both))
     for name, parts in sums.items():
         wrong, right = torch.cat(parts, dim=1).unbind(-1)
-        # In a document of one token the gradients of q and k are zero, so divide the error by the
-        # root mean square of the whole tensor instead.
+        # In a document of one token the gradients of q and k are zero. So the error is divided by
+        # no less than the root mean square of the whole tensor.
         mean = right.sum() / (lengths.sum() * right.shape[1])
         part = worst_ratio(wrong / torch.maximum(right, lengths[:, None] * mean))
         whole = worst_ratio(wrong.sum() / right.sum())
@@ -152,7 +152,7 @@ def attention_errors(
 
 
 def flash_attention_4(shape: AttentionShape, ends: Tensor) -> Attend:
-    """Return the attention that training calls; on a CPU this is the operator's reference."""
+    """Return the attention function of training; on a CPU it computes the operator's reference."""
     capacity = varlen.bounds_capacity(int(ends.sum(dim=1).max()), shape.length)
     room = shape.max_documents or shape.batch * capacity
     lengths = varlen.cumulative_lengths(varlen.document_bounds(ends, room // shape.batch))
@@ -170,7 +170,7 @@ BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
     "fp8_rowwise": (FP8, FP8, FP8),
-    # Linear layers. A `float8` recipe may keep weight gradients in BF16, so allow tiny errors.
+    # Linear layers. A `float8` recipe may leave weight gradients in BF16: accept errors near 0.
     "mx": (FP8, FP8, FP8),
     "float8": (FP8, FP8, replace(FP8, least=0)),
     # One scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
@@ -220,7 +220,7 @@ def grouped_errors(
 
 
 def linear_errors(layer: nn.Module, rows: int, kind: str, device: str) -> Iterator[Error]:
-    """Yield errors of a linear layer's output and gradients; it has no bias and is on `meta`."""
+    """Yield errors of the output and gradients of `layer`: linear, without bias, on `meta`."""
     layer = layer.to_empty(device=device).bfloat16()
     weight = next(layer.parameters())
     n, k = weight.shape

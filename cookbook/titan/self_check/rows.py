@@ -38,8 +38,8 @@ from cookbook.titan.self_check import (
 
 # A token's row is rounded to BF16 three or four times on its way to the expert, three times back.
 MOVED = Bound(0.006, 0.012)
-# A score's gradient is a dot product of two rows, whose terms nearly cancel. So its error is taken
-# relative to the mean over all tokens. SCORES_FP8 is for rows sent in FP8.
+# A score's gradient is a dot product whose terms nearly cancel. So its error is divided by no less
+# than the root mean square of all tokens' gradients. SCORES_FP8 is for rows sent in FP8.
 SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
 # The gradient of an expert's factor sums terms of both signs over the expert's rows. On a rank with
@@ -51,7 +51,7 @@ _POISON = 1e4
 
 
 def expert_factors(experts: int, device: str) -> Tensor:
-    """Return factors (experts,) float32; experts a power of two apart get different factors."""
+    """Return factors (experts,) float32, different for indices that differ by a power of two."""
     return 0.5 + (torch.arange(experts, device=device) * 5 % 13) / 8
 
 
@@ -147,7 +147,7 @@ def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterat
 
 
 class FixedRouter(nn.Module):
-    """A router with fixed scores and experts, (batch, length, top k).
+    """A router with fixed scores and experts, both (batch, length, top k).
 
     The TP plan requires a submodule `gate`.
     """
@@ -188,9 +188,9 @@ class FactorExperts(nn.Module):
 class Exchanged(NamedTuple):
     """The tokens of one data-parallel rank, the output's gradient, and the routing."""
 
-    x: Tensor  # (batch, length, features); `grad` too
+    x: Tensor  # (batch, length, features), like `grad`
     grad: Tensor
-    scores: Tensor  # (batch, length, top k); `experts` too
+    scores: Tensor  # (batch, length, top k), like `experts`
     experts: Tensor
 
 
