@@ -56,13 +56,13 @@ def register() -> None:
             parallelize_fn=parallelize,
             # Divides a pipeline's gradients by the number of tokens.
             build_loss_fn=build_loss,
-            # Reports the active options after the first step, and stops a job whose options differ
-            # from the overlays' declaration; writes metrics and router load at each logged step.
+            # Reports the active options after the first step; stops a job if they are not those
+            # that its overlays declare; writes metrics and router load at each logged step.
             build_metrics_processor_fn=CookbookMetrics,
             # Updates the routing bias, which TorchTitan never does for Qwen3; can skip steps whose
             # gradients are not finite.
             build_optimizers_fn=build_optimizers,
-            # Keeps the original schedule when a run is resumed with more steps.
+            # Keeps the original learning-rate schedule when a run is resumed with more steps.
             build_lr_schedulers_fn=build_lr_schedulers,
             # Loads published weights that lack the routing bias.
             state_dict_adapter=without_missing_bias(released.state_dict_adapter),

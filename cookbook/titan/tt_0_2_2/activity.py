@@ -1,4 +1,4 @@
-"""The active options: observed on each rank, merged over ranks, compared with the declaration.
+"""The active options: observed per rank, merged over ranks, compared with what overlays declare.
 
 The quantization of GEMMs is read from the model's weights and layers: TorchAO's scaling type of the
 routed experts (`mxfp8`, ...), the kind of linear layer (`mx`, `float8`), or `bf16`. This module's
@@ -104,9 +104,9 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
 
 
 def check(job_config: Any, found: dict[str, Any]) -> None:
-    """Exit this rank if `found`, the result of `merge`, differs from the overlays' declaration.
+    """Exit this rank if `found`, the result of `merge`, differs from what the overlays declare.
 
-    An empty option is not compared. With EP 1 no tokens are sent, so `dispatch` is not compared.
+    Options left empty are not compared. With EP 1 no tokens are sent; `dispatch` is not compared.
     """
     options = job_config.cookbook
     names = ("grouped_gemms", "linear_layers", "dispatch")

@@ -8,10 +8,10 @@
   TorchTitan 0.2.2 saves TorchAO's wrapper, which PyTorch refuses to load with `weights_only`.
 - DCP's `CheckpointException` is a `BaseException`, for which torchrun's `@record` writes no
   `error.json`, and its first line names no cause. It is re-raised as an ordinary exception.
-- TorchTitan requires a routing bias. Published softmax models, such as DeepSeek-V2-Lite, have none
-  because they were trained with a balance loss; their bias stays zero, as initialized. Loading
-  still fails if only some layers lack the bias, or if the scores are a sigmoid, as DeepSeek-V3's
-  are: such a checkpoint is damaged.
+- TorchTitan requires a routing bias. Published models whose router uses softmax (DeepSeek-V2-Lite)
+  have none because they were trained with a balance loss; their bias stays zero, as initialized.
+  If only some layers lack the bias, or if the router uses a sigmoid (DeepSeek-V3), the checkpoint
+  is damaged, and loading still fails.
 """
 
 import functools
@@ -38,11 +38,11 @@ STOP, STOPPED = "stop", "stopped"
 
 
 class CheckpointPolicy:
-    """Decides after each step whether to save; TorchTitan's `manager` only counts steps."""
+    """Decides after each step whether to save; TorchTitan's `manager` knows only step intervals."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
-        # The Trainer registers itself as the state `train_state`.
+        # The Trainer registers itself under the name `train_state`.
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
         if self.interval_s:
@@ -103,7 +103,7 @@ class CheckpointPolicy:
             logger.info("cookbook: the checkpoint is copied")
 
     def _is_asked_to_stop(self) -> bool:
-        # One rank on each node looks for `stop`: a file from another node may be visible late.
+        # One rank per node looks for `stop`: a file created on one node may appear late on others.
         is_first = os.environ.get("LOCAL_RANK") == "0"
         return is_first and self.attempt is not None and (self.attempt / STOP).exists()
 
@@ -160,7 +160,7 @@ class CheckpointFailedError(RuntimeError):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the root cause of the error on the lowest failed rank."""
+    """Return the root cause of the error on the failed rank with the lowest number."""
     if isinstance(error, CheckpointException) and error.failures:
         first, _ = error.failures[min(error.failures)]
         return root_cause(first)
@@ -185,7 +185,7 @@ def name_checkpoint_causes() -> None:
 
 
 def without_missing_bias(adapter: Any) -> Any:
-    """Return a subclass of a family's adapter that loads softmax models without a routing bias."""
+    """Return a subclass of `adapter` that loads softmax routers without a routing bias."""
 
     class Adapter(adapter):
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:

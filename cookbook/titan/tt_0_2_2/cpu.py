@@ -59,7 +59,7 @@ class CpuDevice(ModuleType):
     def nothing(self, device: Any = None) -> None:
         pass
 
-    # torch.cpu.set_device warns about any index; all ranks share the one CPU device.
+    # Do nothing: torch.cpu.set_device would warn about any index, and all ranks share the CPU.
     set_device = reset_peak_memory_stats = empty_cache = synchronize = nothing
 
 
@@ -76,7 +76,7 @@ def prepare_cpu() -> None:
         if name.startswith("torchtitan.models.") and hasattr(module, "has_cuda_capability"):
             vars(module)["has_cuda_capability"] = lambda major, minor: True
 
-    # TorchTitan would report MFU against an A100's peak; with an infinite peak it is 0.
+    # TorchTitan would report MFU against an A100's peak FLOPs; with an infinite peak, MFU is 0.
     torchtitan.tools.utils.get_peak_flops = lambda device_name: float("inf")
 
     # Order tokens by expert with TorchTitan's CPU reference instead of its Triton kernel.
@@ -101,7 +101,7 @@ def prepare_cpu() -> None:
 
     torch.histc = counting_histc
 
-    # Before it shortens timeouts, TorchTitan calls a barrier with `device_ids`; gloo rejects them.
+    # Before it shortens timeouts, TorchTitan calls a barrier with `device_ids`, which gloo rejects.
     barrier = torch.distributed.barrier
     torch.distributed.barrier = lambda *args, device_ids=None, **kwargs: barrier(*args, **kwargs)
 

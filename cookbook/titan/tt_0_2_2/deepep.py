@@ -268,7 +268,7 @@ class HalvedFeedForward(FeedForward):
     """TorchTitan's shared experts, split into two halves that overlap dispatch and combine."""
 
     def forward(self, x: Any = None, halves: Any = None) -> Any:
-        """Given `x` (tokens, features), return gate and up; given these as `halves`, the output."""
+        """Return gate and up of `x` (tokens, features), or, given these as `halves`, the output."""
         if x is not None:
             return self.w1(x), self.w3(x)
         gate, up = halves
@@ -276,7 +276,7 @@ class HalvedFeedForward(FeedForward):
 
 
 def cut(values: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """Split (tokens, ...) into near-equal chunks; autograd concatenates their gradients once."""
+    """Split (tokens, ...) into near-equal chunks; a single autograd node joins their gradients."""
     if chunks == 1:
         return (values,)
     least, more = divmod(len(values), chunks)

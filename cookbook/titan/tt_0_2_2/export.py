@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
     fqn: str  # the tensor's name in the checkpoint
     names: tuple[str, ...]  # the exported names
-    first: int  # index of the first expert along dimension 0
+    first: int  # index of this part's first expert in the checkpoint tensor
     shape: tuple[int, ...]  # the shape of each exported tensor
     dtype: torch.dtype
 
@@ -140,7 +140,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
     """Divide the exported tensors into files, in state-dict order; return each file's parts."""
     parts = FAMILIES[request.model]
     args = parts.flavors[request.flavor]
-    # TorchTitan normally sets `moe_impl` from a job's options.
+    # In training, TorchTitan sets `moe_impl` from the job's options; an export has no job.
     args.moe_impl = "standard"
     with torch.device("meta"):
         tensors = parts.model(args).state_dict()
@@ -173,7 +173,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
 
 
 def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[str, torch.Tensor]:
-    """Read the tensors of `part`; return them by exported name, in the part's dtype."""
+    """Read the tensors of `part` in its dtype; return them keyed by exported name."""
     # The checkpoint stacks experts along a first dimension, even if there is only one.
     is_stacked = ".experts." in part.fqn
     shape = torch.Size([len(part.names), *part.shape] if is_stacked else part.shape)

@@ -49,7 +49,7 @@ _NAMES = {
     "router_load/busiest_over_mean": "router_busiest_over_mean",
     "router_load/starved_experts": "router_starved_experts",
 }
-# After this many seconds without a log line, the next step writes one, due or not.
+# After this many seconds without a log line, the next step writes one, even if not due.
 _HEARTBEAT_S = 60.0
 
 
@@ -190,7 +190,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
 
 
 def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
-    """Return the rank that logs the metrics: it has the loss, in the last pipeline stage.
+    """Return the rank that logs the metrics: one that has the last pipeline stage, hence the loss.
 
     TorchTitan handles only one V-shaped schedule; for others its logging rank lacks the loss.
     """

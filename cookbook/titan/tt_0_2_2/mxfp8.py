@@ -72,7 +72,7 @@ class MXGroupedMMConverter(_Converter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         fqns = job_config.quantize.grouped_mm.mx.fqns
         if not fqns:
-            # If an empty list were allowed, a hand-written job could silently train in BF16.
+            # With an empty list no layer is quantized, and a job would silently train in BF16.
             raise refuse(
                 "quantize.grouped_mm.mx.fqns is empty: the converter replaces no layer; pass "
                 "--quantize.grouped_mm.mx.fqns=experts"
@@ -82,8 +82,8 @@ class MXGroupedMMConverter(_Converter):
         if self.emulate:
             # TorchAO calls its emulation by name and has no extension point, so patch that name.
             scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d = emulated_weight_gradient
-        # Pad each expert's tokens to whole 32-element scale blocks: the weight gradient's GEMM
-        # contracts over tokens.
+        # Pad each expert's tokens to whole scale blocks of 32: in the weight gradient's GEMM, which
+        # contracts over tokens, a block is 32 tokens.
         set_token_group_alignment_size_m(MXFP8_GROUP_ALIGNMENT_SIZE)
 
     def convert(self, model: nn.Module) -> None:
@@ -196,7 +196,7 @@ class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
 
 @dataclass(frozen=True)
 class Precisions:
-    """Which transfers send MXFP8: the dispatch's in the forward, the combine's in the backward."""
+    """Whether the dispatch sends MXFP8 in the forward, and the combine in the backward."""
 
     dispatch_forward: bool
     combine_backward: bool

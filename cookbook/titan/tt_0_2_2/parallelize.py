@@ -127,7 +127,7 @@ class SequenceShardReorderer(ParallelStyle):
 
 
 def without_hooks(name: str) -> type[ParallelStyle]:
-    """Return TorchTitan's parallel style `name` without hooks: the experts send rows themselves."""
+    """Return TorchTitan's parallel style `name` without hooks, for experts that send their rows."""
     plan = getattr(llama4_parallelize, name)
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -113,8 +113,8 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator) and not _is_needless
-        # Record nothing during tracing: tracing a layer without experts also queries operators that
-        # the layers with experts may still recompute.
+        # Record nothing during tracing: an operator that a traced layer without experts saves may
+        # still be recomputed in layers with experts.
         if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved

@@ -124,8 +124,8 @@ class RowMoE(MoE):
             whole = tokens, scores, chosen
             mine, scores, chosen = (shard_tokens(one, length, tp_mesh) for one in whole)
         if experts.cookbook_tp is not None:
-            # Each TP rank has one term of the gradient. Sum over TP here, with one row per token:
-            # after `spread` there are `top_k` times as many.
+            # Each TP rank has one term of the tokens' gradient. Sum the terms here, at one row per
+            # token: after `spread` there are `top_k` rows per token.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
         # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1

@@ -63,7 +63,7 @@ def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[
 
 
 def check_nvshmem(maps: str) -> None:
-    """Log the NVSHMEM library found in `maps` (/proc/self/maps); refuse any but the wheel's.
+    """Log the NVSHMEM library found in `maps` (/proc/self/maps); refuse any except the wheel's.
 
     DeepEP was linked with the NVSHMEM wheel that torch installs. If the loader finds another one
     on LD_LIBRARY_PATH, DeepEP hangs or fails between nodes.
@@ -84,8 +84,8 @@ def check_nvshmem(maps: str) -> None:
 def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResult]:
     """Return each case's worst result over all ranks; the list is the same on every rank.
 
-    Exclude the cases in `skip`, given as (kernel, shape). Skip collective cases if a case
-    has already failed on any rank, because the other ranks would hang.
+    Leave out the cases in `skip`, given as (kernel, shape). If a rank fails in a case that it runs
+    alone, skip all collective cases: the other ranks could hang in them.
     """
     found: list[CaseResult] = []
     with _without_traces(cell.device):
@@ -106,7 +106,7 @@ def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResu
 
 
 def _run(case: KernelCase, device: str) -> CaseResult:
-    """Run a case; refuse the job at once if its kernel broke the GPU for all that follow."""
+    """Run a case; if its kernel left the GPU unusable for later cases, refuse the job at once."""
     result = run_case(case, device)
     if result.failure and device == "cuda":
         try:
@@ -148,6 +148,6 @@ def _without_traces(device: str) -> Iterator[None]:
 
 
 def _free_memory() -> None:
-    # After an illegal memory access every CUDA call fails, and would hide the error before it.
+    # After an illegal memory access every CUDA call fails; that must not hide the first error.
     with suppress(torch.AcceleratorError):
         torch.cuda.empty_cache()

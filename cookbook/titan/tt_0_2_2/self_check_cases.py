@@ -76,7 +76,7 @@ class Cell:
         self.parts = FAMILIES[job_config.model.name]
         self.comm_backend: str = job_config.parallelism.expert_parallel_comm_backend
         self.local_experts: int = model_args.moe_args.num_experts // dims.ep
-        # The hidden size of each expert's shard on one rank.
+        # How much of each expert's hidden size one rank holds.
         cut = dims.tp if dims.ep == 1 else dims.etp
         self.expert_hidden: int = model_args.moe_inter_dim // cut
 
@@ -128,7 +128,7 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     attend_by = {"flex": flex, "sdpa": sdpa, FLASH_ATTENTION_4: products.flash_attention_4}[kernel]
     shared = f", {groups} to a key" if groups > 1 else ""
     room = f" in room for {most:,}" if most else ""
-    # SDPA has no document mask.
+    # SDPA has no document mask: test only documents that are whole sequences.
     packings = ("whole",) if kernel == "sdpa" else limits.packings
     for packing in packings:
         # Use trained-like values for the first packing and random values for the second.

@@ -6,7 +6,7 @@ job thus reads exactly the batches that an uninterrupted job would read.
 
 TorchTitan's DeepSeek-V3 has no validator. TorchTitan's own validator reads different batches each
 time, and adds its tokens to the training throughput. The validator here reads the same batches each
-time and restores the throughput's token count; `routing.py` does so for the router's counts.
+time and keeps its tokens out of the throughput; `routing.py` keeps them out of router counts.
 """
 
 import random
@@ -34,19 +34,19 @@ DATASET = "text"
 
 @dataclass
 class Place:
-    """The position in one source of one reader, which is a data-loader worker of a rank."""
+    """One reader's position in one source; a reader is a data-loader worker of one rank."""
 
     epoch: int = 0
     file: int = 0  # index of the current file in this epoch's order
     before: int = 0  # number of documents in this epoch's earlier files
-    documents: int = 0  # documents passed in the current file, including other readers'
+    documents: int = 0  # position in the current file, counting other readers' documents too
     tokens: int = 0  # tokens that this reader has returned over all epochs
 
 
 def read_texts(
     source: TextSource, data: Any, rank: int, readers: int, place: Place
 ) -> Iterator[str]:
-    """Yield every `readers`-th text of a source, epoch after epoch, from `place` on.
+    """Yield reader `rank`'s texts, every `readers`-th of a source, epoch by epoch, from `place` on.
 
     Yielding a text advances `place`. A new call with a copy of `place` resumes at the next text.
     """
@@ -140,7 +140,7 @@ class TextDataset(IterableDataset, Stateful):
 def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAwareDataloader:
     """Return the loader of a job's training texts, or of its validation texts from their start.
 
-    The texts are the user's or a TorchTitan data set; `arguments` are those TorchTitan passes.
+    The texts are the user's or a TorchTitan data set; `arguments` come from TorchTitan.
     """
     config = arguments["job_config"]
     section = config.validation if validates else config.training

@@ -81,7 +81,7 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
 
 
 class DocumentMask(BlockMask):
-    """Cumulative document lengths of a folded batch; a BlockMask because the layers require one."""
+    """Cumulative document lengths of a folded batch, typed as the BlockMask that layers require."""
 
     def __init__(self, cu_seqlens: Tensor) -> None:
         self.cu_seqlens = cu_seqlens
@@ -153,7 +153,7 @@ class AttentionChoice(ModelProtocol):
         """Run TorchTitan's forward of a whole model or of one pipeline stage."""
         if self.flash_attention_4:
             cu_seqlens = varlen_attention.cumulative_lengths(attention_masks)
-            # This tensor grows with the document count: recompile then, but keep its shape static.
+            # Its size follows the document count: recompile for each count, with a static shape.
             torch._dynamo.mark_static(cu_seqlens, 0)
             attention_masks = DocumentMask(cu_seqlens)
         else:
@@ -177,7 +177,7 @@ class FamilyParts:
     model: type[nn.Module]  # TorchTitan's model with `AttentionChoice`
     attention: type[nn.Module]  # TorchTitan's attention layer
     scale: str  # name of the attention layer's attribute for the softmax scale
-    # `Family` describes the fields below.
+    # See `Family` for the meaning of the fields below.
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
     has_pipelines: bool = True
@@ -213,7 +213,7 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
-    """Copy TorchTitan's flavors to class `kind`; `shorter` {"16B": 8} also adds `16B_8layers`."""
+    """Return TorchTitan's flavors as `kind`; with `shorter` {"16B": 8}, also `16B_8layers`."""
     found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()
