@@ -152,7 +152,6 @@ class Build(NamedTuple):
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
     """Return one rank's answer; its `active` has the features that a job reports at step 1."""
-    # Import the modules with which a job finds its active features.
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.families.parts")
     parts = build.trainer.model_parts
