@@ -1,4 +1,4 @@
-"""The bytes that a layer saves, keeps under recomputation and needs while it runs, per microbatch.
+"""A layer's memory per microbatch: saved tensors, what recomputation keeps, and temporaries.
 
 Counted from each family's `model/model.py` and from `models/moe/moe.py` of TorchTitan 0.2.2. A
 tensor counts if autograd saves it, or while a local variable holds it. In a compiled model the
@@ -15,7 +15,7 @@ from cookbook.predict.operators import Operator
 from cookbook.predict.rank import Layer, Part, Rank
 from cookbook.predict.shapes import Shapes, spared_products
 
-# Matrix products whose outputs the backward reads; those of _NORMED only if there is a QK norm.
+# GEMMs whose outputs the backward reads: always (_READ), or only if there is a QK norm (_NORMED).
 _READ = {"attention.wq_a", "attention.wkv_a", "moe.shared_experts.w1", "moe.shared_experts.w3"}
 _NORMED = {"attention.wq", "attention.wk"}
 
@@ -30,11 +30,11 @@ class LayerBytes:
     beside: float = 0.0  # outputs that selective recomputation keeps beyond `saved`
     freed: tuple[float, ...] = ()  # large blocks that the forward allocates and frees
     freed_again: tuple[float, ...] = ()  # further such blocks if the layer is recomputed
-    between: float = 0.0  # part of `saved` between compiled graphs: kept at any memory budget
+    between: float = 0.0  # part of `saved` that passes between compiled graphs: kept at any budget
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) -> LayerBytes:
-    """Return a layer's bytes; `products`: compiled GEMMs whose outputs recomputation keeps."""
+    """Return a layer's bytes; recomputation keeps the outputs of `products` (compiled GEMMs)."""
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
     # Attention and feed-forward run in turn, so each can reuse the memory that the other freed.
@@ -65,7 +65,7 @@ def _attention(s: Shapes) -> LayerBytes:
         values = s.heads * (s.nope + s.v_head)
         matrix_products = latent + queries + values + s.dim
     else:
-        # Queries and keys before QK norm, if the model has it.
+        # Count queries and keys before QK norm, if the model has one.
         latent, normed = (queries + keys) * s.qk_norm, 0
         norm_inputs, readers = latent, 3
         values = s.kv_heads * s.v_head
@@ -85,8 +85,8 @@ def _attention(s: Shapes) -> LayerBytes:
         selected += s.act * s.tokens * matrix_products / 2
     if (s.padded_tokens is not None or not s.compiled) and "attention" in s.saves:
         selected += s.act * s.tokens * out + softmax
-    # FlashAttention-4 accumulates the gradients of queries in FP32, and two more numbers per query
-    # and head; gradients of keys and values too, if several query heads share them.
+    # FlashAttention-4 accumulates query gradients in FP32, plus two numbers per query and head. It
+    # does the same with gradients of keys and values that several query heads share.
     shared = keys + values if s.kv_heads < s.heads else 0
     summed = 4.0 * (s.padded_tokens or 0) * (queries + 2 * s.heads + shared)
     return LayerBytes(
@@ -119,7 +119,7 @@ def _moe(s: Shapes) -> LayerBytes:
     # The router's input is the output of a norm, which `_attention` counts.
     router = s.tokens * (2 * 4 * s.num_experts + 3 * 8 * s.top_k)
     shared = s.act * s.tokens * _activations(s) * s.shared_hidden
-    # The bytes of the experts' input rows, and of one tensor of their hidden size.
+    # The bytes of the experts' input rows, and of one tensor with the experts' hidden width.
     rows, hidden = float(s.act * s.rows * s.dim), float(s.act * s.rows * s.expert_hidden)
     shared_mm = 0.0 if s.compiled or "mm" not in s.saves else shared / 4
     # `saved` includes the outputs of gate and up anyway, as inputs of the activation function.
@@ -130,7 +130,7 @@ def _moe(s: Shapes) -> LayerBytes:
         # weights of the third product are cast unless FSDP has already cast them.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-        # Saved: the experts' input, gate, up, their scored product, and weights as cast for the
+        # Saved: the experts' input, gate, up, SwiGLU's scored output, and weights as cast for the
         # GEMMs. Quantized weights are not saved; the backward casts them again.
         saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
         exchanges = s.ep > 1 and "communication" in s.saves
@@ -138,7 +138,7 @@ def _moe(s: Shapes) -> LayerBytes:
             saved=saved,
             selected=selected,
             beside=s.act * s.sent_rows * s.dim * exchanges,
-            # The backward's gradients of outputs, gate, up, input and weights.
+            # The backward allocates gradients of outputs, gate, up, input and weights.
             temporary=2 * rows + 3 * hidden + (2 if s.quantized else 1) * weights,
             freed=(rows,),
             freed_again=(rows, hidden),
@@ -150,7 +150,7 @@ def _moe(s: Shapes) -> LayerBytes:
     # Passed between compiled graphs: outputs of norm and router, and the experts' input rows.
     between = router + s.act * s.tokens * s.dim + rows
     if s.scored_activations:
-        # Scoring divides the experts into two compiled graphs, with the activations between them.
+        # Scoring splits the experts into two compiled graphs, and activations pass between them.
         # In eager mode the activations before scoring are saved for the gradient of the scores.
         between += hidden
         experts += 0.0 if s.compiled else hidden
@@ -170,14 +170,14 @@ def _moe(s: Shapes) -> LayerBytes:
             freed_again=(rows,) * 2 + (hidden,) * 3,
             between=between + outputs,
         )
-    # One row per (token, expert) pair. Under TP the standard path has rows for all ranks' tokens.
+    # One row per (token, expert) pair; the standard path has rows for all TP ranks' tokens.
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
-    # A batched FP32 product in token order multiplies outputs by scores; it saves the outputs.
+    # Outputs in token order are multiplied by scores in a batched FP32 product, which saves them.
     weighted = 4.0 * all_rows
     # MoE.forward holds `routed_input`, `routed_output` and the unsorted rows until it returns.
     freed = (sent, sent, s.act * all_rows, tokens)
-    # The factors are measured. Under autocast the rows around the experts exist in FP32 too.
+    # These factors were measured. Under autocast the rows around the experts also exist in FP32.
     backward = (25 if s.autocast else 4 + s.act) * all_rows + tokens
     exchanged = rows + sent if s.ep > 1 and "communication" in s.saves else 0.0
     return LayerBytes(
@@ -192,7 +192,7 @@ def _moe(s: Shapes) -> LayerBytes:
 
 
 class RankLayers:
-    """A rank's layers: the bytes each keeps for its backward, and the largest working memory."""
+    """A rank's layers: the bytes they keep for the backward, and the largest working memory."""
 
     def __init__(self, cell: Cell, rank: Rank, shapes: Shapes) -> None:
         self._cell, self._rank, self._shapes = cell, rank, shapes
@@ -205,7 +205,7 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return a layer's LayerBytes, the bytes kept for its backward, and those recomputed."""
+        """Return a layer's LayerBytes, the bytes kept for the backward and the bytes recomputed."""
         cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
         layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
         mode = options["activation_checkpoint.mode"]
@@ -220,14 +220,14 @@ class RankLayers:
         return cost, layer_input, cost.saved
 
     def kept(self, part: Part) -> float:
-        """Return the bytes that one microbatch keeps in `part` for its backward."""
+        """Return the bytes that this part of the model keeps for the backward of one microbatch."""
         return sum(self._cost(layer)[1] for layer in part.layers)
 
     def freed_in_forward(self, smallest: float) -> float:
         """Return the most bytes that one layer frees in blocks smaller than `smallest` bytes.
 
         The allocator does not join blocks that it took from the driver at different times. So a
-        tensor needs new memory if it is larger than every freed block.
+        tensor of `smallest` bytes cannot reuse these blocks, and needs new memory.
         """
         unused = [0.0]
         for layer in self._rank.layers:

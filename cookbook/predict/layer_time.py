@@ -2,7 +2,7 @@
 
 A matrix product is bound by its FLOPs, at a share of the GPU's peak, or by its bytes, at a share of
 the memory bandwidth, whichever takes longer. Attention is bound by its FLOPs, every other kernel by
-its bytes. docs/reference/models.md lists the counts.
+its bytes. docs/reference/models.md lists these FLOPs and bytes.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ def scaled(terms: Mapping[str, float], factor: float) -> Terms:
 
 @dataclass(frozen=True)
 class Kernels:
-    """A cell's kernel times, if a token attends to `attended_tokens` keys on the slowest rank."""
+    """A cell's kernel times. On the slowest rank a token attends to `attended_tokens` keys."""
 
     cell: Cell
     hardware: Hardware
@@ -101,8 +101,8 @@ class Kernels:
             return {kind: max(count * flops / slow, bytes_ms)}
         gemm, activations = flops / fast, inputs
         if backward:
-            # Quantize the gradient along both axes, and weights and inputs along the axis that the
-            # forward did not use.
+            # Quantize the gradient along both axes. Quantize weights and inputs along the axis that
+            # the forward did not use.
             gemm, activations = 2 * flops / fast, 2 * outputs + inputs
             if quantized.endswith("wgrad_with_hp"):
                 gemm, activations = flops / fast + flops / slow, outputs
@@ -121,7 +121,7 @@ class Kernels:
             kernel = kind = "sdpa" if model_of(self.cell).attn_type == "sdpa" else "flex_attention"
         elif head == s.v_head == 128:
             kind = f"{kernel}_128"
-        # `waste`: masked tokens that a kernel still computes; SDPA's measured rates include them.
+        # `waste`: masked keys per query that a kernel still computes; SDPA's rates include them.
         waste = getattr(hw, f"{kernel}_waste_tokens", 0.0)
         rate = getattr(hw, f"{kind}_{'backward' if backward else 'forward'}_tflops")
         widths = 3 * head + 2 * s.v_head if backward else head + s.v_head
@@ -157,21 +157,21 @@ class Kernels:
         added_ms = 0.0
         if s.deepep:
             received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
-            # The gradient of the scores reads the experts' outputs and their gradients.
+            # The gradient of the scores reads the experts' outputs and the outputs' gradients.
             dotted = 2 * rows if backward and not s.scored_activations else 0
             moved = 2 * (rows + received) + dotted
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # Each token is read once and each row written once; after the experts, vice versa.
+            # Before the experts, each token is read and each row written once; after, vice versa.
             # With EP the rows are sorted again on arrival.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
-            # Under TP each rank fills rows for all tokens, most of them with zeros.
+            # Under TP each rank has rows for all TP ranks' tokens, most of them filled with zeros.
             every = float(s.act * s.tokens * s.top_k * s.dim)
-            # Gathers: tokens to rows, rows to expert order and back. Then the rows are zero-filled,
-            # scattered, cast to FP32 (twice the bytes) and multiplied by the scores.
+            # Gathers: tokens to rows, rows to expert order and back. Then rows are scattered into a
+            # zero-filled tensor, cast to FP32 (twice the bytes) and multiplied by the scores.
             moved = 4 * sent + 4 * rows + 6 * every
             if backward:
                 # The gradient of a gather is a scatter-add, which adds rows serially.
@@ -191,8 +191,8 @@ class Kernels:
     def copies(self, rank: Rank, gathers: int, reduces: int, sums: int) -> float:
         """Return the time of FSDP's casts and packing.
 
-        FSDP gathers every module `gathers` times and reduces its gradients `reduces` times. In a
-        pipeline FSDP adds BF16 gradients to unsharded sums `sums` times.
+        `gathers`, `reduces`: how often FSDP gathers each module and reduces its gradients.
+        `sums`: how often FSDP adds BF16 gradients to unsharded sums; 0 without a pipeline.
         """
         if not self.shapes.mixed_precision:
             return 0.0
@@ -205,9 +205,9 @@ EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
 # How often a layer gathers or reduces hidden states over TP in its forward and backward. The
 # backward gathers twice, all-reduces once (counted as two) and, with DeepEP, reduces once.
-# (A profile showed three all-reduces, so eight operations, but three of the eight were hidden.)
+# (A profile showed three all-reduces, so 2 + 3 * 2 operations; but three of them were hidden.)
 _TP_FORWARD, _TP_BACKWARD = 4, 5
-# In recomputation, compiled attention gathers its input again, whatever is saved.
+# Compiled attention gathers its input again when it is recomputed, whatever the save list says.
 _TP_COMPILED = 1
 
 
@@ -330,7 +330,7 @@ class LayerTimes:
         return again
 
     def part(self, part: Part) -> tuple[Terms, Terms]:
-        """Return a microbatch's forward time and backward time, with recomputation, in `part`."""
+        """Return the times of `part` per microbatch: forward, and backward with recomputation."""
         k, tensor = self._kernels, {TP: self._tensor_ms}
         forward = [self._forward[layer.moe] for layer in part.layers]
         backward = [self._backward_of(layer) for layer in part.layers]

@@ -3,8 +3,8 @@
 This predicts the `memory` that TorchTitan logs: the bytes that PyTorch's allocator has reserved.
 The allocator keeps a pool of blocks for every CUDA stream, and a block never leaves its pool. So
 the total peak is the sum of the pools' peaks, even if they occur at different times. The pool of
-FSDP's reduce-scatter stream holds reduced gradients, that of its all-gather stream parameters being
-gathered, and that of DeepEP's stream exchanged tokens. The compute stream's pool holds the rest.
+FSDP's reduce-scatter stream holds reduced gradients, and the pool of its all-gather stream holds
+gathered parameters. DeepEP's pool holds exchanged tokens, the compute stream's pool the rest.
 docs/evidence/prediction.md compares predictions with measurements.
 """
 
@@ -20,12 +20,12 @@ from cookbook.predict.shapes import Shapes, shapes_of
 GIB = 2**30
 
 # Fragmentation: memory that the allocator reserves beyond the counted tensors, as a share of the
-# compute stream's pool. The first measurements in memory.json had 2.9% on average. Later ones have
+# compute stream's pool. The first measurements in memory.json had 2.9% on average. Later ones had
 # 2 to 9%, the debug model 10 to 13%, and an interleaved pipeline 18%. Two runs with expandable
-# segments, which map pages instead, have 0 and 5%.
+# segments, which are mapped page by page, had 0 and 5%.
 FRAGMENTS = 0.03
 FRAGMENTS_EXPANDABLE = 0.01
-# PyTorch gives cuBLAS a workspace for each thread that runs GEMMs: the forward's and autograd's.
+# Two threads run GEMMs, the forward's and autograd's. PyTorch gives each a cuBLAS workspace.
 CUBLAS_THREADS = 2
 CUBLAS_BYTES, CUBLAS_BYTES_SM90 = (2 * 4096 + 8 * 16) * 2**10, 32 * 2**20
 # The CUDA context, cuBLAS and loaded kernels, which PyTorch's allocator does not manage.
@@ -33,7 +33,7 @@ CONTEXT_GIB = 0.7
 # The buffers of one NCCL communicator (channels times protocols), also outside the allocator.
 NCCL_GROUP_GIB = 0.25
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
-# A peak up to the first share of the GPU's memory fits; up to the second it is tight, because the
+# A peak up to MOST_FITS of the GPU's memory fits. Up to MOST_TIGHT it is tight, because the
 # prediction errs by several percent.
 MOST_FITS, MOST_TIGHT = 0.92, 1.05
 # Lower than MOST_FITS: one pipeline needed 12% more than predicted, other cells at most 8% more.
@@ -84,7 +84,7 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
         state = {"parameters": stored, "optimizer state": 2 * stored}
         if not shapes.mixed_precision:
             state["gradients (not sharded)"] = stored
-    # Expandable segments map pages, so one tensor can use all free memory.
+    # Expandable segments map pages, so that one tensor can reuse several freed blocks together.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     expandable = any("expandable_segments:True" in variables.get(name, "") for name in names)
     moments = {
@@ -133,13 +133,13 @@ def state_gib(rank: Rank) -> float:
 
 
 def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
-    """Return the bytes kept for the backward, or in a pipeline for the whole step, by cause."""
+    """Return kept bytes by cause: kept until the backward or, in a pipeline, for the whole step."""
     if rank.num_stages == 1:
         return {"activations": float(layers.kept(rank.parts[0]))}
     hidden = shapes.hidden_bytes
     output = shapes.tokens * shapes.vocab * shapes.act
     if shapes.loss_tokens is not None:
-        # Chunked loss makes the last stage output hidden states and keep gradients per microbatch.
+        # With chunked loss the last stage outputs hidden states and keeps gradients per microbatch.
         output = shapes.tokens * shapes.dim * shapes.act + int(_loss_gradients(shapes))
     kept = [layers.kept(part) for part in rank.parts]
 
@@ -180,10 +180,10 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
             # with the softmax. Inductor does not fuse across the scatter of `loss_parallel`.
             size = s.act + 8
         elif s.loss_compiled:
-            # Fused: the logits and their gradient, both in the model's precision.
+            # Fused loss: the logits and their gradient, both in the model's precision.
             size = 2 * s.act
         else:
-            # Eager, in FP32: log-softmax, its gradient and the gradient of the loss. With loss
+            # Eager loss, in FP32: log-softmax, its gradient and the loss's gradient. With loss
             # parallelism: log-softmax, the scattered labels, softmax and their sum.
             size = 16 if s.loss_parallel else 12
             # A pipeline's last stage keeps the logits; without a pipeline they are already freed.
@@ -194,8 +194,8 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     else:
         elements = float(s.loss_tokens * s.vocab)
         gradients = _loss_gradients(s)
-        # In eager mode a chunk's loss makes three more tensors, in FP32. When the backward writes
-        # the scaled gradients, in the model's precision, the logits are already freed.
+        # In eager mode a chunk's loss allocates three more tensors, in FP32. The logits are freed
+        # before the backward writes the scaled gradients, in the model's precision.
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
         logits = gradients + max(chunk, gradients / 4 * s.act)
         weight = float(s.vocab * s.dim)
@@ -216,7 +216,7 @@ def _loss_gradients(shapes: Shapes) -> float:
 
 
 def groups_of(layout: Layout) -> int:
-    """Return how many of a rank's NCCL communicators carry traffic, including the world's."""
+    """Return how many of a rank's NCCL communicators carry traffic, including that of all ranks."""
     fsdp = layout.dp_shard * layout.cp
     dense = layout.pp, layout.dp_replicate, fsdp, layout.cp, layout.tp, layout.dp_replicate * fsdp
     experts = layout.ep, layout.etp, fsdp * layout.tp // (layout.etp * layout.ep)
@@ -227,7 +227,7 @@ def _outside_gib(layout: Layout, shapes: Shapes) -> float:
     outside = CONTEXT_GIB + NCCL_GROUP_GIB * groups_of(layout)
     if not shapes.deepep:
         return outside
-    # DeepEP's buffers, as `Config.get_nvl_buffer_size_hint` and its RDMA counterpart compute: ten
+    # DeepEP's buffers, sized as in `Config.get_nvl_buffer_size_hint` and its RDMA counterpart: ten
     # channels (20 SMs), each with receive queues of 256 tokens per NVLink peer and 128 per node.
     token = shapes.dim * 2 + shapes.top_k * 12
     peers, nodes = min(shapes.ep, 8), shapes.ep // 8

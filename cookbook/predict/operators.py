@@ -1,6 +1,6 @@
 """The modules of a layer and their weights, from which everything else is counted.
 
-One table for all families, after `model/model.py` and `infra/parallelize.py` in TorchTitan 0.2.2.
+All families share one table, from `model/model.py` and `infra/parallelize.py` (TorchTitan 0.2.2).
 The whole model's sizes give its parameter counts; a rank's sizes give the rank's matrix products.
 """
 
@@ -43,7 +43,7 @@ class Operator:
 
 
 def attention_operators(s: Sizes) -> Iterator[Operator]:
-    """Return the projections around attention and the layer's norms."""
+    """Return attention's projections, and all norms of the layer."""
     head = s.nope + s.rope
     queries, keys = s.heads * head, s.kv_heads * head
     if not s.kv_lora:

@@ -1,4 +1,4 @@
-"""The ranks of a cell and their pipeline schedule, counted without building the model.
+"""A cell's ranks, with layers and pipeline schedule, described without building the model.
 
 A test compares these descriptions with the models that TorchTitan builds in the dry run. A
 subprocess with torch lists a schedule's actions, so that this process need not import torch.
@@ -32,8 +32,8 @@ from cookbook.predict.operators import (
     layer_operators,
 )
 
-# (stage, kind, microbatch). Kinds are F (forward), B (backward), and the halves of a backward: I
-# (gradients of inputs) and W (gradients of weights).
+# An action is (stage, kind, microbatch). Kinds are F (forward), B (backward), and the halves of a
+# backward: I (gradients of inputs) and W (gradients of weights).
 Action = Sequence[Any]
 _BACKWARDS = ("B", "I")
 
@@ -156,7 +156,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Rank:
-    """A position in the pipeline, represented by its lowest global rank, with its stages."""
+    """A position in the pipeline: its stages, and its lowest global rank, which represents it."""
 
     rank: int  # global rank
     parts: tuple[Part, ...]  # the part of the model on each of `stages`
@@ -205,7 +205,7 @@ def model_of(cell: Cell) -> Model:
 
 
 def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
-    """Describe the first global rank of every pipeline rank; raise InputError if not possible."""
+    """Describe each pipeline position's first global rank; raise InputError if not modelled."""
     model, options, layout = model_of(cell), cell.options, cell.layout
     splits, batch = stage_layers(1, model.n_layers), options["training.local_batch_size"]
     ranks: list[dict[str, Any]] = [{"stages": [0], "in_flight": [[1]], "actions": []}]
@@ -265,7 +265,7 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
     of_layer = [units(layer_operators(model, moe), in_layer=True) for moe in (False, True)]
     mode = options["activation_checkpoint.mode"]
     option = options["activation_checkpoint.selective_ac_option"]
-    # With a number N as the option, every N-th of the rank's layers is recomputed; 0 means all.
+    # If the option is a number N, every N-th layer of the rank is recomputed; 0 means every layer.
     every = (int(option) or 1) if mode == "selective" and option != "op" else 1
     numbers, parts = itertools.count(1), []
     for stage in stages:
@@ -283,7 +283,7 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
 
 
 def count_parameters(model: Model) -> tuple[int, int]:
-    """Return two counts, as TorchTitan does: all parameters, and those that a token uses."""
+    """Count parameters as TorchTitan does; return the total, and how many a token uses."""
     operators = [*embedding_operators(model), *head_operators(model)]
     for layer in range(model.n_layers):
         operators += layer_operators(model, model.is_moe(layer))

@@ -19,7 +19,7 @@ from cookbook.predict.rank import model_of
 # How many tokens the fullest EP rank gets under real routing, as a multiple of the mean. This is
 # typical of early training, before the bias of auxiliary-loss-free balancing has settled.
 UNEVEN_ROUTING = 1.2
-# The number of tokens whose routing is simulated, which gives the mean to within 0.1%.
+# `destinations` simulates the routing of this many tokens; its mean is accurate to 0.1%.
 _TOKENS = 16_384
 # The number of queries per block in FlashAttention-4's backward.
 FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
@@ -50,7 +50,7 @@ class Shapes(Sizes):
     loss_tokens: int | None  # tokens whose logits exist at the same time; None means all
     loss_compiled: bool
     loss_parallel: bool
-    padded_tokens: int | None  # rows of FlashAttention-4's FP32 gradient sums, if it is used
+    padded_tokens: int | None  # rows of FlashAttention-4's FP32 gradient sums; None without it
 
     @property
     def casts_at_each_use(self) -> bool:
@@ -85,7 +85,7 @@ def shapes_of(cell: Cell) -> Shapes:
         "dense_hidden": model.dense_hidden // layout.tp,
         "expert_hidden": model.expert_hidden // (layout.tp if layout.ep == 1 else layout.etp),
         "shared_hidden": model.shared_hidden // layout.tp,
-        # The chunked loss always multiplies by this rank's shard of the output layer.
+        # The chunked loss shards the output layer over TP even without loss parallelism.
         "vocab": model.vocab // (layout.tp if loss_parallel or num_chunks else 1),
     }
     return Shapes(
@@ -116,10 +116,10 @@ def shapes_of(cell: Cell) -> Shapes:
 
 
 def padded_tokens(cell: Cell, sequences: int) -> int:
-    """Return the number of tokens in `sequences` if every document is padded to a whole block.
+    """Return the number of tokens in `sequences` sequences if documents are padded to whole blocks.
 
     Every sequence has a fixed number of slots for documents (`bounds_capacity` in
-    titan/common/varlen_attention.py); empty slots count too.
+    titan/common/varlen_attention.py). Even an empty slot adds one block.
     """
     length, gpu = cell.options["training.seq_len"], cell.cluster.gpu
     documents = 1 << (max(length // 128, min(length, 16)) - 1).bit_length()
@@ -137,7 +137,7 @@ def routing_of(cell: Cell) -> str:
 def destinations(model: Model, places: int, routing: str) -> float:
     """Return the mean number of `places` (EP ranks or nodes) that a token is sent to.
 
-    Trained routing is simulated as random: scores are independent, and the router takes the best.
+    Trained routing is simulated as random: the router takes the highest of independent scores.
     """
     if places <= 1:
         return 1.0
@@ -156,7 +156,7 @@ def destinations(model: Model, places: int, routing: str) -> float:
 
 @functools.cache
 def _chosen_experts(model: Model) -> Any:
-    """Simulate TorchTitan's group-limited router; return the chosen experts, (tokens, top_k)."""
+    """Simulate TorchTitan's group-limited router; return chosen experts, shape (tokens, top_k)."""
     import numpy as np
 
     groups, limited = model.num_expert_groups or 1, model.num_limited_groups or 1
@@ -169,8 +169,8 @@ def _chosen_experts(model: Model) -> Any:
 
 
 def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Operator]:
-    """Return a layer's BF16 matrix products whose outputs are kept if the save list has `mm`."""
-    # Only the cookbook's save list reaches compiled code; TorchTitan's `mm` does not.
+    """Return a layer's large BF16 matrix products; `mm` in the save list keeps their outputs."""
+    # Only the cookbook's save list affects compiled code; TorchTitan's own list does not.
     if not (moe and s.compiled and cell.saves and "mm" in cell.options[SAVE_LIST]):
         return []
     found = [*attention_operators(s), *feed_forward_operators(s, moe)]

@@ -76,7 +76,7 @@ def predict_step(
 ) -> StepTime:
     """Predict a cell's step; raise InputError if part of the cell is not modelled.
 
-    `ranks`, `documents` and `hardware` override the cell's. `overlapped`: whether a DeepEP layer
+    `ranks`, `documents`, `hardware` override the cell's own. `overlapped`: whether a DeepEP layer
     overlaps compute with dispatch and combine, as the cookbook's layer does.
     """
     refuse_unmodelled(cell)

@@ -1,4 +1,4 @@
-"""The bytes that a GPU sends over each network, per operation and per step, and the time it takes.
+"""Bytes that a GPU sends over each network, per operation and per step, and the time to send them.
 
 Collectives are counted as NCCL's rings, which enter a node once and spread over its network cards.
 In an all-to-all every rank sends to every other. Context parallelism's traffic is not counted.
@@ -53,7 +53,7 @@ class Exchanges:
         return Traffic(size * (ranks - 1) / ranks - outside if in_node > 1 else 0.0, outside)
 
     def unit(self, unit: Unit) -> tuple[Traffic, Traffic, Traffic]:
-        """Return an FSDP module's traffic: gather, reduction, half the all-reduce over replicas."""
+        """Return an FSDP module's traffic: gather, reduction, half its all-reduce over replicas."""
         layout, s = self.cell.layout, self.shapes
         is_expert = unit.name.endswith("moe.experts")
         group = unit.shards, layout.ep * layout.etp if is_expert else layout.tp
@@ -63,8 +63,8 @@ class Exchanges:
 
     @property
     def gathers(self) -> int:
-        """How often FSDP gathers a module per round: twice if it is resharded after the forward."""
-        # A pipeline gathers and reduces once per round, however many microbatches it has.
+        """All-gathers per module and accumulation round: 2 if FSDP reshards after the forward."""
+        # In a pipeline FSDP gathers and reduces once per round, for all microbatches together.
         keeps = self.cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
         return 1 if keeps or self.cell.layout.pp > 1 else 2
 
@@ -94,7 +94,7 @@ class Exchanges:
         in_node = self._in_node(layout.ep, layout.etp)
         nodes = max(layout.ep // in_node, 1)
         size = float(s.sent_tokens * s.dim * s.act)
-        # Within a node a token crosses NVLink, unless the rank that received it is its target.
+        # Within a node a token crosses NVLink to each target but the rank that received it.
         within = s.ranks_per_token * (in_node - 1) / in_node
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
@@ -107,7 +107,7 @@ class Exchanges:
             one = self.deepep()
             # With scored activations, recomputation repeats the dispatch but not the combine.
             return one.times(4), one.times(1 if s.scored_activations else 2)
-        # The dispatch of the forward and the combine's gradient in the backward may be quantized.
+        # The forward's dispatch and the backward's gradient of the combine may be quantized.
         first = self.all_to_all(MXFP8_BYTES if backend == "mxfp8_a2a" else s.act)
         forward = first + self.all_to_all(s.act)
         return forward.times(2), forward
@@ -210,7 +210,7 @@ class Links(Exchanges):
         return hw.deepep_latency_ms + sent_ms / chunks
 
     def unit_ms(self, unit: Unit, beside_compute: bool = False) -> tuple[float, float]:
-        """Return the times of an FSDP module's gather and of its reduction, including replicas."""
+        """Return the times of an FSDP module's gather and reduction (also over replicas)."""
         gather, reduce, replicas = (self.nccl_ms(sent, beside_compute) for sent in self.unit(unit))
         return gather, reduce + 2 * replicas
 
@@ -226,7 +226,7 @@ class Links(Exchanges):
         if not sent.infiniband:
             return within
         bandwidth = self.hardware.infiniband_gb_per_s
-        # `hardware_of` has already refused multi-node jobs on hardware without these values.
+        # `hardware_of` has already refused multi-node jobs on hardware without network speeds.
         assert bandwidth
         assert infiniband_share
         return max(within, sent.infiniband / (bandwidth * infiniband_share * 1e6))
