@@ -21,7 +21,7 @@ class Category:
     colour: str
 
 
-# In report order. Where kernels of several categories overlap, the time goes to the first one.
+# In report order. When kernels overlap, the time goes to the first of their categories.
 CATEGORIES = (
     Category("attention", "attention", COMPUTE, "#4e79a7"),
     Category("grouped_gemms", "grouped GEMMs", COMPUTE, "#59a14f"),
@@ -66,7 +66,7 @@ _GATHERS = r"all_?gather|reduce_?scatter"
 # The first rule that matches a kernel applies.
 RULES = (
     # --- Communication. Mesh names are TorchTitan's (parallel_dims.py). A mesh that spans all ranks
-    # uses PyTorch's `default_pg`, so FSDP's annotations and the kind of collective decide instead.
+    # uses PyTorch's `default_pg`, so FSDP's annotations and the kind of collective identify it.
     # DeepEP: deep_ep::intranode, internode, internode_ll, layout; also NVSHMEM's barrier.
     Rule("ep", kernel=r"\bdeep_ep::|\bnvshmem"),
     # TorchAO's quantized all-to-all: a Triton kernel over symmetric memory.
@@ -139,7 +139,7 @@ RULES = (
     # oneDNN's GEMMs on a CPU.
     Rule("dense_gemms", kernel=r"^(mkldnn|onednn)::|mkldnn_linear"),
     # --- Loss. Eager: aten::_log_softmax and nll_loss, forward and backward. Compiled: Inductor's
-    # kernels contain these names. `_softmax` without `log` belongs to the router.
+    # kernel names contain these. `_softmax` without `log` belongs to the router.
     Rule("loss", kernel=r"(?i)log_?softmax|nll_loss|cross_entropy"),
     # The chunked loss's kernels; earlier rules match its GEMMs.
     Rule("loss", inside=r"(?i)log_?softmax|nll_?loss|cross_?entropy"),

@@ -28,7 +28,7 @@ _TRACE = re.compile(r"rank[-_]?(\d+).*\.json(\.gz)?")
 
 @dataclass(frozen=True)
 class Profile:
-    """How the ranks that were read spend a step; the ranks are ordered by stage and number."""
+    """How the ranks whose traces were read spend a step; ordered by stage, then by rank number."""
 
     source: str
     ranks: Sequence[RankProfile]
@@ -88,9 +88,9 @@ def _newest(folder: Path) -> dict[int, Path]:
 
 
 def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
-    """Return the traces selected by `asked`: `all`, ranks separated by commas, or None.
+    """Return the traces selected by `asked`: `all`, rank numbers separated by commas, or None.
 
-    None selects all traces; if there are more than `MOST_TRACES`, each pipeline stage's first rank.
+    None selects all traces or, if there are more than `MOST_TRACES`, each stage's first rank's.
     """
     if asked is None and len(traces) > MOST_TRACES:
         first = min(traces)
@@ -107,7 +107,7 @@ def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
 
 
 def make_profile(source: str, paths: Sequence[Path]) -> Profile:
-    """Read traces in parallel; raise InputError for a broken one, JobError if a reader died."""
+    """Read traces in parallel; raise InputError for a broken trace, JobError if a process died."""
     workers = min(len(paths), len(os.sched_getaffinity(0)))
     try:
         # Ctrl-C kills the reading processes, so that they print no tracebacks.
@@ -124,7 +124,7 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
 
 
 def set_waits(ranks: Sequence[RankProfile]) -> None:
-    """Set each rank's time waiting for other ranks; None if none of its calls could be matched.
+    """Set how long each rank waits for others; None if none of its collectives can be matched.
 
     A collective ends on all ranks at about the same time, so the rank that arrived last spends the
     least time in it; what another rank spends beyond that is waiting. No common clock is needed. If
@@ -142,7 +142,7 @@ def set_waits(ranks: Sequence[RankProfile]) -> None:
         for rank, own in durations.items():
             waited[rank][category] += sum(own) - least
     for rank, waits in waited.items():
-        # Keep only the exposed part of the waits: assume the category's exposed share for them.
+        # Keep only the exposed part of a wait, assuming the same exposed share as of the category.
         for name in waits:
             waits[name] *= rank.counted_ms(name) / (rank.called_us[name] or 1)
         rank.waiting_for_other_ranks_ms = waits or None
@@ -278,7 +278,7 @@ def render_svg(profile: Profile) -> bytes:
                 label = None if title in labelled else title
                 labelled.add(title)
                 axes.barh(row, ms, 0.42, left=left, color=colour, label=label)
-                # A narrower part is too small for its number.
+                # Label only parts that are wide enough for their number.
                 if ms > 0.05 * longest:
                     place = {"ha": "center", "va": "center", "fontsize": 8}
                     axes.text(left + ms / 2, row, f"{ms:,.0f}", color=INK, **place)

@@ -24,7 +24,7 @@ _QUEUED_US = 1000.0
 _MOST_KERNELS = 25
 _MOST_CAUSES = 8
 _BLOCKED = re.compile(r"Synchronize|Memcpy")
-# Details to strip from names (modules, region numbers, graph hashes), so that equal causes merge.
+# Strip modules, region numbers and graph hashes from names, so that equal causes of idling merge.
 _PARTICULAR = re.compile(r"\s+\(.*\)|\s+for \S+|(?<=[\w)])#.*|:?\s*\d+/\d+|\bf[0-9a-z]{20,}|#+")
 _IS_COMMUNICATION = np.array([category.kind == COMMUNICATION for category in CATEGORIES])
 
@@ -44,7 +44,7 @@ class CategoryTime:
     """The time of a category of kernels, in milliseconds per step."""
 
     kind: str
-    ms: float  # each moment counts only for the first category in CATEGORIES that runs
+    ms: float  # each moment counts only for the first running category in CATEGORIES
     share: float  # share of the step
     hidden_ms: float  # overlapping time that counts for another category
 
@@ -77,7 +77,7 @@ class RankProfile:
     rank: int | None
     stage: int | None
     trace: str
-    steps: tuple[int, ...]  # step numbers; empty if the trace marks none and counts as one step
+    steps: tuple[int, ...]  # step numbers; empty if the trace marks no steps and counts as one
     step_ms: float
     each_step_ms: Sequence[float]
     accounted: float  # share of the step not spent in unknown kernels (category `other`)
@@ -184,8 +184,8 @@ def divide(
 ) -> tuple[dict[str, tuple[float, float]], Column]:
     """Divide the microseconds from `start` to `end` among the categories of kernels.
 
-    Return each category's two times, what counts for it and how long it ran at all, and the idle
-    gaps, shape (gaps, 2). Overlapping time counts for the first category in CATEGORIES.
+    Return, for each category, the time that counts for it and the time that it ran at all; then the
+    idle gaps, shape (gaps, 2). Overlapping time counts for the first category in CATEGORIES.
     """
     first, last = np.clip(kernels.start, start, end), np.clip(kernels.end, start, end)
     edges = np.unique(np.concatenate([[start, end], first, last]))
@@ -194,7 +194,7 @@ def divide(
     np.add.at(changes, (kernels.category, np.searchsorted(edges, first)), 1)
     np.add.at(changes, (kernels.category, np.searchsorted(edges, last)), -1)
     runs = changes.cumsum(axis=1)[:, :-1] > 0
-    # The first category that runs between each two neighbouring edges, or NOTHING.
+    # The first category that runs in each interval between edges, or NOTHING.
     counts_for = np.where(runs.any(axis=0), runs.argmax(axis=0), NOTHING)
     times = {
         category.name: (float(lengths[counts_for == number].sum()), float(lengths[own].sum()))

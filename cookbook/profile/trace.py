@@ -47,7 +47,7 @@ class Step(NamedTuple):
     end: float
 
 
-# Host events: operations, annotations, blocking calls; by thread and start, outer before inner.
+# Host events (operations, annotations, blocking calls), sorted by thread and start, outer first.
 # `name` is an index into the trace's names. `is_work` is false for annotations: they enclose work.
 # `flops` is 0 except for GEMMs with known shapes; `bits` is the size of a GEMM's input elements.
 HOST = np.dtype(
@@ -72,10 +72,10 @@ class Header:
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         info: Mapping[str, Any] = content.get("distributedInfo") or {}
         named = re.search(r"rank[-_]?(\d+)", path.name)
-        # None on a CPU.
+        # The GPU's name; None on a CPU.
         self.gpu: str | None = (content.get("deviceProperties") or [{}])[0].get("name")
         self.rank: int | None = info.get("rank", int(named[1]) if named else None)
-        # The ranks of each of this rank's process groups, by description; empty for a group of one.
+        # Maps each process group's description to its ranks (empty for a group of one rank).
         self.groups: dict[str, list[int]] = {}
         for group in info.get("pg_config", ()):
             ranks = [*group["ranks"]] if len(group["ranks"]) > 1 else []
@@ -86,7 +86,7 @@ class Header:
             own = [] if self.rank is None else [self.rank]
             self.pipeline = self.groups["mesh_pp"] or own
         elif any(mesh.startswith("mesh_") for mesh in self.groups):
-            # PP has no group of its own. Only a mesh of all ranks has none, so PP spans all ranks.
+            # PP has no group of its own, which is the case only for a mesh of all ranks.
             self.pipeline = [*range(info.get("world_size", 0))]
         self.stage = self.pipeline.index(self.rank) if self.rank in self.pipeline else None
 
@@ -128,7 +128,7 @@ class Trace:
             is_outermost = flops[event] > 0 and gemm[above] == NOTHING
             gemm[event] = event if is_outermost else gemm[above]
         self.parent = np.array(parent)
-        # The event itself or, for a CUDA call, the operation that it belongs to.
+        # For each event: itself or, if it is a CUDA call, the operation that made the call.
         self.operation = np.array(operation)
         # The outermost GEMM around each event, because on a CPU a grouped GEMM calls dense ones.
         self.gemm = np.array(gemm)
@@ -165,7 +165,7 @@ def read_trace(path: Path) -> Trace:
     place = shown_path(path)
     reader = _Reader()
     # The hook consumes each event when it is parsed, so the parsed events are never all in memory.
-    # Not strict, because kernel names may contain unescaped control characters.
+    # `strict=False` because kernel names may contain unescaped control characters.
     decoder = json.JSONDecoder(object_hook=reader.take, strict=False)
     try:
         with _open(path) as file:
@@ -191,7 +191,7 @@ def read_trace(path: Path) -> Trace:
 
 def _open(path: Path) -> IO[str]:
     with path.open("rb") as file:
-        is_packed = file.read(2) == b"\x1f\x8b"  # a download may be unpacked but keep its `.gz`
+        is_packed = file.read(2) == b"\x1f\x8b"  # an unpacked trace may still be named `.gz`
     return gzip.open(path, "rt", encoding="utf-8") if is_packed else path.open(encoding="utf-8")
 
 
@@ -240,7 +240,7 @@ class _Reader:
         name, start = event["name"], float(event["ts"])
         end = start + float(event["dur"])
         if not is_work and (step := _STEP.fullmatch(name)):
-            # The step's annotation encloses every event, so it would explain nothing as a cause.
+            # A step's annotation encloses all of its events, so it would explain no idle time.
             self._steps.append(Step(int(step[1]), start, end))
             return
         flops, bits = 0.0, 0
@@ -279,8 +279,8 @@ def _gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int
     bits = 8 if kind.startswith("Float8") else _BITS.get(kind, 0)
     if operation in ("aten::bmm", "aten::baddbmm"):
         return 2.0 * math.prod(left) * right[-1], bits
-    # Dense: (M, K) x (K, N). Grouped: (M, K) x (groups, K, N), where the groups divide M; weight
-    # gradients (M, K) x (K, N), where they divide K; (groups, M, K) x (K, N), where they divide N.
+    # Dense: (M, K) x (K, N). Grouped: (M, K) x (groups, K, N) if the groups split M; weight
+    # gradients (M, K) x (K, N) if they split K; (groups, M, K) x (K, N) if they split N.
     return 2.0 * left[-2] * left[-1] * right[-1], bits
 
 
@@ -310,10 +310,10 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Assign each moment to its innermost operation; return the work's columns and operations."""
+    """Assign each moment to the innermost operation; return DEVICE's columns and the operations."""
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
-    # Edges are events' starts and ends: between two neighbours, nothing starts or ends.
+    # Edges are all starts and ends of events, so nothing changes between two neighbouring edges.
     edges = np.unique([starts, ends])
     first, last = edges[:-1], edges[1:]
     inside = trace.innermost(first.real, (first.imag + last.imag) / 2)
