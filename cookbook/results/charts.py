@@ -1,4 +1,4 @@
-"""The charts of a run: as plain numbers, which the page's script draws, and as Matplotlib files.
+"""A run's charts: as numbers that the page's script draws, and as images drawn by Matplotlib.
 
 To add a chart, add a function to CHARTS. It returns a Chart, or None if there is nothing to plot.
 """

@@ -52,7 +52,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Text by row and column; `align` has one letter per column: l, or r for numbers."""
+    """Text by row and column; `align` has one letter per column: l (left) or r (right)."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -67,11 +67,11 @@ class Table:
 class Column(NamedTuple):
     heading: str
     tables: str  # names of the tables with this column, separated by spaces
-    align: str  # l, or r for numbers
+    align: str  # alignment: l (left), or r (right) for numbers
     value: str | Callable[[Result], object]  # an attribute's path (`throughput.num_steps`)
     # A format string for the value, or a function that returns its text.
     template: str | Callable[[Any], str] = "{}"
-    baseline: str = ""  # if this attribute is set, the baseline's row shows `baseline`
+    baseline: str = ""  # an attribute; if it is set, the baseline's row shows `baseline`
 
     def text(self, row: Result) -> str:
         """Return this column's text in `row`, or a dash if the value is unknown."""

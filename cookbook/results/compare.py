@@ -1,6 +1,6 @@
 """Compare cells with the baseline of their run, with another run, or with published numbers.
 
-Speed-ups are only for finished cells with the same recipe and device, without emulated numerics.
+A speed-up needs two finished cells of the same recipe and device, without emulated numerics.
 """
 
 from collections import defaultdict
@@ -131,9 +131,9 @@ def _loss_verdicts(cells: dict[str, Result]) -> dict[str, list[LossVerdict]]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rows of a comparison, in the reference's order: each reference cell, then its match."""
+    """The rows of a comparison: each cell of the reference, then the cell compared with it."""
 
-    reference: str  # a run's name, or `published`
+    reference: str  # name of the reference run, or `published`
     tolerance: float  # allowed slowdown, in percent
     rows: tuple[Result, ...]
     differences: tuple[str, ...]  # differences of configuration and environment between the runs

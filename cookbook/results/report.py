@@ -182,7 +182,7 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
     kinds = {cell.attention for cell in cells if cell.attention}
     shared = [*kinds] if len(kinds) == 1 else []
     if len(shown := {f"{length:,.0f}" for length, _ in known}) == 1:
-        # Causal attention without document masks has this mean at a sequence length of 2 mean - 1.
+        # Without document masks, causal attention over n tokens has a mean of (n + 1) / 2 keys.
         whole = {f"{2 * length - 1:.0f}" for length, _ in known}
         asked = {cell.asked.get("training.seq_len") for _, cell in known}
         is_whole = len(asked) == 1 and asked == whole

@@ -20,13 +20,13 @@ SAME_MASK = 1.25
 class LoadSummary:
     """The router's load over the last tenth of the logged steps."""
 
-    busiest_over_mean: float  # the busiest expert's tokens over the mean, in `layer`; 1 is even
-    layer: int  # the layer whose median ratio over the steps is highest
+    busiest_over_mean: float  # ratio of the busiest expert's load to the mean in `layer`; 1 is even
+    layer: int  # the layer in which the median of that ratio over the steps is highest
     median_over_layers: float  # the same ratio in the median layer
     starved_experts: int  # experts in all layers that got less than a tenth of their layer's mean
     layers: int
     is_forced: bool  # whether balance was forced, so that the load says nothing about the router
-    steps: tuple[int, int]  # first and last training step
+    steps: tuple[int, int]  # first and last training step of this summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Result:
     tflops_per_gpu: float | None = None
     mfu: float | None = None  # percent of the BF16 peak, even for quantized cells; None on a CPU
     memory_gib: float | None = None
-    final_loss: float | None = None  # may be NaN or infinite, as `reason` then says; null in JSON
+    final_loss: float | None = None  # a loss that is NaN or infinite (see `reason`) is null in JSON
     validation_loss: float | None = None  # the last logged validation loss
     speedup: float | None = None  # throughput divided by the baseline's
     published_tokens_per_second_per_gpu: float | None = None
-    attention: str | None = None  # `flex`, `sdpa`, `flash_attention_4` or, on a CPU, its reference
+    attention: str | None = None  # `flex`, `sdpa`, `flash_attention_4` or its reference on CPUs
     mean_attended_length: float | None = None  # mean number of tokens a token attends to, in step 1
     emulated: bool = False  # whether software replaced a kernel, so that the speed means nothing
     active: dict[str, Any] | None = None  # active features, as reported by the training process
@@ -68,7 +68,7 @@ class Result:
     router_load: LoadSummary | None = None
     profiled: bool = False  # whether an attempt ran with TorchTitan's profiler, which slows it down
     total_steps: int | None = None
-    device: str | None = None  # the fields from here to `prediction`: see run/record.py
+    device: str | None = None  # for the fields from here to `prediction` see run/record.py
     stand_in_for: str | None = None
     baseline: str | None = None
     prediction: str | None = None
@@ -78,7 +78,7 @@ class Result:
     world: int = 1
     routing: str | None = None  # trained, round_robin or random
     repeat_of: str | None = None  # the cell that this folder repeats
-    repeats: tuple[Self, ...] = ()  # the results of a repeated cell's folders
+    repeats: tuple[Self, ...] = ()  # if the cell was repeated, one result per folder
     asked: Mapping[str, str] = field(default_factory=dict)  # recipe, layout and options, as text
     seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs
     curve: Sequence[StepMetrics] = ()  # logged steps of the loss rank, ascending
@@ -116,7 +116,7 @@ class RunResults:
 
     @property
     def unit(self) -> str:
-        """The unit that throughput is per: `GPU`, or `rank` if every cell ran on a CPU."""
+        """What throughput is counted per: `GPU`, or `rank` if every cell ran on a CPU."""
         return "rank" if {cell.device for cell in self.cells} == {"cpu"} else "GPU"
 
 

@@ -1,4 +1,4 @@
-"""The conditions of cells: shared facts, and differences among cells or between two runs.
+"""The conditions under which cells ran: shared facts, differences among cells or between runs.
 
 An unset option counts as TorchTitan's default, so setting the default explicitly is no difference.
 """
@@ -20,8 +20,8 @@ from cookbook.run.record import CellRecord
 _MOST_NODES = 4
 # Active features to leave out: each shares its name with an option that may mean something else.
 _ASKED = frozenset({"precision", "ep_backend", "loss"})
-_DURATION = "self check seconds"  # varies from run to run
-# Facts that vary from run to run, or that a comparison shows elsewhere.
+_DURATION = "self check seconds"  # a duration, which varies from run to run
+# Facts not to compare: they vary from run to run, or the comparison shows them elsewhere.
 _NOISE = re.compile(r"nodes$|gpu$|self check |mean attended length$")
 _KINDS = {
     "training.dataset": "the texts: ",
@@ -34,7 +34,7 @@ _KINDS = {
 class Conditions:
     """Facts of a run's cells: those that all cells share, and a table of those that differ."""
 
-    shared: Sequence[tuple[str, str]]  # name and value
+    shared: Sequence[tuple[str, str]]  # name and value of each fact
     differing: Table | None
     is_known: bool = True
 

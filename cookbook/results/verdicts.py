@@ -18,7 +18,7 @@ from cookbook.observe.metrics import StepMetrics
 NUM_BATCHES = 5
 # At least three values per batch, so that a single stall does not move the batch's median.
 LEAST_VALUES = 3 * NUM_BATCHES
-# Cap on the autocorrelation: above it, the series drifts, which no factor can correct.
+# Cap on the autocorrelation. Above it the series drifts, which no factor can correct.
 _MOST_ALIKE = 0.95
 
 
@@ -31,7 +31,7 @@ class Spread:
 
     def half_width(self, level: float) -> float:
         """Return half the width of the two-sided confidence interval at `level`, such as 0.95."""
-        # Imported lazily: `status` imports this module and must not wait for SciPy.
+        # Imported lazily: the command `status` imports this module and must not wait for SciPy.
         from scipy.special import stdtrit
 
         return float(stdtrit(self.freedom, (1 + level) / 2)) * self.error
@@ -185,7 +185,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
 def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None:
     """Return the ratio of the medians of two runs' speeds.
 
-    Batches of steps are paired: both batches of a pair use the same texts, so their cost cancels.
+    Batches of steps are paired: both batches of a pair use the same texts, whose cost cancels.
     """
     if not own or not reference:
         return None
@@ -198,7 +198,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
         # Autocorrelation of each step's speed ratio or, if the runs' steps do not pair up, of each
-        # run's speeds. Only the side of the median counts, so that long stalls do not dominate.
+        # run's speeds. Use only whether a step is above the median, so that stalls do not dominate.
         usual = [[one / medians[0] for one in own], [one / medians[1] for one in reference]]
         if len(own) == len(reference):
             usual = [[one / other for one, other in zip(*usual, strict=True)]]
@@ -244,7 +244,7 @@ LAST = 0.1
 EQUIVALENT, DIFFERENT, CANNOT_TELL = "equivalent", "different", "cannot tell"
 WHOLE, LAST_TENTH = "whole", "last tenth"
 
-# Losses by step.
+# Losses, keyed by step.
 Losses = Mapping[int, float]
 
 
@@ -252,7 +252,7 @@ Losses = Mapping[int, float]
 class LossVerdict:
     """The difference of a cell's mean loss from its reference's, over a window of steps."""
 
-    window: str  # `whole`, or `last tenth`
+    window: str  # which steps: `whole` or `last tenth`
     verdict: str
     difference: float | None  # mean loss minus the reference's mean loss
     low: float | None  # lower end of the difference's 90% interval
@@ -268,7 +268,7 @@ def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
 
 
 def judge_curves(own: Losses, reference: Losses) -> list[LossVerdict]:
-    """Return two verdicts on the steps that both runs logged: all of them, and the last tenth."""
+    """Return two verdicts on the steps that both runs logged: one on all, one on the last tenth."""
     verdicts = []
     for window, steps in _windows([own, reference]):
         pair = [own[step] for step in steps], [reference[step] for step in steps]
@@ -331,7 +331,7 @@ def _judge(
 
 
 def _windows(runs: Sequence[Losses]) -> list[tuple[str, list[int]]]:
-    """Return two windows of steps that all runs logged: all, and those in the last tenth."""
+    """Return two windows of the steps that all runs logged: all of them, and the last tenth."""
     common = sorted(set[int].intersection(*map(set, runs)))
     end = common[-1] if common else 0
     return [(WHOLE, common), (LAST_TENTH, [step for step in common if step > end - LAST * end])]
