@@ -87,7 +87,7 @@ def render_json(
     stops: Sequence[Stop] = (),
     rejected: Sequence[str] = (),
 ) -> str:
-    """Return the search's results as JSON; `rejected` says why some values occur in no layout."""
+    """Return the search's results as JSON; `rejected`: why no layout has a requested value."""
     walk = [
         {
             "changed": stop.changed,
@@ -120,7 +120,7 @@ def render_text(
     total: int,
     rejected: Sequence[str] = (),
 ) -> str:
-    """Tabulate the recipe's layout and the `best` fastest ones; compare with published numbers."""
+    """Tabulate the recipe's layout and the `best` fastest layouts; add published numbers."""
     counts, ranked = found.counts(), found.ranked()
     cut = " (interrupted)" if found.interrupted else ""
     rows = [_HEAD, *([_row("recipe", recipe, None)] if recipe else [])]
@@ -165,7 +165,7 @@ def _row(place: str, one: Candidate, base: Candidate | None) -> list[str]:
 
 
 def render_walk(stops: Sequence[Stop]) -> str:
-    """Return a table with one column per stop of a walk and one row per term of the step time."""
+    """Return a walk between layouts as a table: a column per stop, a row per term of step time."""
     columns = [stop.us_per_token for stop in stops]
     rows = {name: [f"{one.get(name, 0.0):.1f}" for one in columns] for name in add(*columns)}
     rows["step"] = [f"{sum(column.values()):.1f}" for column in columns]
@@ -204,7 +204,7 @@ def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
             words, box = f"{gpu.memory_gib:g} GiB, the card", {"ha": "right", "va": "bottom"}
             axes.text(gpu.memory_gib, 1, words, box, transform=axes.get_xaxis_transform())
         small = {"fontsize": 9, "linespacing": 1.4}
-        # Put the legend at the lower right: few layouts are slow and yet need much memory.
+        # The legend hides few points at the lower right: slow layouts rarely need much memory.
         axes.text(0.95, 0.02, "\n".join(names), small, transform=axes.transAxes, ha="right")
         axes.set(xlim=(0, None), ylim=(0, None))
 
@@ -227,7 +227,7 @@ def check_target(path: Path) -> None:
 
 
 def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
-    """Return the YAML of a recipe that trains `candidate`; comments give old values from `base`."""
+    """Return the YAML of a recipe for `candidate`; comments in it give the values of `base`."""
     cell, step, recipe = candidate.cell, candidate.step, candidate.cell.recipe
     lines = [
         f"# {recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",

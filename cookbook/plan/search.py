@@ -1,4 +1,4 @@
-"""Predict the memory and speed of layouts, and of every stop on a walk from one to another."""
+"""Predict memory and speed of layouts, and of each stop on a walk from one layout to another."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -49,7 +49,7 @@ class Candidate:
 
 @dataclass
 class Found:
-    """The candidates so far; `larger` counts layouts skipped because a smaller one did not fit."""
+    """The candidates found so far; `larger` counts layouts skipped as too large (see `search`)."""
 
     candidates: list[Candidate] = field(default_factory=list)
     larger: int = 0
@@ -75,7 +75,7 @@ class Found:
 
 
 def recomputation(cell: Cell) -> str:
-    """Describe recomputation: its mode or saved operators, and how many layers it leaves out."""
+    """Describe recomputation: its mode or saved operators, and how many layers are exempt."""
     mode = str(cell.options["activation_checkpoint.mode"])
     if mode == "memory_budget":
         mode += f" {cell.options['activation_checkpoint.memory_budget']:g}"
@@ -95,7 +95,7 @@ def search(
     """Evaluate every cell; Ctrl-C stops the search and keeps the candidates found so far.
 
     Skip a layout, and count it as too large, if a variant that needs no more memory did not fit:
-    one with an equal or smaller batch, and with the same or full recomputation.
+    one with an equal or smaller batch, and either the same recomputation or full recomputation.
     """
     found, too_large = Found(), dict[tuple[str, str], int]()
     try:
@@ -132,7 +132,7 @@ def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
 
 _OVERLAYS = "precision and EP backend"
 # The order of a walk: changes that free memory come first, since a larger batch or less
-# recomputation may fit only after them. All other options change with precision and EP backend.
+# recomputation may fit only after them. Options in no group change along with the EP backend.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
     _OVERLAYS: (),
@@ -160,7 +160,7 @@ class Stop:
 
 
 def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Stop]:
-    """Turn `start` into `end` one group of options at a time; merge invalid stops with the next."""
+    """Turn `start` into `end`, one option group per stop; merge an invalid stop with the next."""
 
     def stop(changed: str, cell: Cell) -> Stop:
         candidate = evaluate(cell, documents)

@@ -41,7 +41,7 @@ def _saving(*operators: str) -> dict[str, Any]:
     return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
 
 
-# Options to reset in a recomputation mode, because the rules refuse other values there.
+# Options to reset in each recomputation mode, in which the rules refuse all other values.
 _RESETS: dict[str, dict[str, Any]] = {
     "full": {SAVE_LIST: []},
     "none": {SAVE_LIST: [], LAYERS_KEPT: 0},
@@ -63,10 +63,10 @@ _WORKER: dict[str, Any] = {
     "training.dataloader.persistent_workers": True,
 }
 OVERLAYS = ("precision", "ep_backend")
-# Local batch sizes to try without a pipeline, and with one (plus the recipe's own size).
+# Local batch sizes to try without a pipeline, and with one (then also the recipe's own).
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
-# To explain why no layout has a value, count the errors of at most this many layouts.
+# To explain why no layout has a requested value, count the errors of at most this many layouts.
 _MOST_ASKED = 500
 
 
@@ -172,7 +172,7 @@ class Space:
 
 
 def _combined(axes: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yield every merged combination of one point per axis; later axes override earlier ones."""
+    """Yield each combination of one option set per axis, merged; later axes override earlier."""
     return (functools.reduce(operator.or_, points) for points in itertools.product(*axes))
 
 
@@ -183,10 +183,10 @@ def _changed(cell: Cell, settings: Settings) -> Cell:
 def space_of(
     base: Cell, words: Sequence[str], asked: Settings, overlays: Mapping[str, Any]
 ) -> Space:
-    """Make the space around `base`; raise InputError for an unknown key or an invalid value.
+    """Return the space around `base`; raise InputError for an unknown key or an invalid value.
 
     `words`: `--vary` arguments, KEY=V1,V2, where KEY is an option, `precision` or `ep_backend`.
-    `asked`: options fixed by `--set`. `overlays`: a precision and an EP backend to fix, or None.
+    `asked`: options fixed by `--set`. `overlays`: the precision and EP backend to fix, or None.
     """
     varied: dict[str, Sequence[Any]] = {name: [s.value] for name, s in asked.items()}
     named = {kind: [name] for kind, name in overlays.items() if name is not None}
