@@ -1,4 +1,4 @@
-"""The cookbook's exceptions, the wording of messages, and the exit status that each one causes."""
+"""The cookbook's exceptions, their exit statuses, and functions that word their messages."""
 
 import contextlib
 import difflib
@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-# An error about a name at first has one of these as its `place`; `named_at` later replaces it.
+# What a name can refer to. The error for an unknown name at first has one of these as its `place`;
+# `named_at` replaces it with the place where the name was read.
 _KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
 
 
 class InputError(Exception):
     """The input is wrong: `submit.py` prints only the message and exits with status 2.
 
-    `place` locates the error, from file to key (`recipes/debug.yaml: training.steps`). `found` has
-    the wrong value and the allowed ones. `remedy` is empty if `found` implies it.
+    `place` locates the error, from file to key (`recipes/debug.yaml: training.steps`). `found`
+    states the wrong value and the allowed ones. `remedy` is empty if `found` implies it.
     """
 
     def __init__(self, place: str, found: str, remedy: str = "") -> None:
@@ -36,7 +37,7 @@ class JobError(Exception):
 
 @contextlib.contextmanager
 def named_at(place: str) -> Iterator[None]:
-    """In this block, errors about a name start with `place`, where it was read, not its kind."""
+    """In this block, make errors about an unknown name start with `place`, where it was read."""
     try:
         yield
     except InputError as error:

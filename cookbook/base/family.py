@@ -1,7 +1,7 @@
 """Model families, the sizes of their flavors and their pipeline stages, without importing torch.
 
 `titan/tt_0_2_2/families` builds these descriptions from TorchTitan's own model code. `make golden`
-writes them to the stack's table, which the driver reads.
+writes them to the stack's table, which `submit.py` reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ class Sizes:
     q_lora: int  # width of the query latent; 0 if queries are projected directly
     kv_lora: int  # width of the key/value latent; 0 without MLA
     nope: int  # width of the part of a query or key head that has no rotary embedding
-    rope: int  # width of the other part, which has rotary embedding
+    rope: int  # width of the part of a query or key head that has rotary embedding
     v_head: int
     dense_hidden: int
     expert_hidden: int
@@ -32,7 +32,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Model(Sizes):
-    """A model; its router may limit a token to `num_limited_groups` of `num_expert_groups`."""
+    """A model; its router may limit each token to experts in `num_limited_groups` groups."""
 
     n_layers: int
     n_dense_layers: int
@@ -54,17 +54,17 @@ class Family:
     """A model family that the cookbook trains."""
 
     name: str
-    title: str  # name in messages
+    title: str  # the family's name in messages
     flavors: Mapping[str, Model]
-    # Tensor shapes in published checkpoints. A dimension names a `Model` field; None is any size.
+    # Tensor shapes in published checkpoints. A dimension is a `Model` field's name; None means any.
     weights: Mapping[str, Sequence[str | None]]
-    extra_layers: int = 0  # layers that a published checkpoint may have on top of the model's
+    extra_layers: int = 0  # how many layers a published checkpoint may have beyond the model's
     has_pipelines: bool = True  # whether TorchTitan can split the model into pipeline stages
     publishes_bias: bool = True  # whether published checkpoints include the routing bias
 
 
 def is_v_shaped(schedule: str) -> bool:
-    """Return whether stages are placed from the first rank to the last and back, two per rank."""
+    """Return whether `schedule` places stages from the first rank to the last, then back."""
     return schedule.lower() in ("zbvzerobubble", "dualpipev")
 
 

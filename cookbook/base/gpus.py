@@ -121,7 +121,8 @@ def select_visible(
     """Return the GPUs that CUDA sees, in CUDA's order, if CUDA_VISIBLE_DEVICES is `chosen`.
 
     If it is unset (None), CUDA sees all GPUs. Otherwise it lists indices or UUID prefixes. CUDA
-    stops at the first entry that does not match exactly one GPU; if a GPU repeats, CUDA sees none.
+    stops at the first item that does not match exactly one GPU. If a GPU is listed twice, CUDA
+    sees no GPU at all.
     """
     if chosen is None:
         return tuple(installed)
@@ -155,8 +156,8 @@ def driver_version() -> str | None:
     return None
 
 
-# Peak TFLOP/s without sparsity, by bits per input element; the 16-bit ones are TorchTitan 0.2.2's.
-# The first key that occurs in the GPU's name applies.
+# Peak TFLOP/s without sparsity, by bits per input element. The 16-bit values equal TorchTitan
+# 0.2.2's. The first key that occurs in the GPU's name applies.
 _PEAKS: dict[str, dict[int, float]] = {
     "GB200": {16: 2500.0, 8: 5000.0},
     "B200": {16: 2250.0, 8: 4500.0},

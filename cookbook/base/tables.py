@@ -71,7 +71,7 @@ def draw_figure(
     """Return the figure that `paint` draws, as the bytes of reproducible `svg` and `png` files.
 
     `name` seeds the SVG's ids. `height` is in inches; the width is 7.6. `legend` is the color of
-    the legend's labels (`linecolor`: that of each label's line); empty means no legend.
+    the legend's labels, or `linecolor` to color each like its line; empty means no legend.
     """
     import matplotlib
     from matplotlib.figure import Figure

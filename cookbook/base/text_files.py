@@ -1,6 +1,6 @@
 """Read the documents of a training corpus: JSON lines, gzipped JSON lines or Parquet.
 
-The driver checks the files before a job is queued, and the training process's data loader reads
+`submit.py` checks the files before a job is queued, and the training process's data loader reads
 them with the same functions, so both report errors at the same file and line. `submit.py data`
 records document lengths in the runs folder's `texts.json`, where `check` and `plan` read them.
 """
@@ -110,7 +110,7 @@ def _files(pattern: str, root: Path) -> list[Path]:
 
 
 def read_windows(file: Path, key: str) -> Iterator[list[Document]]:
-    """Yield the documents of a file in order, in lists of up to `WINDOW`."""
+    """Yield the documents of a file in order, in lists of up to `WINDOW` documents."""
     try:
         if file.suffix == ".parquet":
             yield from _read_parquet(file, key)

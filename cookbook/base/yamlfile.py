@@ -39,7 +39,7 @@ for _kind, _pattern in {
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A mapping read from `path`."""
+    """A YAML mapping read from `path`."""
 
     path: Path
     content: Mapping[str, Any]
@@ -47,7 +47,7 @@ class YamlFile:
     texts: Mapping[Keys, str] = field(repr=False)  # numbers as typed (`3.10`, not 3.1), by key path
 
     def place(self, *keys: str) -> str:
-        """Return where `keys` are, to start a message: `recipes/debug.yaml:12: training.steps`."""
+        """Return the file, line and key of `keys`: `recipes/debug.yaml:12: training.steps`."""
         known = keys
         while known and known not in self.lines:
             known = known[:-1]
@@ -121,8 +121,8 @@ Natural = Annotated[int, Field(strict=True, ge=0)]
 Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Texts = tuple[Text, ...]
 Numbers = dict[str, Annotated[float, Field(strict=True)]]
-# Values for a shell, by name. Numbers keep their spelling (`3.10`, not 3.1), except in a cluster
-# profile stored in a run's record: there it is lost, so pydantic converts them to strings.
+# Environment variables or sbatch options. Numbers keep their spelling (`3.10`, not 3.1), except in
+# a profile stored in a run's record: there the spelling is lost, so pydantic makes them strings.
 Words = dict[str, str | Flag]
 
 # Descriptions of the allowed values, by the type of pydantic's error.
@@ -146,7 +146,7 @@ def fill(
     beside: Collection[str] = (),
     **given: Any,
 ) -> T:
-    """Make a `cls`: fields `given` as they are, others from the mapping in `file` at `within`.
+    """Make a `cls` from the mapping in `file` at the path `within`, and from the fields `given`.
 
     The mapping may not set fields in `given`. Keys in `beside` are ignored; `a` also covers `a.b`.
     """
@@ -189,7 +189,7 @@ def _input_error(
     errors = found_by.errors(include_url=False)
     error = min(errors, key=lambda one: one["type"] != "unexpected_keyword_argument")
     kind = error["type"]
-    # pydantic adds the union member that it tried (`str`, `bool`) to the path; it is not a key.
+    # In a union, pydantic adds the type that it tried (`str`, `bool`) to the path of keys: drop it.
     first, *rest = [str(key) for key in error["loc"] if key not in ("str", "bool")]
     place, found = file.place(*within, keys.get(first, first), *rest), error["input"]
     if kind == "missing":

@@ -1,6 +1,6 @@
 """Check cells by the rules and by TorchTitan's own build; predict their memory, work and time.
 
-The driver does not import torch, so a subprocess builds all cells, with fake process groups.
+`submit.py` does not import torch, so a subprocess builds all cells, with fake process groups.
 """
 
 import contextlib
@@ -121,7 +121,7 @@ def _request(cell: Cell) -> dict[str, Any]:
 
 
 _MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
-# Prefixes of TorchTitan's warnings to ignore: they do not concern the cell, or repeat a rule.
+# Prefixes of TorchTitan's warnings to ignore: they do not concern the cell, or a rule covers them.
 _ROUTINE = (
     *("HF assets path", "Pipeline Parallel loss is not visible", "Warmup", "decay"),
     "model.safetensors.index.json",
@@ -134,7 +134,7 @@ class CellCheck:
     judged: Verdict
     advice: tuple[Finding, ...] = ()
     built: Built | None = None
-    ranks: tuple[Rank, ...] = ()  # empty if the cell is not built or its layers are not counted
+    ranks: tuple[Rank, ...] = ()  # empty if the cell was not built or cannot be predicted
     stages: tuple[StageMemory, ...] = ()  # the predicted memory of each of `ranks`
     work: Work | None = None
     step: StepTime | None = None
@@ -223,7 +223,7 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
         return
     if built.failure:
         message, place = built.failure["error"], built.failure["place"]
-        # Blame an option whose last name part is in TorchTitan's message; of several, the longest.
+        # Blame the option whose last name part occurs in the message; of several, the longest.
         named = [name for name in cell.options.settings if name.rpartition(".")[2] in message]
         version, (package, _, file) = cell.options.stack.pins["torchtitan"], place.partition("/")
         reason = f"TorchTitan {version} refuses it: {message} (rank {built.failure['rank']}, "

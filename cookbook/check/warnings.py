@@ -30,7 +30,7 @@ _BLOG = (
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/train.py")
 def fewer_nodes(cell: Cell) -> Problems:
-    """A recipe runs on fewer nodes if the cluster is smaller, which shrinks the global batch."""
+    """On a small cluster a recipe runs on fewer nodes than planned: the global batch shrinks."""
     wanted, layout = cell.recipe.nodes, cell.layout
     if cell.nodes >= wanted or cell.stand_in_for is not None or cell.cluster.scheduler == "local":
         return
@@ -88,7 +88,7 @@ def pipeline_bubble(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=_CHECKPOINT)
 def checkpoints_resume(cell: Cell) -> Problems:
-    """A long run should be able to resume when a node is lost, and to continue after its end."""
+    """A long run should be able to resume if a node is lost, and to be extended after its end."""
     steps, options = cell.steps, cell.options
     if not options["checkpoint.enable"]:
         if steps > _LONG_RUN:
@@ -118,7 +118,7 @@ def _routing_option(cell: Cell) -> str:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/components/lr_scheduler.py")
 def warm_up_ends(cell: Cell) -> Problems:
-    """TorchTitan cuts off a warm-up longer than the schedule, which only benchmarks can afford."""
+    """A warm-up longer than the schedule is cut off, so only benchmarks may have one."""
     options, option = cell.options, "lr_scheduler.warmup_steps"
     total = options["lr_scheduler.total_steps"] or cell.steps
     # The published convergence experiment has 2,000 warm-up steps in a schedule of 1,500 steps.
@@ -224,7 +224,7 @@ def small_experts(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def forced_balance_flatters(cell: Cell) -> Problems:
-    """Round-robin sends a token to few ranks, which flatters backends that send once per rank."""
+    """Round-robin reaches few ranks per token: backends that send once per rank look too fast."""
     ep, exchange = cell.layout.ep, cell.exchange
     if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
         return

@@ -86,7 +86,8 @@ def describe_cell(cell: CellProgress) -> str:
 
 def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
     """Return a summary, a row for each cell that fits on the screen, and a count of the others."""
-    # Reserve rows for the summary, headings, count, and a blank row: a full screen may scroll.
+    # Reserve rows for the summary, headings, count of hidden cells, and a blank row: a full screen
+    # may scroll.
     room, columns = console.height - 4, console.width - 1
     order = {state: place for place, state in enumerate(_STATES)}
     first = sorted(cells, key=lambda cell: order.get(cell.state, 0))[: max(room, 0)]

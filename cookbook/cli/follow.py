@@ -69,7 +69,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 
 def _pending_scripts() -> list[str]:
-    """Return a line for each pending job that plain sbatch submitted; it has no run folder yet."""
+    """Return a line for each pending job from plain sbatch, since it has no run folder yet."""
     jobs, lines = list[slurm.JobInfo](), []
     with contextlib.suppress(JobError):
         jobs = slurm.own_jobs()
@@ -91,7 +91,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         if not ended and time.monotonic() - asked >= POLL_S[run.scheduler]:
             asked = time.monotonic()
             ended = _state(run, cell).has_ended
-        # A requeued cell gets a new log. Look for it before printing: then the old log is complete.
+        # Look for a requeued cell's new log before printing: if there is one, the old is complete.
         newest = cell.newest_log()
         if log is not None:
             offset = _print_from(log, offset)
@@ -136,7 +136,7 @@ def _state(run: Run, cell: CellFolder) -> CellState:
 
 
 def _print_from(log: Path, offset: int) -> int:
-    """Print the log from byte `offset` on; return its length."""
+    """Print the log from byte `offset` on; return the offset at which to continue."""
     with log.open("rb") as file:
         file.seek(offset)
         shutil.copyfileobj(file, sys.stdout.buffer)
@@ -157,7 +157,7 @@ def cancel(arguments: argparse.Namespace) -> int:
     states = [state for state in cell_states(run) if state.is_known and not state.has_ended]
     num_jobs = len({state.job_id for state in states if state.job_id})
     if arguments.run is None and num_jobs:
-        # The user named no run: say which one it is first, since cancelling may be slow.
+        # The user named no run: first say which one is cancelled, since cancelling may be slow.
         jobs = "1 job" if num_jobs == 1 else f"{num_jobs} jobs"
         print(f"{run.name}, the newest run: cancelling {jobs}", flush=True)
     cells = cancel_run(run)
@@ -277,7 +277,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
     except OSError as error:
         if form == "html":
             raise
-        # The run may be a colleague's, or the disk may be full. The results are already printed.
+        # The results are printed. Saving them fails in a colleague's run or on a full disk.
         path = Path(error.filename or run.folder / MARKDOWN)
         print(f"submit.py: not saved: {shown_path(path)}: {error.strerror}", file=sys.stderr)
     else:

@@ -20,7 +20,7 @@ from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_o
 
 
 def requested_cell(arguments: argparse.Namespace, settings: Settings | None = None) -> Cell:
-    """Return the cell that the command line asks for, whose options override `settings`."""
+    """Return the cell that the command line asks for; its `--set` options override `settings`."""
     request = cell_request(arguments)
     request = replace(request, overrides={**(settings or {}), **request.overrides})
     (cell,) = expand_sweep(sweep_of_recipe(arguments.recipe), request)
@@ -63,7 +63,7 @@ def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644
         if path.exists() and not path.is_file():
             path.write_bytes(content.encode() if isinstance(content, str) else content)
         else:
-            write_whole(path.resolve(), content, mode)  # do not replace a symbolic link
+            write_whole(path.resolve(), content, mode)  # keep a symbolic link, and write its target
     except OSError as error:
         raise InputError(f"{option} {name}", f"cannot be written: {error.strerror}") from None
 
@@ -149,7 +149,7 @@ def new(arguments: argparse.Namespace) -> int:
         raise InputError(shown_path(target), "exists already", "choose another name")
     text = find_file(kind, arguments.source).read_text(encoding="utf-8")
     if kind == "":
-        # Quote the value, which names the cells: in YAML, a bare `1e5` or `true` is not a string.
+        # `name` is the prefix of cells' names. Quote it: an unquoted `1e5` or `true` is no string.
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
     # A copy has no published numbers or synonyms: drop such a key and the comment above it.
     block = r"(?m)^(?:#[^\n]*\n)*(?:published|synonyms):[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"

@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that prints errors as one line, like all other errors; --help shows the usage."""
 
     def error(self, message: str) -> NoReturn:
-        # argparse lists all verbs, but does not suggest the one that was meant.
+        # For a mistyped verb, argparse lists all verbs, but does not suggest the nearest one.
         wrong = re.match(r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if wrong and (close := nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))):
             message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all verbs; `handler` is `module:function`, relative to cookbook.cli."""
+    """Return the parser; a verb's `handler` is its `module:function`, relative to cookbook.cli."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=as_written

@@ -57,7 +57,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def judged_cells(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> list[Cell]:
-    """Validate the cells, print the plan, and return the cells, with `refused` set on refused ones.
+    """Validate the cells, print the plan, and return the cells; `refused` says why one cannot run.
 
     Warnings go to stderr. A trial build with TorchTitan is made only for jobs that will wait in a
     Slurm queue: a dry run must answer at once, and a local job shows TorchTitan's errors at once.
@@ -220,10 +220,11 @@ def _resumable(
 def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     states = cell_states(run)
     names = {folder.name for folder in folders}
-    # A local or one-allocation job trains several cells in turn, so check its other cells too.
+    # A local or one-allocation job trains several cells in turn: all of them must have ended.
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
-        # A queued cell without a job is idle: only the submit lock's holder could be submitting it.
+        # A queued cell without a job is idle: only the holder of the submit lock, usually this
+        # process, could be submitting it.
         is_idle = state.state == QUEUED and state.job_id is None
         has_ended = is_idle or (state.state in ENDED and state.is_known)
         if has_ended or not (state.cell in names or state.job_id in jobs):
@@ -271,7 +272,7 @@ def check_line(arguments: argparse.Namespace) -> int:
         remedy = "name train_671b.sh, train_16b.sh, a script of `submit.py render`, or a copy"
         found = "is no script of the cookbook, and was not run"
         raise InputError(f"check-line: {script}", found, remedy)
-    # Options on the command line override those in the file.
+    # Options on the sbatch command line override those in the script's `#SBATCH` lines.
     options = _options([*_header(script, lines), *typed])
     exports = filter(_VARIABLE.match, options.export.split(","))
     variables |= dict(item.split("=", 1) for item in exports)

@@ -68,7 +68,7 @@ def count_texts(arguments: argparse.Namespace) -> int:
         raise InputError("--tokenizer", f"{path} is no tokenizer ({error})", remedy) from None
     sources, key = find_sources(arguments.files), arguments.text_key
     lengths: list[int] = []
-    # The documents' weights: over a source, weight times tokens sums to the source's weight.
+    # Each document's weight per token: a source's tokens together have the source's weight.
     weights: list[float] = []
     for source in sources:
         first = len(lengths)

@@ -56,7 +56,7 @@ class Cell:
     refused: str | None = None  # why the cell cannot run
     published: float | None = None  # tokens/s/GPU published for exactly this cell
     baseline: str | None = None
-    prediction: str | None = None  # the sweep's text: expected speed, and what a deviation means
+    prediction: str | None = None  # text from the sweep: expected speed, and what a deviation means
     left_out: tuple[str, ...] = ()  # the sweep's options that were dropped for the stand-in
     repeat_of: str | None = None  # name of the cell that this one repeats
     repeat: int = 1  # number of the repeat, from 1
@@ -95,12 +95,12 @@ class Cell:
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """How tokens reach their experts; the standard all-to-all if the options mix two kinds."""
+        """How tokens reach their experts; the standard all-to-all if only one exchange is MXFP8."""
         return EXCHANGES.get(implied(self.options)["dispatch"], STANDARD)
 
     @property
     def own_pair(self) -> str:
-        """The recipe's own `precision+EP backend`; empty if the cell uses it or any pair suits."""
+        """The recipe's `precision+EP backend`; empty if it names none or the cell uses the same."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         # A recipe that sets neither `precision` nor `ep_backend` suits any pair.
         return "" if own in (self.pair, "bf16+standard") else own
@@ -117,7 +117,7 @@ class Cell:
 
     @property
     def saves(self) -> frozenset[str]:
-        """The operators whose outputs selective recomputation saves; empty in other modes."""
+        """The operators whose outputs selective recomputation saves; empty if that mode is off."""
         modes = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
         if [self.options[name] for name in modes] != ["selective", "op"]:
             return frozenset()
@@ -160,7 +160,7 @@ class Cell:
         )
 
     def job_record(self) -> CellRecord:
-        """Return the record plus what a job would otherwise read from recipe and cluster files."""
+        """Return the cell's record, with all that a job needs from the recipe and cluster files."""
         profile = dict(self.cluster.content)
         return replace(self.record(), too_few_nodes=self.recipe.too_few_nodes, profile=profile)
 
@@ -170,7 +170,7 @@ def train_argv(cell: Cell) -> list[str]:
     stack = cell.options.stack
     words = launch_argv(stack, cell.description)
     for overlay in (cell.precision, cell.ep_backend):
-        # The log and the report need the overlay's name.
+        # TorchTitan does not need the overlay's name, but the log and the report show it.
         words += stack.options[f"cookbook.{overlay.kind}"].arguments(overlay.name)
         words += argv_of(stack, overlay.expect)
     words += stack.options["cookbook.emulated"].arguments(True) if cell.emulated else []
@@ -196,11 +196,11 @@ class Finding:
 
     level: str
     rule: str
-    option: str  # the TorchTitan option to look at; empty if no option is to blame
+    option: str  # the TorchTitan option at fault; empty if none is
     reason: str
     remedy: str = ""
-    reference: str = ""  # URL of the source file (of TorchTitan, ...) or page behind the finding
-    is_input: bool = False  # whether it is wrong input (exit status 2), not just a refused cell
+    reference: str = ""  # URL of the code or documentation that the finding is based on
+    is_input: bool = False  # whether it means wrong input (exit status 2), not just a refused cell
 
     def as_mapping(self) -> dict[str, str]:
         return {key: value for key, value in asdict(self).items() if key != "is_input"}
@@ -210,7 +210,7 @@ class Finding:
         return f"{place}{self.reason}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-# Tuples of option, reason and remedy.
+# What the body of a rule yields: tuples of option, reason and remedy.
 Problems = Iterator[tuple[str, str, str]]
 Rule = Callable[..., Iterator[Finding]]
 
@@ -245,10 +245,10 @@ def unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, 
 class Verdict:
     """The findings about a cell, in three parts; `built` is None if its model was not built."""
 
-    rules: tuple[Finding, ...]  # errors wherever the job runs
+    rules: tuple[Finding, ...]  # broken rules: errors wherever the job runs
     # Packages and files missing here: errors if the job would run here, else warnings.
     here: tuple[Finding, ...]
-    built: tuple[Finding, ...] | None = None  # from TorchTitan building the model on the CPU
+    built: tuple[Finding, ...] | None = None  # errors in TorchTitan's build of the model on CPU
 
     @property
     def findings(self) -> tuple[Finding, ...]:

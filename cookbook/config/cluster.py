@@ -46,7 +46,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bus bandwidths that the test before training must reach, in GB/s as in nccl-tests."""
+    """Bus bandwidths that the network test must reach, in GB/s as nccl-tests defines them."""
 
     all_reduce: Number
     all_to_all: Number
@@ -75,7 +75,7 @@ class Cluster:
     requeue: Flag = True
     max_restarts: Natural = 3
     seconds_to_stop: Count = 300
-    node_failure_days: Number | None = None  # mean time between failures of a node
+    node_failure_days: Number | None = None  # mean days between two failures of a node
     write_gb_per_s: Number | None = None  # write bandwidth of all nodes together to shared storage
     sbatch: Words = field(default_factory=Words)
     environment: Words = field(default_factory=Words)
@@ -122,7 +122,7 @@ _TAKEN = frozenset(
 
 
 def default_cluster() -> str:
-    """Return COOKBOOK_CLUSTER, or `local` without Slurm, or the profile that fits Slurm's nodes."""
+    """Return COOKBOOK_CLUSTER; if unset, the profile that fits Slurm, or `local` without Slurm."""
     if name := os.environ.get("COOKBOOK_CLUSTER"):
         return name
     groups = slurm.node_groups()
@@ -233,7 +233,7 @@ def seconds_of(limit: str) -> int | None:
     if match is None:
         return None
     days, parts = match[1], [int(part) for part in match[2].split(":")]
-    # The first number is minutes; if there are days or three numbers, it is hours.
+    # The first number after any days means hours if days or three numbers are given, else minutes.
     if days is None and len(parts) < 3:
         parts.insert(0, 0)
     hours, minutes, seconds = [*parts, 0, 0][:3]

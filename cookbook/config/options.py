@@ -24,7 +24,7 @@ Settings = Mapping[str, Setting]
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The options of a job by dotted name; `options[name]` is the set value or the default."""
+    """The options of a job by dotted name; `options[name]` is the value set, else the default."""
 
     stack: Stack
     settings: Settings
@@ -46,13 +46,13 @@ class Options:
         return Options(self.stack, {**self.settings, **over})
 
     def origin(self, name: str) -> str:
-        """Return where `name` was set, to start a message; the text always ends with `name`."""
+        """Return the start of a message about `name`: where it was set, and then always `name`."""
         place = self.settings[name].origin if name in self.settings else name
         return place if place.endswith(name) else f"{place}: {name}"
 
     @property
     def family(self) -> Family | None:
-        """The model's family; None if the stack does not know it (`model` is None likewise)."""
+        """The model's family; None if the stack does not know it; `model` is then also None."""
         return self.stack.families.get(self["model.name"])
 
     @property

@@ -41,8 +41,8 @@ from cookbook.config.options import (
 )
 from cookbook.config.stack import load_stack
 
-# The kinds of files, by folder below `recipes/`. Each has its name in messages, and the remedy for
-# naming such a file where another kind is expected.
+# The kinds of files, by folder below `recipes/`: each kind's name in messages, and the remedy if a
+# user names such a file where another kind is expected.
 KINDS = {
     "": ("recipe", "write: python submit.py run {}"),
     "precision": ("precision", "it is a precision: --precision {}"),
@@ -66,7 +66,8 @@ def check_name(place: str, name: str) -> None:
 def word_of(value: Any) -> str:
     """Return an option's value as a word for a cell's name, safe for files, jobs and W&B.
 
-    Different values give different words: a word that alters or cuts its value ends with a digest.
+    Different values give different words: if a value must be altered or cut, its word ends with a
+    digest of the value.
     """
     items = value if isinstance(value, list) else [value]
     text = "+".join(map(str, items))
@@ -104,7 +105,7 @@ def find_file(kind: str, name: str) -> Path:
 
 
 def reference(kind: str, path: Path) -> str:
-    """Return the name or absolute path with which `find_file` finds `path` from any folder."""
+    """Return the name or absolute path by which `find_file` finds `path` from any directory."""
     path = path.resolve()
     return path.stem if path.parent == (RECIPES / kind).resolve() else str(path)
 
@@ -116,8 +117,8 @@ COMM_BACKEND = "parallelism.expert_parallel_comm_backend"
 class Exchange:
     """How tokens travel to the ranks of their experts."""
 
-    name: str  # value of `expect.dispatch` in EP backends, also used in the job's log
-    title: str  # name in messages
+    name: str  # value of `expect.dispatch` in an EP backend's file, and name in the job's log
+    title: str  # the exchange's name in messages
     sizes: tuple[int, ...] = ()  # supported EP degrees; empty for any
     ranks_per_node: int = 0  # required ranks per node if EP spans nodes; 0 for any number
     has_etp: bool = True  # whether it works with expert tensor parallelism
@@ -138,7 +139,7 @@ EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8, _DEEPEP)
 
 
 def implied(options: Options) -> dict[str, str]:
-    """Return what `options` enable: dispatch, and formats of grouped GEMMs and linear layers."""
+    """Return the dispatch and the formats of grouped GEMMs and linear layers in `options`."""
     formats = {
         "grouped_gemms": {
             "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],
@@ -190,13 +191,13 @@ class Overlay:
     name: str
     description: Text
     needs: Needs
-    expect: Settings  # features that training must turn on, as options `cookbook.<key>`
+    expect: Settings  # what training must report as active, by option `cookbook.<key>`
     settings: Settings
     emulated: Settings | None
     path: Path
     synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
-    environment_from: Words = field(default_factory=Words)  # variables that copy other variables
+    environment_from: Words = field(default_factory=Words)  # environment variables that copy others
 
     def expects(self, key: str) -> Any:
         return self.expect[f"cookbook.{key}"].value

@@ -35,7 +35,7 @@ def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
 
 
 def _judged(cell: Cell) -> Cell:
-    """Raise InputError on wrong input; return the cell, refused if a rule finds any other error."""
+    """Raise InputError on wrong input; mark the cell refused if a rule finds any other error."""
     findings = validation_errors(cell)
     for one in findings:
         if one.is_input:
@@ -65,7 +65,7 @@ def merge_config(
         left_out, of_sweep = tuple(of_sweep), {}
     options = Options(load_stack(), recipe.settings)
     if is_local and DEGREES["ep"] in options and options.model:
-        # The largest EP degree that divides both this machine's ranks and the experts.
+        # Use the largest EP degree that divides both this machine's ranks and the experts.
         ranks = cluster.ranks_per_node
         degree = math.gcd(ranks, options.model.num_experts)
         origin = f"cluster {cluster.name} ({ranks} ranks)"

@@ -18,7 +18,7 @@ from cookbook.base.errors import InputError, described, nearest, quotes_remedy, 
 from cookbook.base.family import Family, Model
 from cookbook.base.paths import REQUIREMENTS
 
-# Public source code at the stack's versions; of FlashAttention, the main branch.
+# URLs of source code at the stack's versions; for FlashAttention, of the main branch.
 TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
 TORCHAO = "https://github.com/pytorch/ao/blob/v0.16.0/torchao"
 FLASH_ATTENTION = "https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/cute"
@@ -124,7 +124,7 @@ _ALLOWED |= {"list": "a list of texts", "lists": "a list of lists of texts"}
 
 
 def _holds(kind: str, value: Any) -> bool:
-    """Return whether `value` is of `kind`; booleans are not numbers."""
+    """Return whether `value` has the type `kind`; booleans do not count as numbers."""
     if kind in ("list", "lists"):
         inner = "str" if kind == "list" else "list"
         return isinstance(value, list) and all(_holds(inner, item) for item in value)
@@ -175,7 +175,7 @@ class Stack:
     def option(self, place: str, name: str) -> Option:
         """Return the option called `name`; raise InputError with the nearest names if unknown."""
         if name not in self.options:
-            # If no full name is close, match the last word, or the initials of a degree.
+            # If no full name is similar, match its last word, or the initials of a parallel degree.
             known = [full for full in self.options if full not in _SET_BY_SCRIPTS]
             last = {full: full.rpartition(".")[2] for full in known}
             keys = nearest(name.rpartition(".")[2], last.values())

@@ -36,7 +36,7 @@ class Point:
     recipe: Recipe | None = None  # the only recipe that uses the point; None for all recipes
     name: str = ""  # suffix for the names of the point's cells
     settings: Settings = field(default_factory=dict)  # settings that override the sweep's
-    prediction: str = ""  # report text: the expected speed, and what a deviation means
+    prediction: str = ""  # text for the report: expected speed, and what a deviation means
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Sweep:
     name: str
     description: str
     recipes: tuple[Recipe, ...]
-    points: tuple[Point, ...] = (Point(),)  # pairs: all combinations, or listed one by one
+    points: tuple[Point, ...] = (Point(),)  # all combinations, or the pairs that the file lists
     baseline: str | None = None  # the baseline's pair, such as `bf16+standard`
     settings: Settings = field(default_factory=dict)
     # Further axes: TorchTitan options, and the values to try for each.
@@ -86,7 +86,8 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             cell = resolve_cell(cell, words)
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
             if cell.name in cells:
-                # Skip a duplicate: recipes share a stand-in, or the command line made pairs equal.
+                # Skip a duplicate: recipes may share a stand-in, and --precision or --ep-backend
+                # may make pairs equal.
                 other, other_point = groups[cell.name]
                 if cell.stand_in_for or (other == group and other_point is not point):
                     continue

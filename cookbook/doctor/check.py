@@ -72,7 +72,7 @@ class Surroundings:
         self.gpus = select_visible(self.installed_gpus, chosen)
         self.has_slurm = self.which("sbatch") is not None
         self.sends_jobs = self.cluster.scheduler == "slurm" if self.cluster else self.has_slurm
-        # Whether a job is about to train here.
+        # Whether this is a node of a job that is about to train.
         self.is_in_job = self.job_folder is not None
         # Whether jobs run on other machines and this machine's kernel has no GPU driver.
         has_driver = self.path("/proc/driver/nvidia").exists()
@@ -92,7 +92,8 @@ class Surroundings:
 
 
 State = Literal["ok", "warning", "problem", "not here"]
-# A state, a finding and, unless the state is ok, a remedy; None if the check does not apply.
+# A check's result: a state, a finding and, unless the state is ok, a remedy; None if the check does
+# not apply.
 Verdict = tuple[State, str] | tuple[State, str, str] | None
 
 

@@ -18,7 +18,7 @@ from cookbook.install.deepep import torch_cuda
 
 GIB = 1024**3
 NETWORK_FILE = "/etc/profile.d/90-nccl-network-vars.sh"
-# The oldest driver branch for each CUDA major version, and the first one for Blackwell.
+# The oldest driver branch that supports each CUDA major version, and the oldest for Blackwell.
 OLDEST_DRIVER = {"12": 525, "13": 580}
 OLDEST_BLACKWELL_DRIVER = 570
 
@@ -45,7 +45,8 @@ def gpus(here: Surroundings) -> Verdict:
     if driver_branch(driver) < oldest:
         return "problem", found, f"this stack needs driver {oldest} or later"
     if here.cluster and here.sends_jobs and (wanted := here.cluster.gpu):
-        # Compare memory: GPU names differ in spelling. Allow 10%: profiles state usable memory.
+        # Compare memory, not names, whose spelling differs. Allow 10%, since profiles state usable
+        # memory.
         sizes = [model.memory_gib for model in models if model.memory_gib]
         differ = [abs(size - wanted.memory_gib) >= 0.1 * wanted.memory_gib for size in sizes]
         fits = len(models) == here.cluster.ranks_per_node
@@ -83,7 +84,7 @@ def _without_gpus(here: Surroundings) -> Verdict:
 
 
 def _promised(here: Surroundings) -> str:
-    """Describe the GPUs of the cluster profile's nodes; empty without a profile."""
+    """Describe the GPUs that the cluster's profile states for a node; empty without a profile."""
     cluster = here.cluster
     if cluster is None:
         return ""

@@ -29,12 +29,12 @@ from cookbook.config.stack import load_stack
 from cookbook.config.validate import missing_here, validation_errors
 from cookbook.observe.failure import find_reason
 
-# The second recipe is here for its attention: its other kernels are those of the first recipe.
+# The second recipe differs in its attention; its other kernels are the same as the first recipe's.
 _RECIPES = {"gpu": ("deepseek_v3_16b", "qwen3_30b_a3b"), "cpu": ("debug", "qwen3_debug")}
 
 
 def prove(cluster: Cluster | None, output: Path | None) -> int:
-    """Check this machine's kernels or, as a job, a cluster node's; return 0 if all are right."""
+    """Check the kernels here or, as a job, on a cluster's node; return 0 if all are correct."""
     if cluster is not None and cluster.scheduler != "local":
         return _prove_on(cluster, output)
     gpus = visible_gpus()
@@ -51,7 +51,7 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
         proved = [(cell.name, train_argv(cell)) for cell, reason in chosen if not reason]
         cells.write_text(json.dumps(proved), encoding="utf-8")
         written = output or folder / "proofs.json"
-        # Rank 0 prints the verdicts. All other output goes to files, read if the ranks exit early.
+        # Rank 0 prints the verdicts. Other output goes to files, in case the ranks exit early.
         redirects = ",".join(f"{rank}:{3 if rank else 2}" for rank in range(ranks))
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -113,7 +113,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     first, second = _RECIPES["gpu" if machine.gpu else "cpu"]
     choices: list[tuple[str, str, str, dict[str, Any]]] = [
         *((first, precision, "standard", {}) for precision in names_in("precision")),
-        # Backends also in MXFP8: there they pad an expert's rows to another multiple than in BF16.
+        # Try backends in MXFP8 too: they then pad an expert's rows to a different multiple.
         *((first, one, backend, {}) for backend, one in product(others, ("bf16", "mxfp8"))),
         (first, "bf16", "standard", flash),
         *((first, "mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in with_tp),
@@ -122,7 +122,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     degrees = {
         DEGREES["tp"]: 1,
         DEGREES["pp"]: 1,
-        # The largest power of two that divides both the rank count and 64, so the expert count too.
+        # The EP degree must divide the rank count and the expert count, which on GPUs is 64 or 128.
         DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
         "training.local_batch_size": 4,
     }

@@ -22,7 +22,7 @@ from cookbook.install.deepep import torch_cuda
 
 FAILED, NOT_NEEDED, TO_DO = 1, 3, 4
 PACKAGE = "flash-attn-4"
-# CUTLASS's DSL has a compiler per CUDA major version and loads the newest the driver supports.
+# CUTLASS's DSL has a compiler per CUDA major version; it loads the newest that the driver supports.
 _COMPILER = "nvidia_cutlass_dsl.dsl_packages.cutlass._mlir._mlir_libs"
 
 

@@ -87,7 +87,7 @@ def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
 
 
 def _train_tokenizer(documents: list[str]) -> str:
-    # Import lazily: the driver and the doctor import this module without the training stack.
+    # Import lazily: `submit.py` and the doctor import this module without the training stack.
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

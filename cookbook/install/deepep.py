@@ -30,7 +30,7 @@ FAILED, IMPOSSIBLE, TO_BUILD = 1, 3, 4
 STAMP = Path(sys.prefix) / ".cookbook" / "deep_ep.json"
 # The first CUDA release whose nvcc can compile for Blackwell.
 BLACKWELL_CUDA = (12, 8)
-# Limit on parallel compilations: each nvcc takes up to 2 GB of memory on a shared login node.
+# Limit on parallel compilations: login nodes are shared, and each nvcc takes up to 2 GB of memory.
 MOST_JOBS = 16
 
 
@@ -56,9 +56,9 @@ def find_nvshmem(path: Sequence[str] = sys.path) -> tuple[Path, str] | None:
 
 class DeepEp(NamedTuple):
     version: str
-    commit: str  # the commit it was built from; empty if pip did not build it from one
+    commit: str  # the commit it was built from; empty if pip did not build it from a commit
     library: Path | None
-    internode: bool  # whether it can send between nodes
+    internode: bool  # whether the library can send between nodes
 
 
 def find_deepep(path: Sequence[str] = sys.path) -> DeepEp | None:
@@ -217,7 +217,7 @@ def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
     libraries = os.environ.get("LIBRARY_PATH"), f"{toolkit.home}/lib64/stubs"
     environment["LIBRARY_PATH"] = ":".join(filter(None, libraries))
     environment.setdefault("MAX_JOBS", str(min(os.cpu_count() or 1, MOST_JOBS)))
-    # Since CUDA 13, nvcc finds cuda/std/tuple by itself, but the host compiler needs its folder.
+    # Since CUDA 13, nvcc finds cuda/std/tuple by itself, but the host compiler must be told where.
     if (cccl := toolkit.home / "include/cccl").is_dir():
         environment["CPATH"] = before(str(cccl), "CPATH")
     # Without NVSHMEM_DIR, DeepEP finds torch's NVSHMEM wheel, whose library names include versions.

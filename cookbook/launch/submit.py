@@ -110,7 +110,7 @@ class CellSlurmExecutor(SlurmExecutor):
 class RunLocalExecutor(LocalExecutor):
     """Run a whole sweep on this machine, as one job that outlives its terminal."""
 
-    # submitit's own process would end with the terminal, and keep the terminal's output open.
+    # submitit would start a process that ends with the terminal and keeps its output open.
     def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
             **os.environ,
@@ -126,7 +126,7 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
         # Start a new session: Ctrl-C in the terminal must not reach the training. Discard the
-        # output, which is also logged: a reader of ours (`| tee`, ssh) would wait for the job.
+        # output, which is also logged: it would keep a pipe (`| tee`, ssh) open until the job ends.
         silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         words = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
         process = subprocess.Popen(words, env=environment, start_new_session=True, **silent)
@@ -137,7 +137,7 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
     """Submit the cells that are not refused; return the ids of their jobs, in the cells' order.
 
     Each cell is its own job; with `one_allocation`, or locally, one job runs the cells in turn.
-    If Slurm refuses a cell (JobError), earlier cells stay queued; it and later cells are `failed`.
+    If Slurm refuses a cell (JobError), earlier cells stay queued; this and later ones are `failed`.
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")
@@ -167,8 +167,8 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
 def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     """Prepare the next attempt of each cell, and submit them; return the job ids.
 
-    The caller must hold the submit lock; this releases it. A cell that could not be submitted gets
-    its old files back.
+    The caller must hold the submit lock, which is released here. A cell that could not be submitted
+    gets its old files back.
     """
     before: dict[CellFolder, dict[Path, bytes]] = {}
     try:

@@ -2,7 +2,7 @@
 
 torchrun writes `error.json` for every rank that raised an exception. Kills, aborts and steps that
 Slurm ended leave none, but print a console line. A rank that has made no progress for long writes
-its stack to `stacks/rank-<r>.txt`; a rank without that file is stopped, gone or still training.
+its stack to `stacks/rank-<r>.txt`; a rank without that file is suspended, dead or still training.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|Connection (?:closed|reset)|Broken pipe|remote process exited|DistBackendError"
         r"|DistNetworkError|Rendezvous\w*Error|Socket Timeout|recvValue|NCCL error"
         r"|CUDA error|uncorrectable ECC|unspecified launch failure"
-        # Reasons that we write if a signal ended the script or its step before it printed anything.
+        # The supervisor's own reasons if a signal ended the script before it printed anything.
         r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$",
     ),
 )
@@ -132,7 +132,8 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
     if not findings:
         return None, False
     sort = min(finding.sort for finding in findings)
-    # A script's last line is its reason; among several errors, the first caused the rest.
+    # A script ends with the line that says why it failed. Of several errors, the first caused the
+    # rest.
     best = [finding for finding in findings if finding.sort == sort]
     _, rank, text = best[-1] if sort == _SCRIPT else best[0]
     text = text if rank is None else f"rank {rank}: {text}"
@@ -235,7 +236,7 @@ _MOST_NAMED = 8
 
 
 def describe_stacks(attempt: Attempt, world: int) -> str | None:
-    """Describe which ranks are silent or differ, and where the others are; None without stacks."""
+    """Say where most ranks hang, and which ranks hang elsewhere or wrote no stack, if any did."""
     places = {
         rank: place
         for rank in range(world)

@@ -50,11 +50,11 @@ class History:
 
     attempts: tuple[AttemptSummary, ...] = ()
     steps_lost: int = 0
-    effective: float | None = None  # time spent in kept steps / time since the first start
+    effective: float | None = None  # share of the time since the first start spent in kept steps
 
     @property
     def lines(self) -> list[str]:
-        """Lines to show the user; empty for a clean single attempt."""
+        """Lines to show the user; empty for a single attempt that has not failed."""
         ended_well = all(one.cause in (None, Cause.FINISHED) for one in self.attempts)
         if ended_well and len(self.attempts) < 2:
             return []
@@ -74,14 +74,14 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     ends = [read_attempt_end(attempt) for attempt in attempts]
     times = [_step_times(attempt, record) for attempt in attempts]
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
-    # For each attempt, the step it resumed from; -1 if it made no step.
+    # For each attempt, the step it resumed from; -1 if it completed no step.
     starts = [
         resumed.get(attempt.number, min((step for step, _ in own if step), default=0) - 1)
         for attempt, own in zip(attempts, times, strict=True)
     ]
     summaries: list[AttemptSummary] = []
     for position, (attempt, end, own) in enumerate(zip(attempts, ends, times, strict=True)):
-        # The step that training resumed from, so this attempt lost its later ones; None: no loss.
+        # The step from which training later resumed: steps after it were lost. None: no step was.
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
             # If `checkpoint.folder` is an absolute path, the cell's path has no effect.

@@ -100,7 +100,7 @@ def parse_step(line: bytes) -> StepMetrics | None:
     values: dict[str, Any] = {}
     for key, value in _VALUE.findall(own):
         values.setdefault(_NAMES[key], float(value.replace(",", "")))
-    # Another line may cut this one off within its last value; one that ends in `mfu` is complete.
+    # Another rank's line may cut off this line's last value, unless this line ends with its `mfu`.
     if "loss" not in values or (others and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", own)):
         return None
     values |= {"time": _time_of(line), "rank": int(ranks[-1]) if ranks else None}
@@ -151,7 +151,7 @@ def lines_of(log: Path) -> Iterator[bytes]:
         yield from file
 
 
-# Read back about 60,000 console lines: 250 steps if all 256 ranks print theirs.
+# Read back about 60,000 console lines: 250 steps if all of 256 ranks print each step.
 _LOOK_BACK_BYTES = 16 << 20
 # The widest sparkline shows this many steps.
 _NUM_RECENT = 20
@@ -210,8 +210,8 @@ class LoadStep:
     step: int
     is_forced: Annotated[bool, Field(validation_alias="forced")]
     layers: tuple[int, ...]
-    busiest_over_mean: tuple[float, ...]  # 1 if balanced; equals MaxVio + 1
-    starved_experts: tuple[int, ...]  # experts with less than a tenth of the mean load
+    busiest_over_mean: tuple[float, ...]  # highest load over the mean: 1 if balanced, MaxVio + 1
+    starved_experts: tuple[int, ...]  # number of experts with less than a tenth of the mean load
 
 
 def collect_router_load(cell: CellFolder) -> list[LoadStep]:

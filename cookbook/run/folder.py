@@ -101,10 +101,10 @@ class Checkpoint:
 
     path: Path
     step: int
-    damage: str | None  # why it is not whole; None if it is
-    states: frozenset[str] = frozenset()  # the PARTS that it contains
+    damage: str | None  # why it is incomplete or damaged; None if it is neither
+    states: frozenset[str] = frozenset()  # those of PARTS that the checkpoint contains
     text_readers: int = 0  # data-parallel ranks with a saved data-loader state
-    is_exported: bool = False  # safetensors files, which can only be a run's initial weights
+    is_exported: bool = False  # whether it is safetensors files, usable only as initial weights
 
 
 def saved_steps(folder: Path) -> list[tuple[int, Path]]:
@@ -115,7 +115,7 @@ def saved_steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def read_checkpoint(step: int, path: Path) -> Checkpoint:
-    """Read which state the checkpoint in `path` contains, and whether it is complete."""
+    """Read which of PARTS the checkpoint in `path` contains, and whether it is complete."""
     if not (path / _METADATA).is_file():
         is_exported = (path / _HUGGING_FACE).is_file()
         damage = None if is_exported else f"has no {_METADATA}, so it was never finished"
@@ -149,7 +149,7 @@ class _Inert:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        # A frozen dataclass with slots pickles its state as a list; no such state is needed here.
+        # A frozen dataclass with slots pickles its fields as a list; none of those is needed here.
         self.__dict__.update(state if isinstance(state, dict) else {})
 
 

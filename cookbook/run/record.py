@@ -38,7 +38,7 @@ class CellRecord:
     published_tokens_per_second_per_gpu: Number | None = None
     published_source: Text | None = None
     baseline: Text | None = None  # the cell that speed-ups are relative to
-    prediction: Text | None = None  # the sweep's text: expected speed, and how to read a deviation
+    prediction: Text | None = None  # the sweep's text: expected speed, and what a deviation means
     repeat_of: Text | None = None  # the cell that this one repeats; `repeat` is then 2 or more
     repeat: Count = 1
     max_restarts: Natural = 3  # restarts of the cell within one job

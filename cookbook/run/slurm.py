@@ -29,9 +29,9 @@ _LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
 _PASSING = re.compile(
     r"contact slurm controller|timed out|zero bytes|temporarily|munge|authentication", re.IGNORECASE
 )
-# squeue truncates fields without a width. The command comes last: it may contain line breaks.
+# squeue truncates fields without a width. The command comes last, since it may have line breaks.
 _FIELDS = "JobID:64|,State:64|,Reason:64|,RestartCnt:64|,Command:4096|"
-# Seconds a user waits for an answer; squeue itself retries for 9 s if the controller is down.
+# Seconds that a user waits for Slurm; squeue itself retries for 9 s if the controller is down.
 PATIENCE_S = 2.5
 _COMMAND_S = 60.0
 
@@ -72,7 +72,7 @@ def sbatch(script: Path, folder: Path) -> str:
         elif _PASSING.search(said):
             said += "; Slurm does not answer now: try again later"
         raise JobError(f"sbatch refused it: {said}")
-    # Federations print `id;cluster`. Warnings go to stderr.
+    # In a Slurm federation, sbatch prints `id;cluster`. Warnings go to stderr.
     job_id = answer.stdout.strip().partition(";")[0]
     if not job_id.isdigit():
         raise JobError(f"sbatch {script}: no job id in its answer {answer.stdout.strip()!r}")
@@ -240,7 +240,7 @@ def _run(
 def _rows(
     answer: subprocess.CompletedProcess[str], columns: int, separator: str | None = None
 ) -> list[list[str]]:
-    """Return the fields of each line that has `columns` of them; none if the command failed."""
+    """Split each line; return those with `columns` fields, or none if the command failed."""
     lines = [] if answer.returncode else answer.stdout.splitlines()
     rows = [line.strip().split(separator, columns - 1) for line in lines]
     return [row for row in rows if len(row) == columns]
@@ -262,7 +262,7 @@ T = TypeVar("T")
 # Slurm may not answer for minutes while its controller restarts or is busy.
 _BUSY_S = 600.0
 _PAUSE_S = 5.0
-# Each task prints this first. A step's time limit counts from the first such line.
+# Each task prints this line first. The Slurm step's time limit counts from the first such line.
 _STARTED = "cookbook: task started"
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
 _GRACE_S = 3.0  # seconds that srun has to end its tasks after SIGTERM

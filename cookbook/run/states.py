@@ -29,16 +29,16 @@ def process_job(pid: int) -> Job:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     started = None
     with contextlib.suppress(OSError):
-        # Fields of proc(5), from the third on. psutil's start times shift when the clock is set.
+        # Fields of /proc/PID/stat, from the third on. psutil's start times shift with the clock.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # A process counts as ended while it frees its memory (PF_EXITING), before it is a zombie.
+        # A process that frees its memory (PF_EXITING) before it becomes a zombie counts as ended.
         is_exiting = fields[0] in "ZX" or int(fields[6]) & 0x4
         started = None if is_exiting else fields[19]
     return Job(str(pid), host=socket.gethostname(), boot=boot, started=started)
 
 
 def is_alive(job: Job) -> bool:
-    """Whether the job's process still runs here: compare boot and start time, as ids are reused."""
+    """Whether the job's process still runs here, by boot and start time, since ids are reused."""
     now = process_job(int(job.job_id))
     return now.started is not None and (now.boot, now.started) == (job.boot, job.started)
 
@@ -154,7 +154,7 @@ def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
 def _settle_end(
     cell: CellFolder, job: str, written: Status, info: slurm.JobInfo | None
 ) -> slurm.JobInfo | None:
-    """Return Slurm's answer or the saved end, whichever is newer; save a final answer."""
+    """Return Slurm's answer or the saved end, whichever is newer; save the answer if final."""
     with contextlib.suppress(InputError):
         kept = read_json_as(slurm.JobInfo, cell.end)
         # A status with more restarts is newer: Slurm requeued the job after the saved end.
@@ -164,7 +164,7 @@ def _settle_end(
         if is_newest and is_same:
             return kept
     if info is not None and info.state not in slurm.WAITING | slurm.ACTIVE:
-        # The disk may be full, or the run may belong to a colleague.
+        # Saving may fail: the disk is full, or the run belongs to a colleague.
         with contextlib.suppress(OSError):
             write_json(cell.end, info)
     return info
@@ -205,7 +205,7 @@ def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, s
     if said.state == status.QUEUED and info.state in slurm.ACTIVE:
         return status.QUEUED, "waits for its turn in the allocation"
     if said.state == status.QUEUED and info.state not in slurm.WAITING | {"CANCELLED"}:
-        # The job's exit status comes from the cells that ran before this one.
+        # This cell never started: the job's exit status comes from the cells before it.
         return status.CANCELLED, f"the allocation ended before its turn ({_in_slurms_words(info)})"
     return merge_slurm_state(written, info)
 

@@ -39,7 +39,7 @@ class Timeouts:
     """How long an attempt may go without a step before it counts as hung.
 
     Attributes:
-        steps: how many usual step times to wait while training; each unlogged step adds one.
+        steps: how many usual step times to wait while training, plus one for each unlogged step.
         more_s: seconds to wait in addition, since a short file-system pause is not a hang.
         start_s: seconds to wait for a new log line before the first steps, since a large model
             compiles for many minutes.
@@ -93,7 +93,8 @@ class StepClock:
         step, before = tail.step, self._step
         is_new_step = step is not None and (before is None or step.step > before.step)
         self._num_looks += is_new_step
-        # Count looks, not steps: fast steps log several in a look, while later ones still compile.
+        # Count looks, not steps: several steps may be logged between two looks, and yet later ones
+        # still compile.
         if self._num_looks > 3 and (usual := step_seconds(tail.recent)) is not None:
             self.usual = usual
         # Any log line counts as progress while no step time is known.
@@ -104,7 +105,7 @@ class StepClock:
 
     @property
     def limit(self) -> float:
-        """Seconds of silence that count as a hang in the present phase."""
+        """Seconds of silence that count as a hang in the current phase."""
         usual, phase, timeouts = self.usual, self._phase, self._timeouts
         if phase is Phase.FINISHING or (phase is Phase.SAVING_CHECKPOINT and usual is None):
             return timeouts.save_s
@@ -112,7 +113,7 @@ class StepClock:
             return timeouts.start_s
         limit = timeouts.steps * usual + timeouts.more_s
         if phase is Phase.SAVING_CHECKPOINT:
-            # Finding earlier saves in the log is slow: do so only once a step's limit is exceeded.
+            # Searching the log for earlier saves is slow: do it only after a step's time limit.
             if self.silent <= limit:
                 return limit
             longest = self._longest_save()

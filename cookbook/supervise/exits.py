@@ -26,7 +26,7 @@ GO_ON = "python submit.py run --resume RUN"
 
 
 class Action(enum.Enum):
-    """What to do after an attempt; RESTART starts a new step in the same allocation."""
+    """What to do after an attempt; RESTART starts a new Slurm step in the same allocation."""
 
     RESTART = "restart"
     REQUEUE = "requeue"
@@ -106,7 +106,7 @@ def decide(
     cause, rule = ends[-1].cause, RULES[ends[-1].cause]
     if cause is Cause.SAVED:
         return Decision(rule.action, "requeued, to go on from there")
-    # `idle`: how many attempts in a row, up to the last, got no further than earlier ones.
+    # `idle`: how many of the last attempts in a row got no further than the attempts before them.
     failures = furthest = idle = 0
     for end in ends:
         step = end.last_step or 0
@@ -133,7 +133,7 @@ def decide(
     return Decision(Action.RESTART, f"restarted {count}")
 
 
-# With less free space, assume that the disk is full: no log line could be written to say so.
+# With less free space than this, assume that the disk was full: the log could not even say so.
 _FULL_DISK_BYTES = 8 << 20
 
 

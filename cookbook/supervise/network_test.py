@@ -1,4 +1,4 @@
-"""Test the network over the real rank groups before training, and find the nodes at fault.
+"""Test the network over training's own rank groups before training; find the nodes at fault.
 
 If the test over all nodes fails, the nodes are tested in pairs. Each node of a failing pair is then
 tested with a node of a passing pair. Each node starts its own ranks:
@@ -51,7 +51,7 @@ class RankGroups:
         return [list(range(start + offset, start + block, stride)) for start, offset in groups]
 
 
-# Nodes whose ranks run the collectives together, in rank order.
+# The nodes, in rank order, whose ranks run the collectives together.
 Team = tuple[str, ...]
 
 

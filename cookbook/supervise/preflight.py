@@ -193,7 +193,7 @@ def _last_words(node: str, end: StepEnd) -> str:
 
 
 def differing(reports: Sequence[Report]) -> dict[str, Fault]:
-    """Return a fault for each node whose packages, files or cards differ from the majority.
+    """Return a fault for each node whose software, files or hardware differ from the majority's.
 
     On a tie the first node's value counts, since the job's script runs on that node.
     """
@@ -241,7 +241,7 @@ def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
 def check_network(job: JobNodes) -> bool:
     """Test the network among the nodes to train on; return False if bad nodes were excluded."""
     record, cluster = job.record, job.cluster
-    # With a container, torch is only in the image, which takes longer to start than the test.
+    # Skip containers: torch is only in the image, which takes longer to start than the test.
     if cluster.bandwidth is None or cluster.container or record.world < 2:
         return True
     names = ("expert_parallel_degree", "expert_tensor_parallel_degree")

@@ -1,4 +1,4 @@
-"""Validate a cell against rules and this environment, for the driver and the job.
+"""Validate a cell against rules and this environment, for `submit.py` and the job.
 
 The rules cover mistakes that TorchTitan detects only once the job runs, or never. Mistakes that it
 detects while it builds the model are left to that build (`check/`).
@@ -187,7 +187,7 @@ def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[t
 
 @rule(HERE)
 def packages(cell: Cell) -> Problems:
-    """Required packages must be installed, unless the job runs in a container with its own."""
+    """Required packages must be installed, unless the job's container has its own packages."""
     if cell.cluster.container is not None:
         return
     needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}

@@ -16,7 +16,7 @@ from cookbook.config.stack import PIPELINING, TORCHTITAN
 # TorchTitan's default number of stages per pipeline rank, by schedule; looped schedules allow more.
 STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 STAGES_PER_RANK |= {"InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
-# Tuples of option, reason, and either the remedy or the values from which to suggest one.
+# Tuples of option, reason, and either a remedy or a list of values from which to suggest one.
 _Problem = tuple[str, str, str | list[int]]
 _BATCH = "training.local_batch_size"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -35,7 +35,7 @@ def layout_findings(options: Options, world: int) -> list[Finding]:
 
 
 def _suggestion(name: str, values: list[int], options: Options, world: int) -> str:
-    """Suggest the nearest of `values` that leaves no error; failing that, none in option `name`."""
+    """Suggest the nearest of `values` without errors, or at least without errors in `name`."""
     sizes = EXCHANGES.get(options[COMM_BACKEND], STANDARD).sizes
     if name == DEGREES["ep"] and sizes:
         values = [value for value in values if value in (1, *sizes)]
@@ -45,7 +45,7 @@ def _suggestion(name: str, values: list[int], options: Options, world: int) -> s
         for value in sorted(values, key=lambda value: (abs(value - options[name]), value))
     }
     nearest_first = sorted(left, key=lambda value: bool(left[value]))
-    # Some value is always left: 1 is among them, and option `name` is never invalid at 1.
+    # One always exists: `values` contains 1, which is never an error in option `name`.
     best = next(value for value in nearest_first if name not in left[value])
     # A value from a YAML file is easiest to override on the command line.
     is_in_file = name in options and ".y" in options.origin(name)
