@@ -37,7 +37,7 @@ class JobError(Exception):
 
 @contextlib.contextmanager
 def named_at(place: str) -> Iterator[None]:
-    """In this block, make errors about an unknown name start with `place`, where it was read."""
+    """Make the block's errors about an unknown name start with `place`, where the name was read."""
     try:
         yield
     except InputError as error:
@@ -95,7 +95,7 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     after an interrupt, and 0 if the reader of standard output closed the pipe (`| head`).
     """
     if sys.stdout is None:
-        # The caller has closed standard output.
+        # The process was started with standard output closed.
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         # In an ASCII locale, print `?` for other characters instead of failing with a traceback.

@@ -180,7 +180,7 @@ def _read_lengths() -> dict[str, list[float]]:
 
 
 def _key(sources: Sequence[TextSource], text_key: str, tokenizer: Path) -> str:
-    """Return the key for recorded lengths: a digest of all arguments, file sizes and mtimes."""
+    """Return the key of recorded lengths: a digest of the arguments, file sizes and mtimes."""
     total = sum(source.weight for source in sources)
     known = [text_key, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     for source in sources:

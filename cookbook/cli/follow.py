@@ -91,7 +91,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         if not ended and time.monotonic() - asked >= POLL_S[run.scheduler]:
             asked = time.monotonic()
             ended = _state(run, cell).has_ended
-        # Look for a requeued cell's new log before printing: if there is one, the old is complete.
+        # Look for a requeued cell's new log before printing: if it exists, the old one is complete.
         newest = cell.newest_log()
         if log is not None:
             offset = _print_from(log, offset)

@@ -149,7 +149,7 @@ def new(arguments: argparse.Namespace) -> int:
         raise InputError(shown_path(target), "exists already", "choose another name")
     text = find_file(kind, arguments.source).read_text(encoding="utf-8")
     if kind == "":
-        # `name` is the prefix of cells' names. Quote it: an unquoted `1e5` or `true` is no string.
+        # `name` is the prefix of cells' names. Quote it: unquoted, `1e5` or `true` is not a string.
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
     # A copy has no published numbers or synonyms: drop such a key and the comment above it.
     block = r"(?m)^(?:#[^\n]*\n)*(?:published|synonyms):[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"

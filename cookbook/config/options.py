@@ -41,7 +41,7 @@ class Options:
         return {name: setting.value for name, setting in self.settings.items()}
 
     def override(self, *layers: Settings) -> "Options":
-        """Return these options with `layers` laid over them; later layers win."""
+        """Return these options, overridden by each of the settings in `layers`; later ones win."""
         over = {name: setting for layer in layers for name, setting in layer.items()}
         return Options(self.stack, {**self.settings, **over})
 
@@ -83,7 +83,7 @@ class Layout:
     world: int
     pp: int
     dp_replicate: int
-    # A configured -1 (all remaining ranks) is resolved here, to 0 if other degrees leave no ranks.
+    # A configured -1 means all remaining ranks; it is resolved here, to 0 if no ranks remain.
     dp_shard: int
     cp: int
     tp: int

@@ -139,7 +139,7 @@ EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8, _DEEPEP)
 
 
 def implied(options: Options) -> dict[str, str]:
-    """Return the dispatch and the formats of grouped GEMMs and linear layers in `options`."""
+    """Return the dispatch, grouped-GEMM format and linear-layer format that `options` enable."""
     formats = {
         "grouped_gemms": {
             "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],

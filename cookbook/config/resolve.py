@@ -21,7 +21,7 @@ from cookbook.run.record import CellRecord
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
     """Append `words` to a merged cell's name; complete and validate the cell."""
     name = "-".join([cell.name, *words])
-    # A folder's name may have at most 255 bytes. A run's folder is created under a longer name.
+    # A folder's name may have at most 255 bytes; a new run's folder has a longer, temporary name.
     if len(name) > 200:
         found = f"its name has {len(name)} characters, allowed: 200"
         raise InputError(f"cell {name[:40]}...", found, "vary less, or shorten the names")
@@ -158,7 +158,7 @@ def this_machine(
     return Cluster(
         name="this machine",
         description="the machine that this runs on",
-        # Not `local`: that scheduler would replace large recipes with their stand-ins.
+        # The scheduler is not `local`, which would replace large recipes with their stand-ins.
         scheduler="slurm",
         settings={},
         path=Path(__file__),

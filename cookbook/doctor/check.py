@@ -137,7 +137,7 @@ class Check:
 PASSING_H = 1.0  # hours to exclude a node for a temporary fault
 HARDWARE_H = 24.0  # hours to exclude a node for broken hardware
 
-# In report order: modules as imported by `doctor/__init__.py`, and in a module as defined.
+# The checks in report order: by `doctor/__init__.py`'s imports, then by position in the module.
 CHECKS: list[Check] = []
 
 

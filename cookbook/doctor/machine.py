@@ -299,7 +299,7 @@ def disk(here: Surroundings) -> Verdict:
 
 @check("scratch", local=True, node_hours=PASSING_H)
 def scratch(here: Surroundings) -> Verdict:
-    """Check the space in /tmp and /dev/shm for compilers' and worker processes' files.
+    """Check that /tmp and /dev/shm have space for the files of compilers and worker processes.
 
     NCCL uses a segment of /dev/shm per pair of ranks, but containers often have only 64 MiB there.
     """

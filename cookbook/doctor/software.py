@@ -253,7 +253,7 @@ def partition(here: Surroundings) -> Verdict:
 
 @check("left out")
 def excluded_nodes(here: Surroundings) -> Verdict:
-    """List the nodes that new jobs exclude because they failed an earlier one."""
+    """List the nodes that new jobs exclude because they failed an earlier job's checks."""
     if not here.has_slurm:
         return None
     try:

@@ -87,7 +87,7 @@ class CannotBuildError(Exception):
 
 
 class Toolkit(NamedTuple):
-    """A CUDA toolkit with compiler and headers, e.g. in /usr/local/cuda-12.8, release (12, 8)."""
+    """A CUDA toolkit with compiler and headers, such as release (12, 8) in /usr/local/cuda-12.8."""
 
     home: Path
     release: tuple[int, int]

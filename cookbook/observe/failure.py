@@ -176,7 +176,7 @@ def _exception(text: str, rank: str | None, sort: int) -> _Finding:
 
 
 def _read_console(log: Path) -> list[_Finding]:
-    """Return the lines that may be the reason, in order; at most one exception per rank."""
+    """Return the lines that may explain the failure, in order; at most one exception per rank."""
     findings: list[_Finding] = []
     exceptions: dict[str | None, int] = {}
     in_traceback: set[str | None] = set()
@@ -236,7 +236,7 @@ _MOST_NAMED = 8
 
 
 def describe_stacks(attempt: Attempt, world: int) -> str | None:
-    """Say where most ranks hang, and which ranks hang elsewhere or wrote no stack, if any did."""
+    """Say where most ranks hang and which differ or left no stack; None if no rank left a stack."""
     places = {
         rank: place
         for rank in range(world)

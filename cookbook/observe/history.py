@@ -81,7 +81,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     ]
     summaries: list[AttemptSummary] = []
     for position, (attempt, end, own) in enumerate(zip(attempts, ends, times, strict=True)):
-        # The step from which training later resumed: steps after it were lost. None: no step was.
+        # Training later continued from this step and lost the steps after it; None if it lost none.
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
             # If `checkpoint.folder` is an absolute path, the cell's path has no effect.

@@ -49,7 +49,7 @@ class StepMetrics:
     mfu: float | None = None  # percent of the GPU's BF16 peak
     time: float | None = None  # seconds since the epoch
     validation_loss: float | None = None
-    skipped_steps: float | None = None  # this attempt's steps with non-finite gradients so far
+    skipped_steps: float | None = None  # attempt's number of steps with non-finite gradients
     rank: int | None = None  # global rank; None for a console line without a `[rank0]:` prefix
     attempt: int = 0
 
@@ -210,7 +210,7 @@ class LoadStep:
     step: int
     is_forced: Annotated[bool, Field(validation_alias="forced")]
     layers: tuple[int, ...]
-    busiest_over_mean: tuple[float, ...]  # highest load over the mean: 1 if balanced, MaxVio + 1
+    busiest_over_mean: tuple[float, ...]  # busiest expert's load / mean load (MaxVio + 1)
     starved_experts: tuple[int, ...]  # number of experts with less than a tenth of the mean load
 
 

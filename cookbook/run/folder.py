@@ -103,7 +103,7 @@ class Checkpoint:
     step: int
     damage: str | None  # why it is incomplete or damaged; None if it is neither
     states: frozenset[str] = frozenset()  # those of PARTS that the checkpoint contains
-    text_readers: int = 0  # data-parallel ranks with a saved data-loader state
+    text_readers: int = 0  # number of data-parallel ranks with a saved data-loader state
     is_exported: bool = False  # whether it is safetensors files, usable only as initial weights
 
 

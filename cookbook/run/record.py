@@ -41,7 +41,7 @@ class CellRecord:
     prediction: Text | None = None  # the sweep's text: expected speed, and what a deviation means
     repeat_of: Text | None = None  # the cell that this one repeats; `repeat` is then 2 or more
     repeat: Count = 1
-    max_restarts: Natural = 3  # restarts of the cell within one job
+    max_restarts: Natural = 3  # maximum number of restarts of the cell within one job
     environment: Words = field(default_factory=Words)
     options: dict[str, Any] = field(default_factory=dict)  # TorchTitan's options, by dotted name
     # Paths of the user's own YAML files, by `recipe`, `cluster`, ...; the rest are in `recipes/`.

@@ -299,7 +299,7 @@ def run_step(
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
-    """Run `python -m module question` on each node; stop `limit_s` after the first task starts."""
+    """Run `python -m module question` on each node, for `limit_s` seconds once the first starts."""
     venv = os.environ.get("VENV")
     python = f"{venv}/bin/python" if venv else sys.executable
     cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE") or "1"
@@ -307,7 +307,7 @@ def run_step(
         *("srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"),
         *(f"--nodelist={','.join(nodes)}", f"--cpus-per-task={cpus}"),
         "--export=ALL",  # without it, `sbatch --export=NONE` would leave the tasks no environment
-        "--overlap",  # a step that hangs on a bad node must not block the next step
+        "--overlap",  # a Slurm step that hangs on a bad node must not block the next one
         # If one node fails, the others must still answer.
         *("--kill-on-bad-exit=0", "--wait=0", "--input=none", "--quit-on-interrupt"),
         *("sh", "-c", f'echo "{_STARTED}"; exec "$@"', "sh", python, "-m", module, question),

@@ -141,7 +141,7 @@ class Cause(enum.StrEnum):
     ERROR = "error"
     SAVED = "saved"  # saved a checkpoint and exited on request (time limit, preemption)
     TOO_LATE = "too late"  # did not exit in time after a request to stop
-    STOPPED = "stopped"  # by the user, a time limit, a preemption or a requeue; see the reason
+    STOPPED = "stopped"  # stopped by the user, a time limit, a preemption or a requeue
     CUT_SHORT = "cut short"  # the supervisor was killed or its node lost, so no end was recorded
 
 

@@ -82,7 +82,7 @@ class StepClock:
         self._step: StepMetrics | None = None
         self._phase: Phase | None = None
         self._looked_at: float | None = None
-        self._num_looks, self.silent = 0, 0.0  # looks with a new step; seconds without progress
+        self._num_looks, self.silent = 0, 0.0  # looks that found new steps; idle seconds
 
     def look(self, tail: Tail, lines: Sequence[bytes], now: float) -> None:
         """Update the clock; call this after each `tail.read()`, with the `lines` it returned."""

@@ -34,7 +34,7 @@ _PORTS = range(31000, 32700)
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The layout of the ranks; `stride` is the distance between the ranks of an EP group."""
+    """The layout of the ranks; `stride` is the distance between neighbors in an EP group."""
 
     ranks_per_node: int
     device: str
@@ -97,7 +97,7 @@ def test_bandwidth(nodes: Sequence[str], groups: RankGroups) -> NetworkVerdict:
 
 
 def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
-    """Return the bad nodes among three or more; None if all pairs fail."""
+    """Return the bad nodes among three or more nodes; None if all pairs fail."""
     teams: list[Team] = [tuple(nodes[start : start + 2]) for start in range(0, len(nodes) - 1, 2)]
     if len(nodes) % 2:
         teams[-1] += (nodes[-1],)

@@ -226,7 +226,7 @@ def skewed(ahead: Mapping[str, float]) -> dict[str, Fault]:
 
 
 def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
-    """Return the fault that more than half of the nodes share (at least two); None if none.
+    """Return a fault that more than half of the nodes share, and at least two; else None.
 
     The cluster, the profile or the job causes such a fault; excluding its nodes would empty the
     cluster.

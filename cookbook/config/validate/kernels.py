@@ -110,7 +110,7 @@ def mxfp8_hardware(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_MX)
 def mxfp8_linear_compiles(cell: Cell) -> Problems:
-    """TorchAO's SM100 casts do not compile under TP; emulated casts, plain PyTorch code, do."""
+    """TorchAO's SM100 casts do not compile under TP, unlike emulated casts (plain PyTorch)."""
     name = "quantize.linear.mx"
     is_native = name in cell.options["model.converters"] and not cell.options[f"{name}.emulate"]
     if is_native and cell.is_compiled and cell.layout.tp > 1:
@@ -122,7 +122,7 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
 @rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
 def flash_attention(cell: Cell) -> Problems:
     capability, have = _gpu_of(cell)
-    # FlashAttention-4 needs Hopper (9) or data-center Blackwell (10); the CPU (0) runs a reference.
+    # FlashAttention-4's compute capabilities: 9 Hopper, 10 data-center Blackwell, 0 CPU reference.
     if cell.uses_flash_attention and int(capability) not in (0, 9, 10):
         reason = "FlashAttention-4 needs a GPU of compute capability 9.x (H100, H200) or 10.x "
         yield ATTENTION, f"{reason}(B200), {have}", f"set {ATTENTION}=flavor"

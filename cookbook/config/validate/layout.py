@@ -112,7 +112,7 @@ def _undivided(short: str, degree: int, total: int, things: str) -> list[_Proble
 
 
 def _degrees(layout: Layout) -> Iterator[_Problem]:
-    """Yield the first problem with the parallel degrees that does not depend on the model."""
+    """Yield the first problem that the parallel degrees would have with any model."""
     product = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
     # TorchTitan forms EP groups from the ranks of DP shard and CP, and of TP too if ETP is 1.
     ranks = layout.dp_shard * layout.cp * layout.tp
@@ -167,7 +167,7 @@ def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Prob
 
 
 def less_layers(options: Options) -> tuple[int, int]:
-    """Return how many layers the first and last stage give up for embedding and output."""
+    """Return how many fewer layers the first and last stages get, due to embedding and output."""
     section = "parallelism.pipeline_parallel"
     first, last = (options[f"{section}_{end}_stage_less_layers"] for end in ("first", "last"))
     return first, last

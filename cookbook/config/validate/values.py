@@ -197,7 +197,7 @@ def formats(cell: Cell) -> Problems:
     if options[in_hf] and not options[alone]:
         yield alone, "is false, and published weights hold the model alone", "set it to true"
     if options[save] and model:
-        # FP32 size in GB of the routed experts' weights, nearly all the weights of a large model.
+        # FP32 size in GB of the routed experts' weights: nearly all of a large model's weights.
         layers = model.n_layers - model.n_dense_layers
         size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9
         # Rank 0 writes all weights. The other ranks wait in a collective, which may time out.
