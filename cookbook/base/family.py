@@ -51,8 +51,6 @@ class Model(Sizes):
 
 @dataclass(frozen=True)
 class Family:
-    """A model family that the cookbook trains."""
-
     name: str
     title: str  # the family's name in messages
     flavors: Mapping[str, Model]

@@ -175,7 +175,6 @@ def _resume(arguments: argparse.Namespace) -> int:
     try:
         if not (cells := _resumable(run, folders, arguments)):
             return 1
-        # Import lazily: a dry run must not wait for submitit.
         from cookbook.launch.submit import resume_cells
 
         job_ids = resume_cells(run, cells)

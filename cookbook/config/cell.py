@@ -125,7 +125,6 @@ class Cell:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the model's layers are compiled."""
         components = self.options["compile.components"]
         return bool(self.options["compile.enable"] and "model" in components)
 

@@ -170,7 +170,6 @@ def load_cluster(name: str) -> Cluster:
 
 
 def cluster_from_record(record: CellRecord) -> Cluster:
-    """Return the cluster profile stored in the cell's record."""
     return _read_cluster(YamlFile(Path(f"{record.cluster}.yaml"), record.profile, {}, {}))
 
 

@@ -304,7 +304,6 @@ class Recipe:
 
 @functools.cache
 def load_recipe(name: str) -> Recipe:
-    """Read a recipe by name or path."""
     path = find_file("", name)
     file = read_yaml(path)
     if "recipes" in file.content:

@@ -168,7 +168,6 @@ class _File:
 
 
 def load_sweep(name: str) -> Sweep:
-    """Read a sweep by name or path."""
     path = find_file("sweep", name)
     file = read_yaml(path)
     if "recipes" not in file.content and "nodes" in file.content:

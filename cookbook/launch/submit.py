@@ -95,7 +95,6 @@ class CellSlurmExecutor(SlurmExecutor):
             *(f"#SBATCH {option_word(option, value)}" for option, value in options.items()),
             "export SUBMITIT_EXECUTOR=slurm",
             f"export PYTHONPATH={shlex.quote(python_path())}",
-            # The job uses the virtual environment of its submitter.
             f"export VENV={shlex.quote(sys.prefix)}",
             # exec, so that Slurm's signals reach the supervisor instead of a shell.
             f"exec {command}\n",

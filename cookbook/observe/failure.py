@@ -111,7 +111,6 @@ def find_reason(attempt: Path) -> str | None:
 
 
 def cause_of(reason: str) -> Cause:
-    """Classify the failure that a reason describes."""
     return next((cause for cause, form in _CAUSES if re.search(form, reason)), Cause.ERROR)
 
 

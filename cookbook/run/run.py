@@ -202,7 +202,6 @@ def take_submit_lock(folder: Path) -> None:
 
 
 def release_submit_locks() -> None:
-    """Release every submit lock that this process holds."""
     while _held:
         os.close(_held.pop())
 

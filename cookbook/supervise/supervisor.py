@@ -223,7 +223,6 @@ class Supervisor:
         try:
             prepare(cell, attempt, record)
             if "WANDB_RUN_ID" not in os.environ:
-                # All attempts of a cell share one Weights & Biases run.
                 if not cell.wandb_id.exists():
                     write_whole(cell.wandb_id, secrets.token_hex(6))
                 environment |= {"WANDB_RUN_ID": cell.wandb_id.read_text(), "WANDB_RESUME": "allow"}
