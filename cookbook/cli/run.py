@@ -103,7 +103,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> Run | int:
-    """Print the plan and submit the cells; return the run to watch, or the exit status if none."""
+    """Print the plan and submit the cells; return the run to watch, or else the exit status."""
     judged, cluster = judged_cells(name, cells, arguments), cells[0].cluster
     cells = in_rounds(judged, arguments.repeat)
     accepted = [cell.name for cell in cells if not cell.refused]

@@ -232,7 +232,7 @@ def seconds_of(limit: str) -> int | None:
     if match is None:
         return None
     days, parts = match[1], [int(part) for part in match[2].split(":")]
-    # The first number after any days means hours if days or three numbers are given, else minutes.
+    # With days or three numbers, the first number after the days is hours; otherwise, minutes.
     if days is None and len(parts) < 3:
         parts.insert(0, 0)
     hours, minutes, seconds = [*parts, 0, 0][:3]

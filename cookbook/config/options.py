@@ -46,7 +46,7 @@ class Options:
         return Options(self.stack, {**self.settings, **over})
 
     def origin(self, name: str) -> str:
-        """Return the start of a message about `name`: where it was set, and then always `name`."""
+        """Return where `name` was set, as the start of a message; it always ends with `name`."""
         place = self.settings[name].origin if name in self.settings else name
         return place if place.endswith(name) else f"{place}: {name}"
 

@@ -46,7 +46,7 @@ class Sweep:
     name: str
     description: str
     recipes: tuple[Recipe, ...]
-    points: tuple[Point, ...] = (Point(),)  # all combinations, or the pairs that the file lists
+    points: tuple[Point, ...] = (Point(),)  # the pairs of precision and EP backend to train
     baseline: str | None = None  # the baseline's pair, such as `bf16+standard`
     settings: Settings = field(default_factory=dict)
     # Further axes: TorchTitan options, and the values to try for each.

@@ -1,4 +1,4 @@
-"""The doctor's command line: check whether this machine is ready for this stack; name remedies.
+"""The doctor's command line: reports whether this machine is ready for this stack, with remedies.
 
     python -m cookbook.doctor [--cluster soperator-b200] [--json]
     python -m cookbook.doctor --numerics [--cluster soperator-b200] [--output FILE]

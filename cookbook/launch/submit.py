@@ -136,7 +136,7 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
     """Submit the cells that are not refused; return the ids of their jobs, in the cells' order.
 
     Each cell is its own job; with `one_allocation`, or locally, one job runs the cells in turn.
-    If Slurm refuses a cell (JobError), earlier cells stay queued; this and later ones are `failed`.
+    If Slurm refuses a cell (JobError), earlier cells stay queued; that cell and later ones fail.
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")

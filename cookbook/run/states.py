@@ -29,7 +29,7 @@ def process_job(pid: int) -> Job:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     started = None
     with contextlib.suppress(OSError):
-        # Fields of /proc/PID/stat, from the third on. psutil's start times shift with the clock.
+        # /proc/PID/stat from its third field on. psutil's start times shift when the clock is set.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # A process that frees its memory (PF_EXITING) before it becomes a zombie counts as ended.
         is_exiting = fields[0] in "ZX" or int(fields[6]) & 0x4

@@ -82,7 +82,7 @@ class StepClock:
         self._step: StepMetrics | None = None
         self._phase: Phase | None = None
         self._looked_at: float | None = None
-        self._num_looks, self.silent = 0, 0.0  # looks that found new steps; idle seconds
+        self._num_looks, self.silent = 0, 0.0  # looks that saw a new step; seconds without progress
 
     def look(self, tail: Tail, lines: Sequence[bytes], now: float) -> None:
         """Update the clock; call this after each `tail.read()`, with the `lines` it returned."""
@@ -113,7 +113,7 @@ class StepClock:
             return timeouts.start_s
         limit = timeouts.steps * usual + timeouts.more_s
         if phase is Phase.SAVING_CHECKPOINT:
-            # Searching the log for earlier saves is slow: do it only after a step's time limit.
+            # Searching the log for earlier saves is slow: do it only once a step is overdue.
             if self.silent <= limit:
                 return limit
             longest = self._longest_save()

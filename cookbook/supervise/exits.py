@@ -133,7 +133,7 @@ def decide(
     return Decision(Action.RESTART, f"restarted {count}")
 
 
-# With less free space than this, assume that the disk was full: the log could not even say so.
+# With less free space than this, assume that the disk was full: a full disk cannot log that.
 _FULL_DISK_BYTES = 8 << 20
 
 

@@ -241,7 +241,7 @@ def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
 def check_network(job: JobNodes) -> bool:
     """Test the network among the nodes to train on; return False if bad nodes were excluded."""
     record, cluster = job.record, job.cluster
-    # Skip containers: torch is only in the image, which takes longer to start than the test.
+    # Skip the test with a container: only its image has torch, and takes longer to start.
     if cluster.bandwidth is None or cluster.container or record.world < 2:
         return True
     names = ("expert_parallel_degree", "expert_tensor_parallel_degree")

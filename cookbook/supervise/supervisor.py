@@ -35,7 +35,7 @@ from cookbook.supervise.resume_point import prepare
 _POLL_S = 2.0
 # Seconds to wait for Slurm to end a requeued job, which it normally does at once.
 _REQUEUE_S = 120.0
-# Seconds to wait before the next attempt if the disk is full, lest it fail at once again.
+# Seconds to wait before the next attempt if the disk is full: the attempt may fail at once.
 _FULL_DISK_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MOST_SPAWNS = 5

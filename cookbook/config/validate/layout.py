@@ -35,7 +35,7 @@ def layout_findings(options: Options, world: int) -> list[Finding]:
 
 
 def _suggestion(name: str, values: list[int], options: Options, world: int) -> str:
-    """Suggest the nearest of `values` without errors, or at least without errors in `name`."""
+    """Suggest the nearest of `values` that causes no errors, or at least none in option `name`."""
     sizes = EXCHANGES.get(options[COMM_BACKEND], STANDARD).sizes
     if name == DEGREES["ep"] and sizes:
         values = [value for value in values if value in (1, *sizes)]
