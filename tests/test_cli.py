@@ -132,7 +132,7 @@ def test_a_dry_run_submits_nothing_and_shows_the_plan(runs: Path) -> None:
     answer = submit("sweep", "matrix", "--dry-run", "--cluster", "local", runs=runs)
     # DeepEP's cells are refused.
     assert (answer.status, answer.stderr) == (1, "")
-    assert "looked at: the rules, this environment; not: TorchTitan's build" in answer.stdout
+    assert "checked: the rules, this environment; not checked: TorchTitan's build" in answer.stdout
     assert "deepseek_v3_671b is too large here" in answer.stdout
     assert "its stand-in debug runs instead" in answer.stdout
     for cell in ("bf16-standard", "bf16-deepep", "mxfp8-standard", "mxfp8-deepep"):

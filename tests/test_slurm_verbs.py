@@ -42,7 +42,7 @@ def test_check_line_asks_slurm(
     done = check_line(checkout, "sbatch", *options, "train_671b.sh")
     assert done.returncode == (1 if refusal else 0), done.stderr
     assert ("sbatch refuses it: " in done.stderr) == bool(refusal) and refusal in done.stderr
-    assert refusal or "looked at: the rules, this environment, Slurm" in done.stderr
+    assert refusal or "checked: the rules, this environment, Slurm" in done.stderr
     assert not slurm.run("squeue", "--noheader").stdout
 
 

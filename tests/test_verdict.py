@@ -138,7 +138,7 @@ def test_what_is_missing_refuses_where_the_job_would_run_here(
     # The job's script starts its Python.
     monkeypatch.setenv("VENV", "/nowhere")
     assert "VENV" in {one.option for one in judge(cell).here or ()}
-    assert verdict.parts == "looked at: the rules, this environment; not: TorchTitan's build"
+    assert verdict.parts == "checked: the rules, this environment; not checked: TorchTitan's build"
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ _CHECKS = (
     'if [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]]; then',
     'exec "${VENV}/bin/python" -m cookbook.supervise "${CELL_DIR}" --script="${SCRIPT}" \\',
 )
-_SEEN = "looked at: the rules, this environment"
+_SEEN = "checked: the rules, this environment"
 
 
 def check_line(arguments: argparse.Namespace) -> int:
@@ -304,12 +304,12 @@ def check_line(arguments: argparse.Namespace) -> int:
         print(f"submit.py: {script} would exit with status {status}", file=sys.stderr)
         return 1
     if runner == "bash" or not node_groups():
-        print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
+        print(f"{_SEEN}; not checked: TorchTitan's build, Slurm", file=sys.stderr)
         return 0
     if (refusal := refusal_of([*typed, *command], variables)) is not None:
         print(f"submit.py: sbatch refuses it: {refusal}", file=sys.stderr)
         return 1
-    print(f"{_SEEN}, Slurm; not: TorchTitan's build", file=sys.stderr)
+    print(f"{_SEEN}, Slurm; not checked: TorchTitan's build", file=sys.stderr)
     return 0
 
 

@@ -266,5 +266,5 @@ class Verdict:
     def parts(self) -> str:
         """Text that says which parts were checked and which were not."""
         if self.built is None:
-            return "looked at: the rules, this environment; not: TorchTitan's build"
-        return "looked at: the rules, TorchTitan's build, this environment"
+            return "checked: the rules, this environment; not checked: TorchTitan's build"
+        return "checked: the rules, TorchTitan's build, this environment"
