@@ -214,6 +214,10 @@ class SlurmCluster:
         self._spawn("munged", munged)
         self._until(self._munge_socket.exists, 10, "munged")
 
+    def stop_munge(self) -> None:
+        self._kill("munged")
+        self._munge_socket.unlink(missing_ok=True)
+
     def node_states(self) -> dict[str, str]:
         """Return each node's short state, such as `idle`, `alloc` or `down*`."""
         lines = self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
