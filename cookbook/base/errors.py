@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-# What a name can refer to. The error for an unknown name at first has one of these as its `place`;
-# `named_at` replaces it with the place where the name was read.
+# The error for an unknown name is raised with one of these as its `place`, because the loader does
+# not know where the name was written. `named_at` knows, and corrects the `place`.
 _KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
 
 
@@ -37,7 +37,7 @@ class JobError(Exception):
 
 @contextlib.contextmanager
 def named_at(place: str) -> Iterator[None]:
-    """Make the block's errors about an unknown name start with `place`, where the name was read."""
+    """Make unknown-name errors in the `with` block start with `place`, where the name was read."""
     try:
         yield
     except InputError as error:
@@ -51,7 +51,7 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
     written = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), written, n=count, cutoff=0.6)
     if not close and len(name) > 2:
-        # Match substrings: `name` may be a recipe's short name, or a path without its suffix.
+        # Match substrings: `name` may be part of a known name, or a path that contains one.
         close = [one for one in written if name.lower() in one or one in name.lower()][:count]
     return [written[one] for one in close]
 
@@ -126,6 +126,6 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        # Python flushes stdout again at exit. Redirect it, or a second failure changes the status.
+        # Python flushes stdout again at exit. A failure there would change the exit status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status

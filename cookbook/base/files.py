@@ -31,7 +31,7 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, across all machines that share it; the file remains."""
+    """Hold an exclusive lock on the file `path`, on all machines that share it; never delete it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         # Continue unlocked: some shared file systems have no locks.

@@ -121,8 +121,8 @@ Natural = Annotated[int, Field(strict=True, ge=0)]
 Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Texts = tuple[Text, ...]
 Numbers = dict[str, Annotated[float, Field(strict=True)]]
-# Environment variables or sbatch options. Numbers keep their spelling (`3.10`, not 3.1), except in
-# a profile stored in a run's record: there the spelling is lost, so pydantic makes them strings.
+# Environment variables or sbatch options. A number in a YAML file keeps its spelling (`3.10`, not
+# 3.1). A run's record has only the parsed number, which pydantic turns into a string.
 Words = dict[str, str | Flag]
 
 # Descriptions of the allowed values, by the type of pydantic's error.
@@ -148,7 +148,7 @@ def fill(
 ) -> T:
     """Make a `cls` from the mapping in `file` at the path `within`, and from the fields `given`.
 
-    The mapping may not set fields in `given`. Keys in `beside` are ignored; `a` also covers `a.b`.
+    The mapping may not set fields in `given`. Ignore each key `a` in `beside`, and keys like `a.b`.
     """
     fields = {
         field.metadata.get("key", field.name): field.name
