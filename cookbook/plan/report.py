@@ -87,7 +87,7 @@ def render_json(
     stops: Sequence[Stop] = (),
     rejected: Sequence[str] = (),
 ) -> str:
-    """Return the search's results as JSON; `rejected`: why no layout has a requested value."""
+    """Return the results as JSON; `rejected`: requested values that no layout has, and why."""
     walk = [
         {
             "changed": stop.changed,
@@ -120,7 +120,7 @@ def render_text(
     total: int,
     rejected: Sequence[str] = (),
 ) -> str:
-    """Tabulate the recipe's layout and the `best` fastest layouts; add published numbers."""
+    """Tabulate the recipe's layout and the fastest `best` layouts; compare published throughput."""
     counts, ranked = found.counts(), found.ranked()
     cut = " (interrupted)" if found.interrupted else ""
     rows = [_HEAD, *([_row("recipe", recipe, None)] if recipe else [])]
@@ -204,15 +204,15 @@ def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
             words, box = f"{gpu.memory_gib:g} GiB, the card", {"ha": "right", "va": "bottom"}
             axes.text(gpu.memory_gib, 1, words, box, transform=axes.get_xaxis_transform())
         small = {"fontsize": 9, "linespacing": 1.4}
-        # The legend hides few points at the lower right: slow layouts rarely need much memory.
+        # Put the legend at the lower right: few layouts are both slow and large in memory.
         axes.text(0.95, 0.02, "\n".join(names), small, transform=axes.transAxes, ha="right")
         axes.set(xlim=(0, None), ylim=(0, None))
 
     return draw_figure("plan", 4.6, paint)["svg"].decode()
 
 
-# Fields of the base recipe not to copy: they are written separately or, like published numbers,
-# do not apply to the new layout.
+# The new recipe does not copy these fields of the base recipe. Most are written separately.
+# Published numbers are left out, because they were measured with another layout.
 _NOT_KEPT = {"name", "short_name", "description", "nodes", "precision", "ep_backend"}
 _NOT_KEPT |= {"settings", "path", "published"}
 

@@ -132,7 +132,7 @@ def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
 
 _OVERLAYS = "precision and EP backend"
 # The order of a walk: changes that free memory come first, since a larger batch or less
-# recomputation may fit only after them. Options in no group change along with the EP backend.
+# recomputation may fit only after them. An option in no group changes along with the EP backend.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
     _OVERLAYS: (),

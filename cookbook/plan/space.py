@@ -41,13 +41,12 @@ def _saving(*operators: str) -> dict[str, Any]:
     return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
 
 
-# Options to reset in each recomputation mode, in which the rules refuse all other values.
+# For each recomputation mode: the options without effect in that mode, at the only valid value.
 _RESETS: dict[str, dict[str, Any]] = {
     "full": {SAVE_LIST: []},
     "none": {SAVE_LIST: [], LAYERS_KEPT: 0},
     "memory_budget": {SAVE_LIST: [], LAYERS_KEPT: 0},
 }
-# The recomputation variants to try, each a set of options.
 RECOMPUTATION: tuple[dict[str, Any], ...] = (
     {_MODE: "full", **_RESETS["full"]},
     _saving("attention", "communication"),
@@ -63,10 +62,10 @@ _WORKER: dict[str, Any] = {
     "training.dataloader.persistent_workers": True,
 }
 OVERLAYS = ("precision", "ep_backend")
-# Local batch sizes to try without a pipeline, and with one (then also the recipe's own).
+# Local batch sizes to try without a pipeline and with one. A pipeline also tries the recipe's own.
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
-# To explain why no layout has a requested value, count the errors of at most this many layouts.
+# To explain why a requested value makes all layouts invalid, look at no more layouts than this.
 _MOST_ASKED = 500
 
 
@@ -250,6 +249,6 @@ def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
     ) or Counter((one.option, str(one)) for one in validation_errors(alone))
     if not found:
         return "", "no layout has room for it"
-    # An error about the option itself explains more than errors about other options.
+    # Prefer an error about the option itself, then the most frequent error.
     culprit, reason = max(found, key=lambda key: (key[0] == option, found[key]))
     return culprit, reason.removeprefix(f"{option}: ")
