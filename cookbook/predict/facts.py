@@ -123,7 +123,7 @@ def load_hardware(path: Path) -> Hardware:
 
 
 _SEED = 42
-# How many sequences of documents to simulate, and how many times every rank draws a batch.
+# How many sequences of documents to simulate, and how many times every rank draws a batch of them.
 _SEQUENCES, _DRAWS = 2000, 400
 
 

@@ -30,14 +30,14 @@ class LayerBytes:
     beside: float = 0.0  # outputs that selective recomputation keeps beyond `saved`
     freed: tuple[float, ...] = ()  # large blocks that the forward allocates and frees
     freed_again: tuple[float, ...] = ()  # further such blocks if the layer is recomputed
-    between: float = 0.0  # part of `saved` that passes between compiled graphs: kept at any budget
+    between: float = 0.0  # part of `saved` between compiled graphs, kept even at memory budget 0
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) -> LayerBytes:
-    """Return a layer's bytes; recomputation keeps the outputs of `products` (compiled GEMMs)."""
+    """Return a layer's bytes; `products`: compiled GEMMs whose outputs recomputation keeps."""
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
-    # Attention and feed-forward run in turn, so each can reuse the memory that the other freed.
+    # Attention and feed-forward reuse each other's freed memory, so count only the larger amount.
     fuller = max(attention, feed_forward, key=lambda part: sum(part.freed + part.freed_again))
     outputs = {one.module: shapes.act * shapes.tokens * one.shape[0] for one in products}
     read = _READ | _NORMED if shapes.qk_norm else _READ
@@ -61,7 +61,7 @@ def _attention(s: Shapes) -> LayerBytes:
         # Count the latents, and the normalized latents that the next matrix products read.
         latent, normed = s.q_lora + s.kv_lora + s.rope, s.q_lora + s.kv_lora
         norm_inputs, readers = normed, 2
-        # Keys are concatenated from two parts; values are a view into the projection's output.
+        # Values are a view, which keeps the projection's whole output. Keys are copied.
         values = s.heads * (s.nope + s.v_head)
         matrix_products = latent + queries + values + s.dim
     else:
@@ -70,12 +70,12 @@ def _attention(s: Shapes) -> LayerBytes:
         norm_inputs, readers = latent, 3
         values = s.kv_heads * s.v_head
         matrix_products = queries + keys + values + s.dim
-    # Attention writes its output in the layout that the next product reads: no second copy.
+    # Count attention's output once: the next matrix product reads it without a copy.
     elements = s.tokens * (2 * s.dim + latent + normed + queries + keys + values + out)
     elements += s.sequence_tokens * s.dim
     if s.casts_at_each_use:
-        # Add a copy of the input for each projection that reads it, and an FP32 residual. A norm of
-        # BF16 inputs with FP32 weights is not fused: its input and output are saved in FP32.
+        # Autocast copies the input once per projection that reads it, and the residual is FP32. A
+        # norm of BF16 inputs with FP32 weights is not fused: it saves input and output in FP32.
         elements += s.tokens * (readers * s.dim + 3 * norm_inputs)
     softmax = 4.0 * s.tokens * s.heads
     # Selective recomputation saves attention and every second matrix product. It sees operators
@@ -126,12 +126,12 @@ def _moe(s: Shapes) -> LayerBytes:
     gate_up, saved_out = (2 * hidden, rows) if "grouped_mm" in s.saves else (0.0, 0.0)
     base, selected = router + shared, gate_up + shared_mm
     if s.row_kernels:
-        # See titan/tt_0_2_2/row_kernels.py. The weights of gate and up are copied side by side; the
-        # weights of the third product are cast unless FSDP has already cast them.
+        # row_kernels.py copies the weights of gate and up into one buffer, side by side. Under
+        # autocast it also copies the weights of the down projection, to cast them to BF16.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-        # Saved: the experts' input, gate, up, SwiGLU's scored output, and weights as cast for the
-        # GEMMs. Quantized weights are not saved; the backward casts them again.
+        # Saved: the experts' input, gate, up, SwiGLU's scored output, and the copied weights.
+        # Quantized weights are not saved: the backward quantizes them again.
         saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
         exchanges = s.ep > 1 and "communication" in s.saves
         return LayerBytes(
@@ -147,11 +147,11 @@ def _moe(s: Shapes) -> LayerBytes:
     experts = rows + _activations(s) * hidden
     if s.casts_at_each_use:
         experts += 3.0 * s.act * s.num_experts * s.expert_hidden * s.dim
-    # Passed between compiled graphs: outputs of norm and router, and the experts' input rows.
+    # These pass between compiled graphs: outputs of norm and router, and the experts' input rows.
     between = router + s.act * s.tokens * s.dim + rows
     if s.scored_activations:
-        # Scoring splits the experts into two compiled graphs, and activations pass between them.
-        # In eager mode the activations before scoring are saved for the gradient of the scores.
+        # Applying the scores splits the experts into two compiled graphs, joined by activations.
+        # In eager mode the unscored activations are saved too, for the gradient of the scores.
         between += hidden
         experts += 0.0 if s.compiled else hidden
     if s.deepep:
@@ -170,14 +170,14 @@ def _moe(s: Shapes) -> LayerBytes:
             freed_again=(rows,) * 2 + (hidden,) * 3,
             between=between + outputs,
         )
-    # One row per (token, expert) pair; the standard path has rows for all TP ranks' tokens.
+    # One row per (token, expert) pair. TorchTitan's own layer has rows for all TP ranks' tokens.
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
-    # Outputs in token order are multiplied by scores in a batched FP32 product, which saves them.
+    # A batched FP32 product multiplies the outputs by scores, and saves the outputs in FP32.
     weighted = 4.0 * all_rows
     # MoE.forward holds `routed_input`, `routed_output` and the unsorted rows until it returns.
     freed = (sent, sent, s.act * all_rows, tokens)
-    # These factors were measured. Under autocast the rows around the experts also exist in FP32.
+    # The factors were measured. Under autocast, FP32 copies of the experts' rows exist as well.
     backward = (25 if s.autocast else 4 + s.act) * all_rows + tokens
     exchanged = rows + sent if s.ep > 1 and "communication" in s.saves else 0.0
     return LayerBytes(
@@ -254,8 +254,8 @@ class RankLayers:
     def backward_alone(self) -> dict[str, float]:
         """Return the backward's peak memory without FSDP and without a pipeline, by cause.
 
-        TorchTitan frees gradients before each step. So in the backward they grow while the
-        activations shrink.
+        TorchTitan frees gradients before each step. So during the backward the gradients grow
+        while the activations shrink.
         """
         (part,) = self._rank.parts
         gradients = float(sum(unit.size for unit in part.head if unit.name == "output"))

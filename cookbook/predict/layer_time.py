@@ -121,7 +121,7 @@ class Kernels:
             kernel = kind = "sdpa" if model_of(self.cell).attn_type == "sdpa" else "flex_attention"
         elif head == s.v_head == 128:
             kind = f"{kernel}_128"
-        # `waste`: masked keys per query that a kernel still computes; SDPA's rates include them.
+        # `waste`: masked keys per query that the kernel computes anyway. SDPA's rate includes it.
         waste = getattr(hw, f"{kernel}_waste_tokens", 0.0)
         rate = getattr(hw, f"{kind}_{'backward' if backward else 'forward'}_tflops")
         widths = 3 * head + 2 * s.v_head if backward else head + s.v_head
@@ -163,7 +163,7 @@ class Kernels:
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # Before the experts, each token is read and each row written once; after, vice versa.
+            # Before the experts, each token is read and each row written once. After, the reverse.
             # With EP the rows are sorted again on arrival.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
@@ -204,8 +204,8 @@ class Kernels:
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
 # How often a layer gathers or reduces hidden states over TP in its forward and backward. The
-# backward gathers twice, all-reduces once (counted as two) and, with DeepEP, reduces once.
-# (A profile showed three all-reduces, so 2 + 3 * 2 operations; but three of them were hidden.)
+# backward gathers twice, all-reduces once (counted as two) and, with DeepEP, reduces once. (When it
+# was profiled, it still all-reduced three times: 8 operations, of which 3 were hidden.)
 _TP_FORWARD, _TP_BACKWARD = 4, 5
 # Compiled attention gathers its input again when it is recomputed, whatever the save list says.
 _TP_COMPILED = 1
@@ -247,7 +247,7 @@ class LayerTimes:
         self._overlapped = overlapped and s.deepep and s.ep > 1 and not kernels.is_released
         self._exchange_ms = links.expert_exchanges_ms()
         self._tensor_ms = links.nccl_ms(links.tensor())
-        # Keyed by whether the layer is MoE; the backward excludes recomputation.
+        # Keyed by whether the layer is MoE. `_backward` excludes recomputation.
         self._forward = {moe: self._compute(moe, False) for moe in (False, True)}
         self._backward = {moe: self._compute(moe, True) for moe in (False, True)}
         # The GPU waits while the host reads how many rows the rank received.
@@ -304,7 +304,7 @@ class LayerTimes:
         """Return the time that a layer's backward spends recomputing parts of the forward."""
         terms, options, k = self._forward[moe], self._cell.options, self._kernels
         if options[_MODE] == "memory_budget":
-            # The budget applies to compiled code only. The last of the experts' three products is
+            # The memory budget affects only compiled code. The last of the experts' three GEMMs is
             # never recomputed, since no gradient needs its output.
             shares = {ATTENTION: 1, DENSE: 1, POINTWISE: 1, GROUPED: 2 / 3, QUANTIZING: 2 / 3}
             again = {kind: share * terms[kind] for kind, share in shares.items() if kind in terms}
@@ -324,7 +324,7 @@ class LayerTimes:
             spared |= {GROUPED, QUANTIZING}
         again = {kind: time_ms for kind, time_ms in terms.items() if kind not in spared}
         if moe and k.shapes.scored_activations:
-            # Recompute two of the experts' three products; move rows to the experts but not back.
+            # Recompute two of the experts' three GEMMs, and move rows to the experts but not back.
             parts = {GROUPED: 2 / 3, ROWS: 1 / 2, EP: 1 / 2}
             again = {kind: parts.get(kind, 1) * time_ms for kind, time_ms in again.items()}
         return again

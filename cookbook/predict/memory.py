@@ -33,8 +33,8 @@ CONTEXT_GIB = 0.7
 # The buffers of one NCCL communicator (channels times protocols), also outside the allocator.
 NCCL_GROUP_GIB = 0.25
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
-# A peak up to MOST_FITS of the GPU's memory fits. Up to MOST_TIGHT it is tight, because the
-# prediction errs by several percent.
+# As shares of the GPU's memory: the largest predicted peak that counts as fitting, and the largest
+# that counts as tight. A tight cell may fit, because predictions are off by several percent.
 MOST_FITS, MOST_TIGHT = 0.92, 1.05
 # Lower than MOST_FITS: one pipeline needed 12% more than predicted, other cells at most 8% more.
 MOST_FITS_PIPELINE = 0.88
@@ -133,13 +133,14 @@ def state_gib(rank: Rank) -> float:
 
 
 def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
-    """Return kept bytes by cause: kept until the backward or, in a pipeline, for the whole step."""
+    """Return the bytes kept until the backward or, in a pipeline, for the whole step, by cause."""
     if rank.num_stages == 1:
         return {"activations": float(layers.kept(rank.parts[0]))}
     hidden = shapes.hidden_bytes
     output = shapes.tokens * shapes.vocab * shapes.act
     if shapes.loss_tokens is not None:
-        # With chunked loss the last stage outputs hidden states and keeps gradients per microbatch.
+        # With chunked loss the last stage's output is hidden states. Each microbatch also keeps the
+        # loss's gradients (`_loss_gradients`).
         output = shapes.tokens * shapes.dim * shapes.act + int(_loss_gradients(shapes))
     kept = [layers.kept(part) for part in rank.parts]
 
@@ -216,7 +217,7 @@ def _loss_gradients(shapes: Shapes) -> float:
 
 
 def groups_of(layout: Layout) -> int:
-    """Return how many of a rank's NCCL communicators carry traffic, including that of all ranks."""
+    """Count a rank's NCCL communicators with traffic, including the communicator of all ranks."""
     fsdp = layout.dp_shard * layout.cp
     dense = layout.pp, layout.dp_replicate, fsdp, layout.cp, layout.tp, layout.dp_replicate * fsdp
     experts = layout.ep, layout.etp, fsdp * layout.tp // (layout.etp * layout.ep)

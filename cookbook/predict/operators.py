@@ -1,4 +1,4 @@
-"""The modules of a layer and their weights, from which everything else is counted.
+"""The modules of a layer and their weights: the basis for predicted parameters, memory and time.
 
 All families share one table, from `model/model.py` and `infra/parallelize.py` (TorchTitan 0.2.2).
 The whole model's sizes give its parameter counts; a rank's sizes give the rank's matrix products.

@@ -117,7 +117,7 @@ def play(
                 time_ms = times_ms[stage, kind]
                 clock[rank] = max(clock[rank], ready) + time_ms
                 busy[rank] += time_ms
-                # The previous stage waits for gradients of inputs only, which B and I both produce.
+                # The previous stage waits only for gradients of inputs, which B and I both produce.
                 done[stage, "B" if kind in _BACKWARDS else kind, microbatch] = clock[rank]
                 queue.popleft()
         assert sum(map(len, queues)) < left, "the schedule waits for itself"
@@ -205,7 +205,7 @@ def model_of(cell: Cell) -> Model:
 
 
 def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
-    """Describe each pipeline position's first global rank; raise InputError if not modelled."""
+    """Describe each pipeline position's lowest global rank; raise InputError if not modelled."""
     model, options, layout = model_of(cell), cell.options, cell.layout
     splits, batch = stage_layers(1, model.n_layers), options["training.local_batch_size"]
     ranks: list[dict[str, Any]] = [{"stages": [0], "in_flight": [[1]], "actions": []}]
@@ -265,7 +265,7 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
     of_layer = [units(layer_operators(model, moe), in_layer=True) for moe in (False, True)]
     mode = options["activation_checkpoint.mode"]
     option = options["activation_checkpoint.selective_ac_option"]
-    # If the option is a number N, every N-th layer of the rank is recomputed; 0 means every layer.
+    # Selective recomputation with a number N recomputes the rank's every N-th layer; 0 means all.
     every = (int(option) or 1) if mode == "selective" and option != "op" else 1
     numbers, parts = itertools.count(1), []
     for stage in stages:
@@ -283,7 +283,7 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
 
 
 def count_parameters(model: Model) -> tuple[int, int]:
-    """Count parameters as TorchTitan does; return the total, and how many a token uses."""
+    """Return how many parameters the model has and how many a token uses, as TorchTitan counts."""
     operators = [*embedding_operators(model), *head_operators(model)]
     for layer in range(model.n_layers):
         operators += layer_operators(model, model.is_moe(layer))

@@ -19,7 +19,7 @@ from cookbook.predict.rank import model_of
 # How many tokens the fullest EP rank gets under real routing, as a multiple of the mean. This is
 # typical of early training, before the bias of auxiliary-loss-free balancing has settled.
 UNEVEN_ROUTING = 1.2
-# `destinations` simulates the routing of this many tokens; its mean is accurate to 0.1%.
+# The number of tokens whose routing `destinations` simulates; its result is accurate to 0.1%.
 _TOKENS = 16_384
 # The number of queries per block in FlashAttention-4's backward.
 FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
@@ -169,7 +169,7 @@ def _chosen_experts(model: Model) -> Any:
 
 
 def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Operator]:
-    """Return a layer's large BF16 matrix products; `mm` in the save list keeps their outputs."""
+    """Return a layer's large BF16 GEMMs whose outputs are kept because the save list has `mm`."""
     # Only the cookbook's save list affects compiled code; TorchTitan's own list does not.
     if not (moe and s.compiled and cell.saves and "mm" in cell.options[SAVE_LIST]):
         return []

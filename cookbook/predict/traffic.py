@@ -53,7 +53,7 @@ class Exchanges:
         return Traffic(size * (ranks - 1) / ranks - outside if in_node > 1 else 0.0, outside)
 
     def unit(self, unit: Unit) -> tuple[Traffic, Traffic, Traffic]:
-        """Return an FSDP module's traffic: gather, reduction, half its all-reduce over replicas."""
+        """Return an FSDP module's traffic: gather, reduction, half the all-reduce over replicas."""
         layout, s = self.cell.layout, self.shapes
         is_expert = unit.name.endswith("moe.experts")
         group = unit.shards, layout.ep * layout.etp if is_expert else layout.tp
@@ -94,7 +94,7 @@ class Exchanges:
         in_node = self._in_node(layout.ep, layout.etp)
         nodes = max(layout.ep // in_node, 1)
         size = float(s.sent_tokens * s.dim * s.act)
-        # Within a node a token crosses NVLink to each target but the rank that received it.
+        # In each node a token arrives at one rank. NVLink carries it to the others that need it.
         within = s.ranks_per_token * (in_node - 1) / in_node
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
@@ -171,7 +171,6 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
         # A ring all-reduce is a reduce-scatter and an all-gather.
         fsdp += gather.times(one.gathers) + reduce + replicas.times(2)
     traffic = {
-        # FSDP gathers and reduces in every round of accumulation, in a pipeline as well.
         "fsdp": fsdp.times(rank.gradient_accumulation_steps),
         "tp": one.tensor().times(tensor * microbatches),
         "pp": one.stage().times(rank.neighbours * microbatches),
@@ -210,7 +209,7 @@ class Links(Exchanges):
         return hw.deepep_latency_ms + sent_ms / chunks
 
     def unit_ms(self, unit: Unit, beside_compute: bool = False) -> tuple[float, float]:
-        """Return the times of an FSDP module's gather and reduction (also over replicas)."""
+        """Return the times of an FSDP module's gather and of its reduction, over replicas too."""
         gather, reduce, replicas = (self.nccl_ms(sent, beside_compute) for sent in self.unit(unit))
         return gather, reduce + 2 * replicas
 
@@ -221,7 +220,7 @@ class Links(Exchanges):
         return self._ms(sent, hw.nvlink_gb_per_s * share, hw.nccl_infiniband_share)
 
     def _ms(self, sent: Traffic, nvlink_gb_per_s: float, infiniband_share: float | None) -> float:
-        """Return the time of the slower network for `sent`, since both networks send at once."""
+        """Return the time of the slower network for `sent`, since both networks send at the same time."""
         within = sent.nvlink / (nvlink_gb_per_s * 1e6)
         if not sent.infiniband:
             return within
