@@ -65,8 +65,8 @@ _GATHERS = r"all_?gather|reduce_?scatter"
 
 # The first rule that matches a kernel applies.
 RULES = (
-    # --- Communication. Mesh names are TorchTitan's (parallel_dims.py). A mesh that spans all ranks
-    # uses PyTorch's `default_pg`, so FSDP's annotations and the kind of collective identify it.
+    # --- Communication. Mesh names are TorchTitan's (parallel_dims.py), but a mesh of all ranks is
+    # `default_pg`: only FSDP's annotations or the kind of collective tell what it is used for.
     # DeepEP: deep_ep::intranode, internode, internode_ll, layout; also NVSHMEM's barrier.
     Rule("ep", kernel=r"\bdeep_ep::|\bnvshmem"),
     # TorchAO's quantized all-to-all: a Triton kernel over symmetric memory.
@@ -88,7 +88,7 @@ RULES = (
     Rule("tp", kernel=_NCCL, collective=_GATHERS, group=r"^default_pg$"),
     # Asynchronous TP: PyTorch's collectives over symmetric memory.
     Rule("tp", kernel=r"multimem_\w+_kernel|one_shot_all_reduce|two_shot_all_reduce"),
-    # On a CPU, gloo's thread records the collective but not the group.
+    # On a CPU, gloo's thread records which collective ran, but not in which group.
     Rule("ep", inside=r"^gloo:all_to_all"),
     Rule("pp", inside=r"^gloo:(send|recv)"),
     Rule("communication", inside=r"^gloo:"),
@@ -97,7 +97,7 @@ RULES = (
     # an autograd node but outside any operation is spent in hooks, mostly FSDP's.
     Rule(NO_WORK, kernel=r"^_c10d_functional::wait_tensor$"),
     Rule(NO_WORK, kernel=r"^autograd::engine::|^(?!Compiled)\w+Backward\d*$|^RegisterPost"),
-    # The Python code of a tensor subclass such as DTensor, which calls the actual operation.
+    # Python code of a tensor subclass such as DTensor: it only calls the actual operation.
     Rule(NO_WORK, kernel=r"^Python(Subclass|TLSSnapshot|Dispatcher)$"),
     Rule("communication", kernel=r"^(_?c10d(_functional(_autograd)?)?)::"),
     # --- Attention. FlexAttention: Inductor's template kernels.
@@ -136,7 +136,6 @@ RULES = (
     Rule("dense_gemms", kernel=r"^nvjet_|(?i:gemm)|^triton_tem_\w*mm|cublasLt|splitKreduce"),
     Rule("dense_gemms", kernel=r"\bgemv|gemv2|gemvx|f8f8bf16|_scaled_mm"),
     Rule("dense_gemms", operation=r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$"),
-    # oneDNN's GEMMs on a CPU.
     Rule("dense_gemms", kernel=r"^(mkldnn|onednn)::|mkldnn_linear"),
     # --- Loss. Eager: aten::_log_softmax and nll_loss, forward and backward. Compiled: Inductor's
     # kernel names contain these. `_softmax` without `log` belongs to the router.
@@ -149,7 +148,7 @@ RULES = (
         "moving_rows", kernel=r"_fill_indices_kernel|^_(count|place|take|spread|collect|dot)_kernel"
     ),
     Rule("moving_rows", kernel=r"permute_(fwd|bwd)?_?kernel|_exchange_row_offsets|unpermute"),
-    # The embedding also gathers rows, but not rows of experts.
+    # The embedding gathers rows too, but not for experts, so its rules precede those for gathers.
     Rule("pointwise", operation=r"^aten::embedding"),
     Rule("pointwise", kernel=r"embedding|^aten::embedding"),
     # TorchTitan's indexing: aten::sort, argsort, topk (CUB's radix sorts), histc, cumsum, index,

@@ -47,8 +47,8 @@ class Profile:
     def shown(self) -> list[tuple[RankProfile, str]]:
         """Return the ranks to report, with their roles.
 
-        They are each pipeline stage's first rank and, if several were read, its slowest and fastest
-        by compute time. Wall time cannot show which these are: all ranks wait for the slowest.
+        They are each pipeline stage's first rank and, if several of its ranks were read, its
+        slowest and fastest by compute time. Wall time is equal, since all wait for the slowest.
         """
         chosen: list[tuple[RankProfile, str]] = []
         for _, group in itertools.groupby(self.ranks, key=lambda rank: rank.stage or 0):
@@ -142,7 +142,8 @@ def set_waits(ranks: Sequence[RankProfile]) -> None:
         for rank, own in durations.items():
             waited[rank][category] += sum(own) - least
     for rank, waits in waited.items():
-        # Keep only the exposed part of a wait, assuming the same exposed share as of the category.
+        # Count only the exposed part of the wait. That part is not known: assume
+        # the same share as for the category's communication as a whole.
         for name in waits:
             waits[name] *= rank.counted_ms(name) / (rank.called_us[name] or 1)
         rank.waiting_for_other_ranks_ms = waits or None

@@ -85,7 +85,7 @@ class RankProfile:
     exposed_communication_ms: float  # time during which only communication ran
     categories: Mapping[str, CategoryTime]
     idle: Idle
-    # Exposed communication spent waiting for other ranks, by category; None if unknown.
+    # The part of exposed communication spent waiting for other ranks, by category; None if unknown.
     waiting_for_other_ranks_ms: Mapping[str, float] | None
     gemms: Mapping[str, GemmRate]
     longest_kernels: Sequence[KernelTime]
@@ -125,7 +125,7 @@ def profile_rank(path: Path) -> RankProfile:
     longest.sort(key=lambda kernel: -kernel.ms)
     unknown = [kernel for kernel in longest if kernel.category == "other"]
     other = categories.get("other")
-    # On a CPU, nested operations split a call into parts that do not match other ranks' calls.
+    # Compare calls across ranks only on GPUs. On a CPU, nested operations split a call into parts.
     called = kernels[_IS_COMMUNICATION[kernels.category] & trace.on_gpu]
     called_us = np.bincount(called.category, called.end - called.start, len(CATEGORIES)).tolist()
     return RankProfile(
@@ -184,8 +184,8 @@ def divide(
 ) -> tuple[dict[str, tuple[float, float]], Column]:
     """Divide the microseconds from `start` to `end` among the categories of kernels.
 
-    Return, for each category, the time that counts for it and the time that it ran at all; then the
-    idle gaps, shape (gaps, 2). Overlapping time counts for the first category in CATEGORIES.
+    Return each category's counted time and its total running time, and the starts and ends of idle
+    gaps, shape (gaps, 2). Overlapping time is counted only for the first category in CATEGORIES.
     """
     first, last = np.clip(kernels.start, start, end), np.clip(kernels.end, start, end)
     edges = np.unique(np.concatenate([[start, end], first, last]))
@@ -221,7 +221,7 @@ def explain_idle(gaps: Column, kernels: Column, trace: Trace, count: int) -> Idl
     before = trace.innermost(thread[own], start[own])
     during = trace.innermost(thread[own], (start[own] + launched[own]) / 2)
     for first, middle, us in zip(before, during, (launched - start)[own].tolist(), strict=True):
-        # If the host was waiting for the device when the gap began, it could not queue kernels.
+        # If the host was waiting for the device when the gap began, that wait caused the gap.
         waited = first != NOTHING and _BLOCKED.search(trace.inside[first][0])
         name = _activity(trace, first if waited else middle)
         causes[f"had waited for the GPU in {name}" if waited else name] += us
@@ -251,7 +251,7 @@ def _calls(trace: Trace, kernels: Column, windows: list[float]) -> dict[Any, lis
     ep_ranks = str(trace.header.groups.get("mesh_ep", []))
     calls = defaultdict[Any, list[float]](list)
     for kernel, step in zip(kernels, steps.tolist(), strict=True):
-        # DeepEP's kernels record no process group, so assume that it is the EP group.
+        # DeepEP's kernels record no process group: assume the EP group.
         call: tuple[str, ...] = trace.names[kernel.name].split("<")[0].split("(")[0], ep_ranks
         if kernel.collective != NOTHING:
             call = trace.collectives[kernel.collective]

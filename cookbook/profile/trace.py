@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 # Host events (operations, annotations, blocking calls), sorted by thread and start, outer first.
-# `name` is an index into the trace's names. `is_work` is false for annotations: they enclose work.
+# `name` is an index into the trace's names. `is_work` is false for annotations: these are labels.
 # `flops` is 0 except for GEMMs with known shapes; `bits` is the size of a GEMM's input elements.
 HOST = np.dtype(
     [
@@ -86,7 +86,7 @@ class Header:
             own = [] if self.rank is None else [self.rank]
             self.pipeline = self.groups["mesh_pp"] or own
         elif any(mesh.startswith("mesh_") for mesh in self.groups):
-            # PP has no group of its own, which is the case only for a mesh of all ranks.
+            # Only a mesh of all ranks has no group of its own, so the pipeline spans all ranks.
             self.pipeline = [*range(info.get("world_size", 0))]
         self.stage = self.pipeline.index(self.rank) if self.rank in self.pipeline else None
 
@@ -95,7 +95,8 @@ class Header:
 class Trace:
     """One rank's trace; if it has no kernels, the host's operations count as work.
 
-    `parent`, `operation` and `gemm` are indexed by host event; at index NOTHING they are NOTHING.
+    For each host event, `parent`, `operation` and `gemm` give the index of a related event, or
+    NOTHING. At index NOTHING they give NOTHING too.
     """
 
     header: Header
@@ -130,7 +131,7 @@ class Trace:
         self.parent = np.array(parent)
         # For each event: itself or, if it is a CUDA call, the operation that made the call.
         self.operation = np.array(operation)
-        # The outermost GEMM around each event, because on a CPU a grouped GEMM calls dense ones.
+        # The outermost GEMM around each event: a CPU's grouped GEMM calls dense ones.
         self.gemm = np.array(gemm)
 
     @property
@@ -142,7 +143,7 @@ class Trace:
         return self.header.gpu if self.on_gpu else None
 
     def innermost(self, thread: Column, times: Column) -> Column:
-        """Return the innermost event at each of `times` on its `thread`, or NOTHING."""
+        """Return the innermost event open at each pair of thread and time, or NOTHING."""
         if not len(self.host):
             return np.full(len(times), NOTHING)
         # Encode (thread, time) as complex numbers: NumPy sorts by real part, then imaginary part.
@@ -310,7 +311,7 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Assign each moment to the innermost operation; return DEVICE's columns and the operations."""
+    """Assign a thread's time to its innermost operation; return DEVICE's columns and operations."""
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
     # Edges are all starts and ends of events, so nothing changes between two neighbouring edges.
