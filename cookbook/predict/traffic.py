@@ -220,7 +220,7 @@ class Links(Exchanges):
         return self._ms(sent, hw.nvlink_gb_per_s * share, hw.nccl_infiniband_share)
 
     def _ms(self, sent: Traffic, nvlink_gb_per_s: float, infiniband_share: float | None) -> float:
-        """Return the time of the slower network for `sent`, since both networks send at the same time."""
+        """Return the time of the slower network for `sent`: both networks send at the same time."""
         within = sent.nvlink / (nvlink_gb_per_s * 1e6)
         if not sent.infiniband:
             return within
