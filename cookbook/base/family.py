@@ -32,7 +32,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Model(Sizes):
-    """A model; its router may limit each token to experts in `num_limited_groups` groups."""
+    """A model, whose router may limit each token to the experts of `num_limited_groups` groups."""
 
     n_layers: int
     n_dense_layers: int

@@ -34,7 +34,7 @@ def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file `path`, on all machines that share it; never delete it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
-        # Continue unlocked: some shared file systems have no locks.
+        # Continue without a lock: some shared file systems do not support locks.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

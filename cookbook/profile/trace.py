@@ -311,7 +311,7 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Assign a thread's time to its innermost operation; return DEVICE's columns and operations."""
+    """Split CPU time among innermost operations; return DEVICE's columns and operation indices."""
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
     # Edges are all starts and ends of events, so nothing changes between two neighbouring edges.
