@@ -31,9 +31,9 @@ from cookbook.predict.traffic import Work, count_work
 
 @dataclass(frozen=True)
 class Built:
-    """The outcome of building a cell: its ranks, a failure, or why TorchTitan was unavailable."""
+    """What building a cell gave: its ranks' reports, an error, or why TorchTitan did not run."""
 
-    # What the first rank of each pipeline stage reports: `active`, `warnings`, `not_exercised`.
+    # One report per pipeline stage, from its first rank: `active`, `warnings`, `not_exercised`.
     ranks: tuple[dict[str, Any], ...] = ()
     failure: dict[str, Any] | None = None  # the error of the first rank that failed
     unavailable: str = ""  # why TorchTitan could not run on this machine
@@ -74,7 +74,7 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
         assert process.stdin
         assert process.stdout
         requests, answers = process.stdin, process.stdout
-        # Wait until the subprocess prints that it is ready; if it has exited, the line is empty.
+        # Wait until the subprocess prints the line that says it is ready, or exits.
         answers.readline()
 
         @functools.cache
@@ -108,7 +108,7 @@ def build_cells(cells: Sequence[Cell]) -> list[Built]:
 
 
 def _request(cell: Cell) -> dict[str, Any]:
-    """Return the settings a build depends on; cells that differ only in name share a request."""
+    """Return the settings that a build depends on; cells that differ only in name share a build."""
     gpu, named = cell.cluster.gpu, cell.options.stack.options["job.description"]
     description = named.arguments(cell.description)
     return {
@@ -191,7 +191,7 @@ def check_cells(
     checks = []
     for cell in cells:
         judged = judge(cell, is_submitted=is_submitted)
-        # Give no advice on wrong input, such as an invalid layout: it would mislead.
+        # Advice computed from wrong input, such as an invalid layout, would mislead.
         is_divided = not any(finding.is_input for finding in judged.rules)
         advice = tuple(found for rule in ADVICE for found in rule(cell)) if is_divided else ()
         checks.append(CellCheck(cell, judged, advice))
@@ -223,7 +223,7 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
         return
     if built.failure:
         message, place = built.failure["error"], built.failure["place"]
-        # Blame the option whose last name part occurs in the message; of several, the longest.
+        # Blame the longest option whose last part (`steps` of `training.steps`) is in the message.
         named = [name for name in cell.options.settings if name.rpartition(".")[2] in message]
         version, (package, _, file) = cell.options.stack.pins["torchtitan"], place.partition("/")
         reason = f"TorchTitan {version} refuses it: {message} (rank {built.failure['rank']}, "
@@ -244,7 +244,7 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
             yield Finding(WARNING, "torchtitan", "", f"TorchTitan warns: {text}", "", trainer)
     if check.ranks:
         yield from (found for rule in BUILT_ADVICE for found in rule(cell))
-    # Only the built model shows whether a filter excluded all layers from quantization, or
+    # Only the built model shows whether a filter excluded all layers from quantization, or whether
     # TorchTitan chose another kernel for the GPU.
     for key in OF_PRECISION:
         words, precision = built.active(key), cell.precision

@@ -30,7 +30,7 @@ _BLOG = (
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/train.py")
 def fewer_nodes(cell: Cell) -> Problems:
-    """On a small cluster a recipe runs on fewer nodes than planned: the global batch shrinks."""
+    """On fewer nodes than the recipe is designed for, the global batch is smaller."""
     wanted, layout = cell.recipe.nodes, cell.layout
     if cell.nodes >= wanted or cell.stand_in_for is not None or cell.cluster.scheduler == "local":
         return
@@ -88,7 +88,7 @@ def pipeline_bubble(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=_CHECKPOINT)
 def checkpoints_resume(cell: Cell) -> Problems:
-    """A long run should be able to resume if a node is lost, and to be extended after its end."""
+    """A long run needs checkpoints to resume after a lost node and to be extended after its end."""
     steps, options = cell.steps, cell.options
     if not options["checkpoint.enable"]:
         if steps > _LONG_RUN:
@@ -118,10 +118,10 @@ def _routing_option(cell: Cell) -> str:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/components/lr_scheduler.py")
 def warm_up_ends(cell: Cell) -> Problems:
-    """A warm-up longer than the schedule is cut off, so only benchmarks may have one."""
+    """A warm-up longer than the schedule never reaches the full rate; benchmarks are exempt."""
     options, option = cell.options, "lr_scheduler.warmup_steps"
     total = options["lr_scheduler.total_steps"] or cell.steps
-    # The published convergence experiment has 2,000 warm-up steps in a schedule of 1,500 steps.
+    # Exempt the published convergence experiment: 2,000 warm-up steps in a schedule of 1,500.
     is_published = (options[option], total) == (2000, 1500)
     if options[option] > total and not (is_published or options["debug.moe_force_load_balance"]):
         reason = f"{options[option]} steps are longer than the run, whose {total} steps all warm up"
@@ -130,7 +130,7 @@ def warm_up_ends(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference=_CHECKPOINT)
 def weights_are_read(cell: Cell) -> Problems:
-    """All ranks read the published weights in parallel, and only when the job first starts."""
+    """Tell how many GB of published weights the ranks read when the job first starts."""
     options = cell.options
     if not (options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]):
         return
@@ -224,7 +224,7 @@ def small_experts(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def forced_balance_flatters(cell: Cell) -> Problems:
-    """Round-robin reaches few ranks per token: backends that send once per rank look too fast."""
+    """Sending a token once per rank looks cheap under round-robin: its experts lie on few ranks."""
     ep, exchange = cell.layout.ep, cell.exchange
     if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
         return
@@ -237,7 +237,7 @@ def forced_balance_flatters(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference="https://doi.org/10.1016/j.future.2004.11.016")
 def saving(cell: Cell) -> Problems:
-    """The best save interval minimizes time lost to saves and repeated steps (Young and Daly)."""
+    """The best save interval minimizes time lost to saves and to steps repeated after failures."""
     cluster, options = cell.cluster, cell.options
     if not options["checkpoint.enable"] or cluster.node_failure_days is None:
         return

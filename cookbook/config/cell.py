@@ -95,12 +95,12 @@ class Cell:
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """How tokens reach their experts; the standard all-to-all if only one exchange is MXFP8."""
+        """How tokens reach their experts; a half-MXFP8 all-to-all counts as the standard one."""
         return EXCHANGES.get(implied(self.options)["dispatch"], STANDARD)
 
     @property
     def own_pair(self) -> str:
-        """The recipe's `precision+EP backend`; empty if it names none or the cell uses the same."""
+        """The recipe's `precision+EP backend`; empty if it names none or the cell uses it."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         # A recipe that sets neither `precision` nor `ep_backend` suits any pair.
         return "" if own in (self.pair, "bf16+standard") else own

@@ -122,7 +122,7 @@ _TAKEN = frozenset(
 
 
 def default_cluster() -> str:
-    """Return COOKBOOK_CLUSTER; if unset, the profile that fits Slurm, or `local` without Slurm."""
+    """Return COOKBOOK_CLUSTER, else the profile that fits Slurm's nodes; `local` without Slurm."""
     if name := os.environ.get("COOKBOOK_CLUSTER"):
         return name
     groups = slurm.node_groups()
@@ -151,7 +151,7 @@ def _slurm_has(cluster: Cluster, nodes: int) -> bool:
     """Return whether Slurm reports at least `nodes` nodes with the cluster's GPUs."""
     found = 0
     for count, gres in slurm.node_groups() or ():
-        # Examples of gres: `gpu:b200:8(S:0-1)`, `gpu:8`, `(null)`.
+        # `gres` lists generic resources: `gpu:b200:8(S:0-1)`, `gpu:8`, `(null)`.
         match = re.search(r"gpu:(?:([^:(,]+):)?([0-9]+)", gres)
         kind, gpus = match.groups() if match else (None, 0)
         is_alike = not kind or not cluster.gpu or cluster.gpu.name.lower() in kind.lower()
@@ -191,7 +191,7 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
         yield ("gpus_per_node",), "goes with `gpu`", "set both, or neither for CPU"
     if "ranks_per_node" in file.content and cluster.gpu is not None:
         yield ("ranks_per_node",), "is for CPU nodes", "there is a rank for each GPU"
-    # A common mistake is 90, as in sm_90, for 9.0.
+    # A common mistake is to write 90, as in sm_90, instead of 9.0.
     if cluster.gpu and cluster.gpu.compute_capability >= 20:
         found = f"found {cluster.gpu.compute_capability:g}, allowed: MAJOR.MINOR"
         remedy = f"write {cluster.gpu.compute_capability / 10:.1f}"
@@ -232,7 +232,7 @@ def seconds_of(limit: str) -> int | None:
     if match is None:
         return None
     days, parts = match[1], [int(part) for part in match[2].split(":")]
-    # With days or three numbers, the first number after the days is hours; otherwise, minutes.
+    # `1-12` and `1:30:00` contain hours; `90` and `90:00` start with minutes.
     if days is None and len(parts) < 3:
         parts.insert(0, 0)
     hours, minutes, seconds = [*parts, 0, 0][:3]

@@ -46,13 +46,13 @@ class Options:
         return Options(self.stack, {**self.settings, **over})
 
     def origin(self, name: str) -> str:
-        """Return where `name` was set, as the start of a message; it always ends with `name`."""
+        """Return where option `name` was set, followed by `name`; messages start with this text."""
         place = self.settings[name].origin if name in self.settings else name
         return place if place.endswith(name) else f"{place}: {name}"
 
     @property
     def family(self) -> Family | None:
-        """The model's family; None if the stack does not know it; `model` is then also None."""
+        """The model's family; None if the stack does not know it, and then `model` is None too."""
         return self.stack.families.get(self["model.name"])
 
     @property

@@ -122,7 +122,7 @@ class Exchange:
     sizes: tuple[int, ...] = ()  # supported EP degrees; empty for any
     ranks_per_node: int = 0  # required ranks per node if EP spans nodes; 0 for any number
     has_etp: bool = True  # whether it works with expert tensor parallelism
-    # Whether the cookbook's hooks have an MoE layer that overlaps dispatch with the shared experts.
+    # Whether the hooks have an MoE layer for it, which overlaps dispatch with the shared experts.
     has_own_layer: bool = False
     sends_once_per_rank: bool = False  # whether a token is sent once per rank, not per expert
 
@@ -287,7 +287,7 @@ class Recipe:
     ep_backend: Text = "standard"  # default if neither sweep nor command line names one
     spare_nodes: Natural = 0  # extra nodes to request, as replacements for bad ones
     too_few_nodes: Literal["wait", "stop"] = "wait"  # what to do if too few nodes are healthy
-    max_restarts: Natural | None = None  # restarts after failures; None for the cluster's value
+    max_restarts: Natural | None = None  # limit on restarts after failures; None for the cluster's
     published: Published | None = None
 
     @property

@@ -19,9 +19,9 @@ from cookbook.run.record import CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
-    """Append `words` to a merged cell's name; complete and validate the cell."""
+    """Add `words` to a merged cell's name, give it its own checkpoint folder, and validate it."""
     name = "-".join([cell.name, *words])
-    # A folder's name may have at most 255 bytes; a new run's folder has a longer, temporary name.
+    # A folder's name may have at most 255 bytes. Leave room for a new run's temporary name.
     if len(name) > 200:
         found = f"its name has {len(name)} characters, allowed: 200"
         raise InputError(f"cell {name[:40]}...", found, "vary less, or shorten the names")
@@ -65,7 +65,7 @@ def merge_config(
         left_out, of_sweep = tuple(of_sweep), {}
     options = Options(load_stack(), recipe.settings)
     if is_local and DEGREES["ep"] in options and options.model:
-        # Use the largest EP degree that divides both this machine's ranks and the experts.
+        # Use the largest EP degree that divides both the number of ranks and the number of experts.
         ranks = cluster.ranks_per_node
         degree = math.gcd(ranks, options.model.num_experts)
         origin = f"cluster {cluster.name} ({ranks} ranks)"
@@ -154,7 +154,7 @@ def cell_from_record(
 def this_machine(
     ranks: int, gpu: Gpu | None, environment: Mapping[str, str] | None = None
 ) -> Cluster:
-    """Return a cluster of one node with `ranks` GPUs or CPU ranks, without settings."""
+    """Return a one-node cluster with `ranks` GPUs or CPU ranks; it sets no TorchTitan options."""
     return Cluster(
         name="this machine",
         description="the machine that this runs on",

@@ -83,7 +83,7 @@ class Option:
             found = f"found {described(value)}, allowed: {_ALLOWED[self.kind]}"
             raise InputError(place, found, quotes_remedy(value, _ALLOWED[self.kind]))
         if self.kind == "list" and not value and self.default:
-            # TorchTitan parses an empty argument as a list of one empty name.
+            # TorchTitan would get an empty argument, and parse it as a list of one empty name.
             raise InputError(place, "found an empty list, which cannot be passed as an argument")
         for items in {"list": [value], "lists": value}.get(self.kind, ()):
             if any("," in item or item == "" for item in items):
@@ -189,7 +189,7 @@ class Stack:
         return self.options[name]
 
     def setting(self, place: str, name: str) -> Option:
-        """Return `option(name)`; raise InputError if only the scripts may set the option."""
+        """Return the option called `name`; raise InputError if only the scripts may set it."""
         if name in _OWN_KEYS:
             raise InputError(place, "is not an option of TorchTitan", _OWN_KEYS[name])
         if name in _SET_BY_SCRIPTS:

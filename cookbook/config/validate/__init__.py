@@ -51,7 +51,7 @@ def validation_errors(cell: Cell) -> list[Finding]:
 
 
 def wrong_value(cell: Cell, option: str) -> list[str] | None:
-    """Return (reason, remedy) if no cell may have the value that `option` has; None otherwise."""
+    """Return (reason, remedy) if the value of `option` is invalid in itself; None otherwise."""
     found = (*values.bounds(cell), *values.selected(cell))
     problems = [*layout.impossible(cell.options), *((f.option, f.reason, f.remedy) for f in found)]
     return next((words for name, *words in problems if name == option), None)

@@ -45,7 +45,7 @@ def _suggestion(name: str, values: list[int], options: Options, world: int) -> s
         for value in sorted(values, key=lambda value: (abs(value - options[name]), value))
     }
     nearest_first = sorted(left, key=lambda value: bool(left[value]))
-    # One always exists: `values` contains 1, which is never an error in option `name`.
+    # Such a value always exists: `values` contains 1, which is never an error in option `name`.
     best = next(value for value in nearest_first if name not in left[value])
     # A value from a YAML file is easiest to override on the command line.
     is_in_file = name in options and ".y" in options.origin(name)
@@ -112,7 +112,7 @@ def _undivided(short: str, degree: int, total: int, things: str) -> list[_Proble
 
 
 def _degrees(layout: Layout) -> Iterator[_Problem]:
-    """Yield the first problem that the parallel degrees would have with any model."""
+    """Yield the first problem of the parallel degrees that does not depend on the model."""
     product = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
     # TorchTitan forms EP groups from the ranks of DP shard and CP, and of TP too if ETP is 1.
     ranks = layout.dp_shard * layout.cp * layout.tp

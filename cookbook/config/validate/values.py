@@ -106,7 +106,7 @@ def pinned_memory(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
-    """TorchTitan checks `selective_ac_option` only after the build, and takes 0 as every layer."""
+    """TorchTitan checks `selective_ac_option` only after the build; 0 selects every layer there."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
@@ -131,7 +131,7 @@ def unused(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/components/validate.py", is_input=True)
 def validation(cell: Cell) -> Problems:
-    """Every validation runs the same batches, which have the shape of training batches."""
+    """A validation runs a fixed number of batches of training's batch size and sequence length."""
     options = cell.options
     if not options["validation.enable"]:
         return
