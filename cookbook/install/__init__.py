@@ -1,4 +1,4 @@
-"""Locate this Python's packages on disk, without imports, which would load the GPU driver."""
+"""Locate this Python's packages on disk: importing them would load the GPU driver."""
 
 import os
 import shlex

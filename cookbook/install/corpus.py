@@ -52,7 +52,7 @@ def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
     """Write the corpus and the tokenizer into `folder`; return the files' sizes in bytes.
 
     The same Python version gives the same bytes: documents are ordered by a hash of their names,
-    which mixes topics like a shuffle. The stamp, written last, marks the other files as complete.
+    which mixes topics like a shuffle. A stamp file, written last, marks the others as complete.
     """
     root = sources or Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))

@@ -31,7 +31,7 @@ from cookbook.config.stack import load_stack
 
 
 def shquote(value: object) -> str:
-    """Quote `value` as one bash word; for readability, also quote `a,b` and `=a`."""
+    """Quote `value` as one bash word; quote `a,b` and `=a` too, only for readability."""
     text = str(value)
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and ("," in text or text[0] == "=") else quoted

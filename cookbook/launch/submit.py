@@ -99,7 +99,7 @@ class CellSlurmExecutor(SlurmExecutor):
             # exec, so that Slurm's signals reach the supervisor instead of a shell.
             f"exec {command}\n",
         ]
-        # `cancel` finds the job of a deleted run by this path.
+        # Slurm keeps this path, so `cancel` finds the job even after the run's folder is deleted.
         script = (self.folder / "submission.sh").resolve()
         script.write_text("\n".join(lines), encoding="utf-8")
         job_id = sbatch(script, ROOT)
@@ -109,7 +109,7 @@ class CellSlurmExecutor(SlurmExecutor):
 class RunLocalExecutor(LocalExecutor):
     """Run a whole sweep on this machine, as one job that outlives its terminal."""
 
-    # submitit would start a process that ends with the terminal and keeps its output open.
+    # submitit's own method starts a process that ends with the terminal and holds its output open.
     def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
             **os.environ,
@@ -125,7 +125,7 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
         # Start a new session: Ctrl-C in the terminal must not reach the training. Discard the
-        # output, which is also logged: it would keep a pipe (`| tee`, ssh) open until the job ends.
+        # output, which is logged anyway: `| tee` or ssh would keep reading it until the job ends.
         silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         words = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
         process = subprocess.Popen(words, env=environment, start_new_session=True, **silent)
@@ -176,7 +176,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
             paths = (folder.status, folder.job, folder.record, folder.script)
             before[folder] = {path: path.read_bytes() for path in paths if path.exists()}
             attempts = folder.attempts()
-            # While the lock is held, a cell without a job counts as queued.
+            # Until it is submitted, the cell counts as queued: it has no job, and the lock is held.
             folder.job.unlink(missing_ok=True)
             write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
             keep_request(folder, cell.job_record(), render_script(cell))

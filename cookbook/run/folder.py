@@ -58,7 +58,7 @@ class CellFolder:
 
     record = _Below("cell.yaml")  # the newest request for the cell (`run.record`)
     script = _Below("train.sh")  # the script that the job runs, exactly as `render` prints it
-    status = _Below("status.json")  # the state; once submitted, only the job writes it
+    status = _Below("status.json")  # the cell's state; after submission, only the job writes it
     job = _Below("job.json")  # the job's id, written by the submitter, else by the job itself
     end = _Below("end.json")  # how the job ended, kept because Slurm forgets jobs
     job_files = _Below("job")  # the batch file, submitit's files and the batch step's output
@@ -102,7 +102,7 @@ class Checkpoint:
     path: Path
     step: int
     damage: str | None  # why it is incomplete or damaged; None if it is neither
-    states: frozenset[str] = frozenset()  # those of PARTS that the checkpoint contains
+    states: frozenset[str] = frozenset()  # which of PARTS the checkpoint contains
     text_readers: int = 0  # number of data-parallel ranks with a saved data-loader state
     is_exported: bool = False  # whether it is safetensors files, usable only as initial weights
 

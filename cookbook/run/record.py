@@ -31,7 +31,7 @@ class CellRecord:
     nodes: Count = 1
     ranks_per_node: Count = 1
     device: Text | None = None
-    emulated: Flag = False  # low precision is emulated in software, so its speed is meaningless
+    emulated: Flag = False  # whether software emulates the precision or EP backend
     stand_in_for: Text | None = None  # the requested recipe, if its `stand_in` is trained instead
     refused: Text | None = None  # why the cell does not run
     # The published speed; set only if the cell is exactly the published configuration.

@@ -161,7 +161,7 @@ def run_names() -> list[str]:
 
 
 def note_new_job(folder: Path) -> None:
-    """Mark the run as the newest because of a new job, even if its folder is old."""
+    """Mark the run as the newest because it has a new job, even if its folder is old."""
     now = time.time_ns()  # the kernel's file timestamps may lag by milliseconds
     # Ignore a permission error: the run may belong to a colleague.
     with contextlib.suppress(PermissionError):

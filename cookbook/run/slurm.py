@@ -31,7 +31,7 @@ _PASSING = re.compile(
 )
 # squeue truncates fields without a width. The command comes last, since it may have line breaks.
 _FIELDS = "JobID:64|,State:64|,Reason:64|,RestartCnt:64|,Command:4096|"
-# Seconds that a user waits for Slurm; squeue itself retries for 9 s if the controller is down.
+# Seconds that a user waits for Slurm. If the controller is down, squeue would retry for 9 s.
 PATIENCE_S = 2.5
 _COMMAND_S = 60.0
 
@@ -299,7 +299,7 @@ def run_step(
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
-    """Run `python -m module question` on each node, for `limit_s` seconds once the first starts."""
+    """Run `python -m module question` on `nodes`; stop `limit_s` seconds after the first start."""
     venv = os.environ.get("VENV")
     python = f"{venv}/bin/python" if venv else sys.executable
     cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE") or "1"

@@ -1,6 +1,6 @@
 """Determine the state of each cell of a run from its files and the scheduler.
 
-Both are needed: a killed job could not write its end, and without accounting Slurm forgets a
+Both are needed: a killed job could not record its end, and without accounting Slurm forgets a
 finished job after minutes. So an end that Slurm reports is saved in the cell's folder.
 """
 
@@ -19,8 +19,8 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, is_submit_locked
 from cookbook.run.status import Job, Status, read_job, read_json_as, write_json
 
-# The job's environment sets this to the run's folder, and all its processes inherit it. Command
-# lines cannot identify them: the user's editor may have the folder on its command line too.
+# Environment variable with the run's folder, which all processes of a job inherit. Command lines
+# cannot identify them: the user's editor may have the folder on its command line too.
 RUN_VARIABLE = "COOKBOOK_RUN"
 
 
@@ -29,7 +29,7 @@ def process_job(pid: int) -> Job:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     started = None
     with contextlib.suppress(OSError):
-        # /proc/PID/stat from its third field on. psutil's start times shift when the clock is set.
+        # Read /proc/PID/stat (from field 3 on): psutil's start times shift when the clock is set.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # A process that frees its memory (PF_EXITING) before it becomes a zombie counts as ended.
         is_exiting = fields[0] in "ZX" or int(fields[6]) & 0x4
@@ -85,7 +85,7 @@ class CellState(Status):
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job has written its end, but Slurm has not noticed it yet."""
+        """Whether the job has recorded its end, but Slurm has not noticed it yet."""
         return self.state == status.RUNNING and self.reason == COMPLETING
 
     @property
@@ -127,7 +127,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
                 reason = "; ".join(filter(None, [state.reason, words]))
                 state = replace(state, reason=reason, is_known=False)
             elif state.state in status.OPEN and os.getuid() not in (0, run.folder.stat().st_uid):
-                # Slurm may hide other users' jobs.
+                # Slurm may hide other users' jobs, so this one may still be running.
                 words = f"Slurm shows no job {job} of the run's owner; the job said {state.state}"
                 state = replace(state, state=status.UNKNOWN, reason=words)
             elif state.state in status.OPEN:
@@ -159,7 +159,7 @@ def _settle_end(
         kept = read_json_as(slurm.JobInfo, cell.end)
         # A status with more restarts is newer: Slurm requeued the job after the saved end.
         is_newest = kept.job_id == job and kept.restarts >= written.restarts
-        # Compare only the states: accounting and slurmctld phrase the same reason differently.
+        # Compare states, not reasons: accounting and slurmctld phrase the same reason differently.
         is_same = info is None or (info.state == kept.state and info.restarts <= kept.restarts)
         if is_newest and is_same:
             return kept
@@ -199,7 +199,7 @@ def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, s
     if said.state in status.ENDED:
         ended_with_job = said.state == status.CANCELLED or (said.reason or "").startswith("Slurm: ")
         if info.state == "COMPLETING" and ended_with_job:
-            # Slurm may requeue the job, and this cell with it.
+            # While the job is ending, Slurm may still requeue it, and this cell would run again.
             return status.QUEUED if said.started is None else status.RUNNING, COMPLETING
         return said.state, said.reason
     if said.state == status.QUEUED and info.state in slurm.ACTIVE:
@@ -227,7 +227,7 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
             return replace(state, reason=words, is_known=False)
         if not is_alive(job):
             left = list(run_processes(run.folder).values())
-            state, _ = _read(cell)  # the job may have written its end in between
+            state, _ = _read(cell)  # the job may have recorded its end in between
             if state.state in status.OPEN and None not in left:
                 if num_training := left.count(cell.path.resolve()):
                     words = (
@@ -264,7 +264,7 @@ def cancel_run(run: Run) -> list[str]:
 
 
 def cancel_deleted(folder: Path) -> int:
-    """Stop the jobs of a run whose folder was deleted; return the number of jobs or processes."""
+    """Stop the jobs of a run whose folder was deleted; return how many jobs or processes it had."""
     found, root = stop_processes(folder), folder.resolve()
     # Slurm may not be installed, or not be configured.
     with contextlib.suppress(JobError):
