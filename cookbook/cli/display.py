@@ -1,4 +1,4 @@
-"""Show the progress of a run's cells: a table redrawn in place on a terminal, else log lines."""
+"""Show the progress of a run's cells: on a terminal in a live table, elsewhere as log lines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from rich.text import Text
 # If not all cells fit on the screen, cells in the states listed first are shown.
 _STATES = ("running", "failed", "cancelled", "queued", "finished", "refused")
 _STYLES = {"failed": "red", "cancelled": "yellow", "refused": "yellow", "finished": "green"}
-# The columns after a cell's name and state, and those headings that differ from the column name.
+# The columns after a cell's name and state. A column's name is its heading unless listed below.
 _COLUMNS = ("sparks", "bar", "step", "speed", "loss", "elapsed", "left", "note")
 _HEADINGS = {"sparks": "", "bar": "", "speed": "tokens/s now", "elapsed": "time", "note": ""}
 # Columns to drop on a narrow terminal, in this order.
@@ -41,7 +41,7 @@ class CellProgress:
 
 
 class Progress:
-    """Show progress on a stream: in place on a terminal, else one line per change."""
+    """Show progress on a stream: redraw in place on a terminal, else print a line per change."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._written = stream, dict[str, CellProgress]()
@@ -86,8 +86,8 @@ def describe_cell(cell: CellProgress) -> str:
 
 def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
     """Return a summary, a row for each cell that fits on the screen, and a count of the others."""
-    # Reserve rows for the summary, headings, count of hidden cells, and a blank row: a full screen
-    # may scroll.
+    # Reserve rows for the summary, the headings, the count of hidden cells, and a blank last row:
+    # text in a terminal's last row may make it scroll.
     room, columns = console.height - 4, console.width - 1
     order = {state: place for place, state in enumerate(_STATES)}
     first = sorted(cells, key=lambda cell: order.get(cell.state, 0))[: max(room, 0)]
@@ -117,7 +117,7 @@ def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
 
 
 def _fields(cell: CellProgress, is_ascii: bool) -> dict[str, str]:
-    """Return the text of each column, empty if it has nothing to show."""
+    """Return the cell's text in each column, empty where there is nothing to show."""
     is_running = cell.state == "running"
     fields = dict.fromkeys(_COLUMNS, "")
     if cell.step is not None:
@@ -154,7 +154,7 @@ def summarize(cells: Sequence[CellProgress]) -> str:
     if len(counted) > 1:
         done = sum(min(cell.step or 0, cell.total_steps or 0) for cell in counted)
         text += f"; {done:,}/{sum(cell.total_steps or 0 for cell in counted):,} steps"
-    # Estimate the time left, assuming that as many cells keep running at once as now.
+    # Estimate the time left, assuming that the number of running cells stays the same.
     running = [cell for cell in cells if cell.state == "running"]
     paces = [
         cell.left / (cell.total_steps - cell.step)

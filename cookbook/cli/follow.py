@@ -27,7 +27,7 @@ from cookbook.run.status import FAILED, OPEN, RUNNING, read_resumptions
 
 _LEAST_STEPS = 4  # logged steps needed to estimate the time left
 POLL_S = {"local": 1.0, "slurm": 5.0}
-_PATIENCE_S = 20.0  # seconds that `status --watch` waits for Slurm, longer than plain `status`
+_PATIENCE_S = 20.0  # seconds that `status --watch` waits for Slurm; plain `status` waits less
 
 
 def show_status(arguments: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 
 def _pending_scripts() -> list[str]:
-    """Return a line for each pending job from plain sbatch, since it has no run folder yet."""
+    """Return a line per pending job from plain sbatch. It has no folder yet, so no run shows it."""
     jobs, lines = list[slurm.JobInfo](), []
     with contextlib.suppress(JobError):
         jobs = slurm.own_jobs()
@@ -91,7 +91,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         if not ended and time.monotonic() - asked >= POLL_S[run.scheduler]:
             asked = time.monotonic()
             ended = _state(run, cell).has_ended
-        # Look for a requeued cell's new log before printing: if it exists, the old one is complete.
+        # First look for a newer attempt's log: if there is one, the log printed below is complete.
         newest = cell.newest_log()
         if log is not None:
             offset = _print_from(log, offset)
@@ -277,7 +277,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
     except OSError as error:
         if form == "html":
             raise
-        # The results are printed. Saving them fails in a colleague's run or on a full disk.
+        # The results are printed already. In a colleague's run or on a full disk, saving fails.
         path = Path(error.filename or run.folder / MARKDOWN)
         print(f"submit.py: not saved: {shown_path(path)}: {error.strerror}", file=sys.stderr)
     else:

@@ -57,13 +57,13 @@ def check_figure(name: str) -> None:
 
 
 def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644) -> None:
-    """Write the file that `option` names: atomically, or in place if it is a device or a pipe."""
+    """Write `content` to the file `name`: atomically, or in place if it is a device or a pipe."""
     path = Path(name)
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(content.encode() if isinstance(content, str) else content)
         else:
-            write_whole(path.resolve(), content, mode)  # keep a symbolic link, and write its target
+            write_whole(path.resolve(), content, mode)  # replace a symlink's target, not the link
     except OSError as error:
         raise InputError(f"{option} {name}", f"cannot be written: {error.strerror}") from None
 
@@ -149,9 +149,9 @@ def new(arguments: argparse.Namespace) -> int:
         raise InputError(shown_path(target), "exists already", "choose another name")
     text = find_file(kind, arguments.source).read_text(encoding="utf-8")
     if kind == "":
-        # `name` is the prefix of cells' names. Quote it: unquoted, `1e5` or `true` is not a string.
+        # The key `name` is the prefix of cells' names. Quote it: a bare `true` would be a boolean.
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
-    # A copy has no published numbers or synonyms: drop such a key and the comment above it.
+    # `published` and `synonyms` apply to the original only: drop the key and the comment above it.
     block = r"(?m)^(?:#[^\n]*\n)*(?:published|synonyms):[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"
     write_whole(target, re.sub(block, "", text, count=1))
     print(f"wrote {shown_path(target)}; edit it, then:")

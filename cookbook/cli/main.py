@@ -182,7 +182,7 @@ def _run(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(encoding="utf-8")
     module, _, function = arguments.handler.partition(":")
     try:
-        # Import lazily: `--help` must not import submitit, and `doctor` must run without packages.
+        # Import lazily: `--help` must not wait for submitit, and `doctor` must run before set-up.
         handler = getattr(importlib.import_module(f".{module}", "cookbook.cli"), function)
         status: int = handler(arguments)
     except ModuleNotFoundError as error:

@@ -86,7 +86,7 @@ def plan(arguments: argparse.Namespace) -> int:
 def _walk(
     words: str, base: Cell, ranked: list[Candidate], documents: Documents | None
 ) -> list[Stop]:
-    """Compare two layouts term by term; `words` is FROM,TO, as table rows (0: the recipe's own)."""
+    """Compare two layouts term by term; `words` (`0,1`) has their table rows (0: the recipe's)."""
     known: list[Cell] = [base, *(one.cell for one in ranked)]
     start, end = map(int, words.split(","))
     if 0 in (start, end) and validation_errors(base):

@@ -85,7 +85,7 @@ def _trained(arguments: argparse.Namespace) -> CellFolder | int:
     cell = requested_cell(arguments, settings)
     frequency = cell.options["profiling.profile_freq"]
     needed = cell.options["profiling.profiler_warmup"] + cell.options["profiling.profiler_active"]
-    # The option rules check this value's lower limit.
+    # Check the upper limit only: the option rules have checked the lower one.
     if frequency > cell.steps:
         found = f"found {frequency}, allowed: {needed} to {cell.steps}"
         remedy = "TorchTitan's profiler warms up and then traces the last steps"

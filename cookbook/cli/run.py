@@ -103,7 +103,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> Run | int:
-    """Print the plan and submit the cells; return the run to watch, or else the exit status."""
+    """Print the plan and submit the cells; return the run to watch or an exit status."""
     judged, cluster = judged_cells(name, cells, arguments), cells[0].cluster
     cells = in_rounds(judged, arguments.repeat)
     accepted = [cell.name for cell in cells if not cell.refused]
@@ -219,11 +219,11 @@ def _resumable(
 def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     states = cell_states(run)
     names = {folder.name for folder in folders}
-    # A local or one-allocation job trains several cells in turn: all of them must have ended.
+    # A local or one-allocation job trains several cells in turn: resume none before all have ended.
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
-        # A queued cell without a job is idle: only the holder of the submit lock, usually this
-        # process, could be submitting it.
+        # A queued cell without a job is idle, unless the holder of the submit lock is submitting it
+        # just now. Usually this process holds the lock.
         is_idle = state.state == QUEUED and state.job_id is None
         has_ended = is_idle or (state.state in ENDED and state.is_known)
         if has_ended or not (state.cell in names or state.job_id in jobs):
@@ -334,7 +334,7 @@ def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, l
 
 
 def _header(script: Path, lines: Sequence[str]) -> list[str]:
-    """Return the options in `#SBATCH` lines; raise InputError if such a line follows a command."""
+    """Return the options in `#SBATCH` lines; raise InputError if sbatch would ignore one."""
     is_command = [bool(text.strip()) and not text.lstrip().startswith("#") for text in lines]
     command = is_command.index(True)
     for number, text in enumerate(lines[command:], command + 1):
@@ -349,8 +349,8 @@ def _header(script: Path, lines: Sequence[str]) -> list[str]:
 def _options(words: Sequence[str]) -> argparse.Namespace:
     """Parse the sbatch options that matter for the check; the last occurrence counts.
 
-    `gpus` has one pair for each GPU option: the scope of its count (`in all` or `a node`), and its
-    value. The value ends with the count (`b200:8`), or is empty for a `--gres` without GPUs.
+    `gpus` in the result has one (scope, value) pair for each GPU option. The scope is `in all` or
+    `a node`. The value ends with a count (`b200:8`); it is empty for a `--gres` without GPUs.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nodes", "-N", default="1")
