@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 def ask(command: Sequence[str], timeout_s: float = 5.0) -> Answer:
-    """Run `command` with a timeout, so that a hung Slurm controller delays the doctor little."""
+    """Run `command` with a timeout: a hung Slurm controller cannot hold up the doctor for long."""
     text: Any = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
     try:
         done = subprocess.run(command, timeout=timeout_s, stdin=subprocess.DEVNULL, **text)
@@ -59,7 +59,6 @@ class Surroundings:
     deepep_between_nodes: bool = False
 
     def __post_init__(self) -> None:
-        # Run each command only once.
         self.answer = functools.cache(self.run)
         self.runs = self.repository / (self.environment.get("COOKBOOK_RUNS") or "runs")
         self.installed_gpus: tuple[InstalledGpu, ...] = ()

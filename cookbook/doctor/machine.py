@@ -45,8 +45,8 @@ def gpus(here: Surroundings) -> Verdict:
     if driver_branch(driver) < oldest:
         return "problem", found, f"this stack needs driver {oldest} or later"
     if here.cluster and here.sends_jobs and (wanted := here.cluster.gpu):
-        # Compare memory, not names, whose spelling differs. Allow 10%, since profiles state usable
-        # memory.
+        # Compare memory, not names, whose spelling differs. Allow 10%: a profile may state only the
+        # usable memory.
         sizes = [model.memory_gib for model in models if model.memory_gib]
         differ = [abs(size - wanted.memory_gib) >= 0.1 * wanted.memory_gib for size in sizes]
         fits = len(models) == here.cluster.ranks_per_node
@@ -106,8 +106,8 @@ def _ability(gpu: Gpu) -> str:
 
 # An idle B200 or H200 has less than 1 GiB in use.
 _IDLE_MIB = 2048
-# XIDs of hardware errors, from NVIDIA's catalogue. Excluded are errors that a program causes (13,
-# 31, 43, 45) and corrected errors (63, 92).
+# XIDs of hardware errors in NVIDIA's catalogue, without errors that a program causes (13, 31, 43,
+# 45) and corrected errors (63, 92).
 _HARDWARE_XIDS = {
     48: "uncorrectable memory error",
     64: "a memory row could not be remapped",
@@ -266,7 +266,7 @@ def network(here: Surroundings) -> Verdict:
     if chosen.startswith("^"):
         return "ok", f"{place}: all but {chosen[1:]}"
     named = [name.split(":")[0] for name in chosen.lstrip("=").split(",") if name]
-    # NCCL treats each name as a prefix unless the list begins with "=".
+    # NCCL treats each name in NCCL_IB_HCA as a prefix unless the list begins with "=".
     unknown = [name for name in named if not any(device.startswith(name) for device in devices)]
     if unknown:
         found = f"{place} names {', '.join(unknown)}; here are {', '.join(devices)}"

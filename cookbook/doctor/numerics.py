@@ -51,7 +51,7 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
         proved = [(cell.name, train_argv(cell)) for cell, reason in chosen if not reason]
         cells.write_text(json.dumps(proved), encoding="utf-8")
         written = output or folder / "proofs.json"
-        # Rank 0 prints the verdicts. All else goes to files, which are read if ranks exit early.
+        # Rank 0 prints the verdicts. Other output goes to files, which say why if ranks exit early.
         redirects = ",".join(f"{rank}:{3 if rank else 2}" for rank in range(ranks))
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -101,7 +101,7 @@ def _prove_on(cluster: Cluster, output: Path | None) -> int:
 
 
 def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
-    """Return cells for `machine` that cover every precision, EP backend, TP and FlashAttention-4.
+    """Return cells for `machine` to test all precisions, all EP backends, TP and FlashAttention-4.
 
     Each cell comes with the reason why it cannot run, or None if it can.
     """
@@ -113,7 +113,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     first, second = _RECIPES["gpu" if machine.gpu else "cpu"]
     choices: list[tuple[str, str, str, dict[str, Any]]] = [
         *((first, precision, "standard", {}) for precision in names_in("precision")),
-        # Try backends in MXFP8 too: there they pad an expert's rows to a larger multiple.
+        # Try EP backends in MXFP8 too, for which they pad an expert's rows to a larger multiple.
         *((first, one, backend, {}) for backend, one in product(others, ("bf16", "mxfp8"))),
         (first, "bf16", "standard", flash),
         *((first, "mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in with_tp),

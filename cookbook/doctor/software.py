@@ -133,7 +133,6 @@ def flash_attention(here: Surroundings) -> Verdict:
     if models and not any(attention.runs_on(model.compute_capability) for model in models):
         return "not here", "FlashAttention-4 needs Hopper or Blackwell GPUs"
     if not models and not here.trains_for_real:
-        # No run from here would use FlashAttention-4.
         return None
     pinned = attention.flash_attention_pins(here.repository / "requirements.txt")
     version = next(pin.value for pin in pinned if pin.name == attention.PACKAGE)
