@@ -1,8 +1,8 @@
 """Find why an attempt failed: the earliest `error.json`, else the most telling console line.
 
 torchrun writes `error.json` for every rank that raised an exception. Kills, aborts and steps that
-Slurm ended leave none, but print a console line. A rank that has made no progress for long writes
-its stack to `stacks/rank-<r>.txt`; a rank without that file is suspended, dead or still training.
+Slurm ended leave none, but print a console line. A rank that makes no progress for a long time
+writes its stack to `stacks/rank-<r>.txt`; a rank without that file is suspended, dead or training.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ from cookbook.run.folder import Attempt
 from cookbook.run.status import Cause
 
 _MAX_CHARACTERS = 240
-# The first pattern that matches decides. "Connection closed" means a dead rank, whatever killed it.
+# The first matching pattern gives the cause. DEAD_RANK comes last: "Connection closed" says
+# that a rank is dead, but not why.
 _CAUSES: tuple[tuple[Cause, str], ...] = (
     (Cause.BAD_NODES, r"^preflight: "),
     (Cause.HANG, r"^hang\b|Watchdog caught collective operation timeout|Timed out waiting [0-9]+"),
@@ -52,12 +53,12 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|Connection (?:closed|reset)|Broken pipe|remote process exited|DistBackendError"
         r"|DistNetworkError|Rendezvous\w*Error|Socket Timeout|recvValue|NCCL error"
         r"|CUDA error|uncorrectable ECC|unspecified launch failure"
-        # The supervisor's own reasons if a signal ended the script before it printed anything.
+        # The reasons that `find_cause` gives if a signal ended the script and no line says why.
         r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$",
     ),
 )
-# Errors that another error caused. A CheckpointException prints the ranks' own errors below it. A
-# JobError comes from the supervisor.
+# Errors that another error caused. The ranks' own errors, which say more, are printed below a
+# CheckpointException. A JobError comes from the supervisor.
 _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|Connection (?:closed|reset)|Broken pipe|DistBackendError"
     r"|DistNetworkError|RendezvousConnectionError|RendezvousClosedError|Socket Timeout|recvValue"
@@ -73,7 +74,7 @@ _LINES = (
     (_SLURM, re.compile(r"DUE TO (?:TIME LIMIT|NODE FAILURE|PREEMPTION)|oom[_-]kill")),
     (_LINE, re.compile(r"Watchdog caught|Unrecognized options:|error: (?:argument|unrecognized)")),
     (_LINE, re.compile(r"^srun: error: (?!.*(?:Exited with exit code|\btasks? [0-9]))")),
-    # Lines from train.sh, from bash about it (slurm_script under sbatch), or from our validation.
+    # Lines by train.sh, by bash about it (as slurm_script under sbatch), or by our validation.
     (_SCRIPT, re.compile(r"^(?:\S*/)?[\w.+-]+(?:\.sh|: line [0-9]+): |^cookbook\.supervise: ")),
     # Exit code -15 marks ranks that torchrun itself ended.
     (_EXIT, re.compile(r"failed \(exitcode: (?!-15)-?[0-9]+\) local_rank")),
@@ -131,8 +132,8 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
     if not findings:
         return None, False
     sort = min(finding.sort for finding in findings)
-    # A script ends with the line that says why it failed. Of several errors, the first caused the
-    # rest.
+    # Of a script's lines, the last says why it failed. Of other findings, take the first: it
+    # usually caused the rest.
     best = [finding for finding in findings if finding.sort == sort]
     _, rank, text = best[-1] if sort == _SCRIPT else best[0]
     text = text if rank is None else f"rank {rank}: {text}"
@@ -201,7 +202,7 @@ def _read_console(log: Path) -> list[_Finding]:
 
 
 def _plain_lines(log: Path) -> Iterator[str]:
-    """Yield a log's lines without metrics and colors; split lines at the `\\r` of progress bars."""
+    """Yield the lines that hold no metrics, without colors; split progress bars at their `\\r`."""
     for line in lines_of(log):
         has_bar = b"\r" in line
         if has_bar or b"step:" not in line or b"loss:" not in line:

@@ -50,7 +50,7 @@ class History:
 
     attempts: tuple[AttemptSummary, ...] = ()
     steps_lost: int = 0
-    effective: float | None = None  # share of the time since the first start spent in kept steps
+    effective: float | None = None  # share of the time since the first start that kept steps took
 
     @property
     def lines(self) -> list[str]:
@@ -74,7 +74,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     ends = [read_attempt_end(attempt) for attempt in attempts]
     times = [_step_times(attempt, record) for attempt in attempts]
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
-    # For each attempt, the step it resumed from; -1 if it completed no step.
+    # For each attempt, the step it resumed from; -1 if neither that nor a later step is recorded.
     starts = [
         resumed.get(attempt.number, min((step for step, _ in own if step), default=0) - 1)
         for attempt, own in zip(attempts, times, strict=True)
@@ -84,7 +84,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
         # Training later continued from this step and lost the steps after it; None if it lost none.
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
-            # If `checkpoint.folder` is an absolute path, the cell's path has no effect.
+            # If `checkpoint.folder` is absolute, `/` ignores the cell's path.
             folder = cell.path / str(record.options.get("checkpoint.folder", "checkpoint"))
             saved = saved_steps(folder)
             kept = next((step for step, path in saved if (path / ".metadata").is_file()), 0)

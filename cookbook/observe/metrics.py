@@ -100,7 +100,8 @@ def parse_step(line: bytes) -> StepMetrics | None:
     values: dict[str, Any] = {}
     for key, value in _VALUE.findall(own):
         values.setdefault(_NAMES[key], float(value.replace(",", "")))
-    # Another rank's line may cut off this line's last value, unless this line ends with its `mfu`.
+    # If another rank's line interrupts this one, its last value may be cut off. Accept the line
+    # only if it is complete: it then ends with `mfu`.
     if "loss" not in values or (others and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", own)):
         return None
     values |= {"time": _time_of(line), "rank": int(ranks[-1]) if ranks else None}
@@ -151,7 +152,7 @@ def lines_of(log: Path) -> Iterator[bytes]:
         yield from file
 
 
-# Read back about 60,000 console lines: 250 steps if all of 256 ranks print each step.
+# Skip all but the last 60,000 console lines or so: 250 steps if 256 ranks print every step.
 _LOOK_BACK_BYTES = 16 << 20
 # The widest sparkline shows this many steps.
 _NUM_RECENT = 20
@@ -172,8 +173,8 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
     shown = [found for line in whole if (found := parse_step(line))]
     rank = (record or CellRecord()).loss_rank
     own = [one for one in shown if one.rank == rank]
-    # If the console hides that rank, use the first rank that it shows. Outside the last PP stage,
-    # ranks print a negative loss, which is dropped below.
+    # If the console hides the rank that computes the loss, use the first rank that it shows.
+    # Outside the last PP stage, ranks print a negative loss, which is dropped below.
     own = own or [one for one in shown if one.rank == shown[0].rank]
     return [
         replace(one, attempt=attempt.number, loss=None if one.loss and one.loss < 0 else one.loss)
@@ -232,8 +233,8 @@ class Tail:
     """Follow a running attempt; each `read` updates the attributes from the new lines.
 
     Attributes:
-        step, phase, validation_loss: the newest ones of `rank`; None if not logged yet.
-        recent: the newest steps of `rank`.
+        step, phase, validation_loss: the newest that the given rank logged; None before the first.
+        recent: the newest steps of that rank.
     """
 
     def __init__(self, attempt: Attempt, rank: int) -> None:
