@@ -59,7 +59,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """A cell's throughput with its interval, and the baseline's and the published throughput."""
+    """A cell's throughput with its interval, beside the baseline's and the published throughput."""
 
     label: str
     colour: int

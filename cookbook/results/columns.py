@@ -68,10 +68,10 @@ class Column(NamedTuple):
     heading: str
     tables: str  # names of the tables with this column, separated by spaces
     align: str  # alignment: l (left), or r (right) for numbers
-    value: str | Callable[[Result], object]  # an attribute's path (`throughput.num_steps`)
+    value: str | Callable[[Result], object]  # a path such as `throughput.num_steps`, or a function
     # A format string for the value, or a function that returns its text.
     template: str | Callable[[Any], str] = "{}"
-    baseline: str = ""  # an attribute; if it is set, the baseline's row shows `baseline`
+    baseline: str = ""  # if the baseline's row has this attribute, show `baseline`
 
     def text(self, row: Result) -> str:
         """Return this column's text in `row`, or a dash if the value is unknown."""

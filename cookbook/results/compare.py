@@ -56,7 +56,7 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
     """Return one result for `runs`, which are all repeats of one cell, in order.
 
     Throughput covers the steps of all repeats; TFLOPs, MFU and final loss are medians; memory is
-    the peak; status is the first that is not `finished`. Stalls, attempts, lost steps are summed.
+    the peak; status is the first other than `finished`. Stalls, attempts and lost steps are summed.
     """
     first = runs[0]
     if len(runs) == 1:

@@ -33,7 +33,7 @@ from cookbook.results.run_differences import Conditions, configuration, environm
 from cookbook.run.run import Run
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
-# Report a cell that is slower than predicted by more than this share: predictions err by less.
+# Report a cell that is slower than predicted by more than this share, a prediction's usual error.
 _PREDICTION_MARGIN = 0.15
 # Limits for loss spikes; `_troubled_steps` explains them.
 _BEFORE, _SPIKE_PART, _SPIKE_SPREADS = 20, 0.1, 10
@@ -216,7 +216,7 @@ def _self_check(cells: Sequence[Result]) -> Iterator[str]:
 
 
 def notes(results: RunResults) -> list[str]:
-    """Return notes on failures, resumed attempts, profiling, troubled steps and slow cells."""
+    """Return notes: failures, resumptions, profiling, skipped steps, loss spikes and slow cells."""
     lines = []
     for cell in results.cells:
         reason = " ".join((cell.reason or "").split())
@@ -292,7 +292,7 @@ def save_report(run: Run, results: RunResults) -> str | None:
                 write_whole(folder / f"{chart.name}.{suffix}", content)
             picture = f"![{chart.title}]({FIGURES}/{chart.name}.svg)"
             parts += [f"## {chart.title}", picture, chart.caption]
-        # Delete figures of an earlier report whose numbers are no longer in the logs.
+        # Delete an earlier report's figures if the logs no longer have their numbers.
         for name in {*NAMES} - {chart.name for chart in charts}:
             for suffix in ("svg", "png"):
                 (folder / f"{name}.{suffix}").unlink(missing_ok=True)

@@ -74,7 +74,7 @@ class Result:
     prediction: str | None = None
     published_speedup: float | None = None
     published_source: str | None = None
-    tokens_per_step_per_gpu: float | None = None  # divide by tokens/s/GPU for seconds per step
+    tokens_per_step_per_gpu: float | None = None  # divided by tokens/s/GPU: seconds per step
     world: int = 1
     routing: str | None = None  # trained, round_robin or random
     repeat_of: str | None = None  # the cell that this folder repeats

@@ -126,7 +126,7 @@ class SpeedUp:
     low: float | None  # `low`, `high` and `verdict` are None if there are too few steps
     high: float | None
     verdict: str | None  # `faster`, `slower`, or `inside the noise` if the interval contains 1
-    basis: str  # what was compared: `steps` of one run each, or `repeats` of both
+    basis: str  # what was compared: `steps` (one run per cell) or `repeats` (of both)
     num: int  # number of steps or repeats, of whichever cell has fewer
 
 
