@@ -93,7 +93,7 @@ def validate(start: Start) -> Cell:
 
 
 def _as_rendered(overlay: Overlay, options: Options) -> Overlay:
-    """Return `overlay` with the script's option values: its YAML file may have changed since."""
+    """Return `overlay` with the script's option values: its YAML file may have been edited."""
     expect = {name: options.settings.get(name, setting) for name, setting in overlay.expect.items()}
     return replace(overlay, expect=expect)
 

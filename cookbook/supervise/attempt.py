@@ -55,7 +55,7 @@ class Timeouts:
 
     def adjusted(self, record: CellRecord) -> Timeouts:
         pauses = any(record.options.get(name) for name in _PAUSES)
-        # An async save logs only the time of its copy, but the next save waits for its write too.
+        # An async save logs its copy's duration only, but the next save waits for its write too.
         is_async = record.options.get("checkpoint.async_mode", "disabled") != "disabled"
         return replace(
             self,
@@ -88,13 +88,13 @@ class StepClock:
         """Update the clock; call this after each `tail.read()`, with the `lines` it returned."""
         gap = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
-        # Cap the gap: if the job was suspended, training was suspended too.
+        # Count at most 5 s between looks: a longer gap means that the job was suspended, not hung.
         self.silent += min(gap, 5.0)
         step, before = tail.step, self._step
         is_new_step = step is not None and (before is None or step.step > before.step)
         self._num_looks += is_new_step
-        # Count looks, not steps: several steps may be logged between two looks, and yet later ones
-        # still compile.
+        # Require several looks, not just several steps: one look may see them all, and later steps
+        # may still compile.
         if self._num_looks > 3 and (usual := step_seconds(tail.recent)) is not None:
             self.usual = usual
         # Any log line counts as progress while no step time is known.

@@ -49,7 +49,7 @@ class Rule:
 
 RULES = {
     Cause.FINISHED: Rule(Action.STOP, is_counted=False),
-    # Cancelled by the user, or ended by Slurm, which restarts a job that it requeues.
+    # Cancelled by the user, or ended by Slurm, which itself restarts the job if it requeues it.
     Cause.STOPPED: Rule(Action.STOP, is_counted=False),
     Cause.SAVED: Rule(Action.REQUEUE, is_counted=False),
     Cause.LOST_NODE: Rule(Action.REQUEUE),
@@ -133,7 +133,7 @@ def decide(
     return Decision(Action.RESTART, f"restarted {count}")
 
 
-# With less free space than this, assume that the disk was full: a full disk cannot log that.
+# With less free space than this, assume that the disk was full, and so could not log the error.
 _FULL_DISK_BYTES = 8 << 20
 
 
@@ -198,7 +198,7 @@ def restarts() -> int:
 
 
 def restarts_after_failure(cell: CellFolder) -> int:
-    """Return how many times Slurm has requeued this job, except after a requested save."""
+    """Return how often Slurm requeued this job, not counting requeues after a requested save."""
     job_id = os.environ.get("SLURM_JOB_ID")
     saved = [one for one in cell.attempts() if job_id and _read_stopped(one)[0] == job_id]
     return restarts() - len(saved)

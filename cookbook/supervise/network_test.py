@@ -34,7 +34,7 @@ _PORTS = range(31000, 32700)
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The layout of the ranks; `stride` is the distance between neighbors in an EP group."""
+    """The layout of the ranks; neighboring ranks of an EP group are `stride` apart."""
 
     ranks_per_node: int
     device: str

@@ -60,7 +60,7 @@ def report_node(
     Args:
         cluster: the profile's name; `profile` is its content.
         folder: the cell's folder, which all nodes write to.
-        files: name in messages -> path of a file or folder that must be equal on all nodes.
+        files: name in messages -> path of a file or folder that must be the same on all nodes.
     """
     here = Surroundings(
         cluster=cluster_from_record(CellRecord(cluster=cluster, profile=profile)),
@@ -85,7 +85,7 @@ def report_node(
 
 
 def _digest(path: Path) -> str:
-    """Return a digest of a file, or of a folder's file names and the content of small files."""
+    """Return a digest of a file, or of a folder's file names and the content of its small files."""
     if path.is_file():
         return _hash([path])
     if not path.is_dir():

@@ -135,7 +135,7 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
 
 
 def ask_nodes(job: JobNodes) -> None:
-    """Collect reports from all healthy nodes, and exclude nodes that are faulty or differ."""
+    """Collect reports from all healthy nodes; exclude those that are faulty or unlike the rest."""
     asked, reports, ahead = job.healthy, dict[str, Report](), dict[str, float]()
     if not asked:
         return
@@ -201,7 +201,6 @@ def differing(reports: Sequence[Report]) -> dict[str, Fault]:
     for name in dict.fromkeys(name for report in reports for name in report.facts):
         # A node without GPUs reports no driver version; another check covers that.
         values = {report.node: report.facts[name] for report in reports if name in report.facts}
-        # On a tie, `most_common` returns the value that came first.
         ((usual, _),) = Counter(values.values()).most_common(1)
         for node, value in values.items():
             if value != usual:
@@ -241,7 +240,7 @@ def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
 def check_network(job: JobNodes) -> bool:
     """Test the network among the nodes to train on; return False if bad nodes were excluded."""
     record, cluster = job.record, job.cluster
-    # Skip the test with a container: only its image has torch, and takes longer to start.
+    # Skip the test if training uses a container: torch is only in its image, which starts slowly.
     if cluster.bandwidth is None or cluster.container or record.world < 2:
         return True
     names = ("expert_parallel_degree", "expert_tensor_parallel_degree")
@@ -304,7 +303,7 @@ def decide(job: JobNodes) -> None:
 
 
 def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
-    """Choose the nodes that the requeued job excludes besides the user's own (`of_user`)."""
+    """Choose the nodes that the requeued job excludes in addition to the user's own (`of_user`)."""
     needed, listed, now = len(job.nodes), job.listed(), time.time()
     known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
     known = [node for node in known if node not in of_user]
@@ -314,7 +313,8 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
         if hours and node not in listed:
             listed[node] = Excluded(node, now + hours * 3600, job.reasons[node])
     if job.record.too_few_nodes == "stop":
-        # Slurm would wait for drained nodes, but `stop` forbids waiting: count them as missing.
+        # Slurm would wait for drained nodes. Under `too_few_nodes: stop` the job must not wait, so
+        # count them as missing.
         gone = retry_while_busy(lambda _: slurm.drained(known))
         known = [node for node in known if node not in gone]
     choice = excluded.choose(needed, known, list(listed.values()))

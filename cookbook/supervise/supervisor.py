@@ -35,7 +35,7 @@ from cookbook.supervise.resume_point import prepare
 _POLL_S = 2.0
 # Seconds to wait for Slurm to end a requeued job, which it normally does at once.
 _REQUEUE_S = 120.0
-# Seconds to wait before the next attempt if the disk is full: the attempt may fail at once.
+# Seconds to wait if the disk is full, so that attempts do not fail in quick succession.
 _FULL_DISK_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MOST_SPAWNS = 5
@@ -44,7 +44,7 @@ _MOST_SPAWNS = 5
 class SignalReceivedError(BaseException):
     """The job received a stop signal while an attempt was being prepared.
 
-    Not an Exception: `except Exception` around reading a checkpoint would treat it as damage.
+    Not an Exception: the `except Exception` for damaged checkpoints must not catch it.
     """
 
 
@@ -87,7 +87,7 @@ class Supervisor:
         cells = [CellFolder(Path(folder)) for folder in self.folders]
         job_id, began, codes = exits.own_job(), time.time(), dict[str, int]()
         for cell in cells:
-            # The submitter may have been killed before it recorded this job.
+            # Record this job if the submitter was killed before it did so.
             if job_id and not cell.job.exists():
                 own = job_id if exits.slurm_job() else process_job(int(job_id))
                 status.write_job(cell, own)
@@ -238,7 +238,7 @@ class Supervisor:
     def _write(self, cell: CellFolder, end: AttemptEnd, state: str, reason: str | None) -> None:
         """Write an attempt's end, and the cell's state after it."""
         if not cell.record.exists():
-            # Training may have recreated the deleted folder, but without the record.
+            # The cell was deleted. Training may have recreated its folder, but not its record.
             raise FileNotFoundError(errno.ENOENT, "its folder was deleted", str(cell.path))
         # An attempt that was refused before it wrote a file has no folder.
         if (attempt := cell.attempt(end.attempt)).path.is_dir():
