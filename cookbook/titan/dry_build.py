@@ -37,7 +37,7 @@ from torchtitan.train import Trainer
 from cookbook.titan.common.varlen_attention import FLASH_ATTENTION_4
 
 _LIMIT_S = 240.0
-# Words in those of TorchTitan's warnings that concern the dry build itself and not the cell.
+# A warning with one of these words concerns the dry build itself, not the cell.
 _OWN_WARNINGS = ("already initialized", "env[", "peak flops", "lspci", "fake")
 _FORK = multiprocessing.get_context("fork")
 Answer = dict[str, Any]
@@ -84,7 +84,7 @@ def _answer(request: Answer, rank: int, folder: Path) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)
     folder.mkdir()
-    # Capture the output: if tyro or the cookbook exits, its last lines are the reason to report.
+    # Capture the output: if tyro or the cookbook exits, the last lines say why and are reported.
     descriptor = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -151,7 +151,7 @@ class Build(NamedTuple):
 
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
-    """Return one rank's answer; its `active` has the features that a job reports at step 1."""
+    """Return one rank's answer; its entry `active` has features that a job reports after step 1."""
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.families.parts")
     parts = build.trainer.model_parts
@@ -226,7 +226,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     spec = get_train_spec(config.model.name)
     spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(config.model.name) is not spec:
-        # `get_train_spec` builds a new spec for a built-in model: register the one changed above.
+        # Built-in models get a new spec at each call, so register the one changed above.
         register_train_spec(config.model.name, spec)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:
@@ -242,13 +242,12 @@ def _keep_parameters_on_meta() -> None:
     for one in [one for module in _own_modules() for one in vars(module).values()]:
         if isinstance(one, type) and issubclass(one, nn.Module) and "init_weights" in vars(one):
             one.init_weights = lambda self, *args, **kwargs: None  # type: ignore[attr-defined]
-    # Let fused optimizers accept the meta device, since they support the job's device.
+    # Fused optimizers refuse the meta device, which stands in for one that they support.
     optimizer: Any = sys.modules["torch.optim.optimizer"]
     optimizer._get_fused_kernels_supported_devices = lambda: ["cpu", "cuda", "meta"]
 
 
 def _own_modules() -> list[Any]:
-    """Return the imported modules of TorchTitan and the cookbook."""
     names = [name for name in sys.modules if name.split(".")[0] in ("torchtitan", "cookbook")]
     return [sys.modules[name] for name in names]
 

@@ -83,7 +83,7 @@ class _Chunks:
         return loss
 
     def _over_ranks(self, statistics: Tensor) -> Tensor:
-        """Combine the results of `_statistics` for all vocabulary shards."""
+        """Combine this rank's `_statistics` with those of the other vocabulary shards."""
         if self.shard is None:
             return statistics
         tokens = statistics.shape[-1]
@@ -120,8 +120,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
     """Return each token's logsumexp and its label's logit, stacked to (2, tokens).
 
-    `logits` (tokens, vocabulary rows) belong to one chunk; `columns` holds each label's column. The
-    column of a label in another rank's shard is out of range; such a label's logit counts as 0.
+    `logits` (tokens, vocabulary rows) belong to one chunk; `columns` (tokens,) are the labels'
+    columns, out of range for labels in another rank's shard. Such a label's logit counts as 0.
     """
     words = logits.shape[-1]
     values = logits.to(_precise(logits.dtype))
@@ -141,7 +141,7 @@ def _turn_into_gradient(logits: Tensor, columns: Tensor, lse: Tensor) -> None:
 
 @functools.cache
 def _passes(backend: str | None) -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    """Return `_statistics` and `_turn_into_gradient`, compiled per shape of a chunk's logits."""
+    """Return the two passes over the logits, compiled for each shape unless `backend` is None."""
     if backend is None:
         return _statistics, _turn_into_gradient
     compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
@@ -149,7 +149,7 @@ def _passes(backend: str | None) -> tuple[Callable[..., Tensor], Callable[..., N
 
 
 def _multiply(out: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
-    """Write `left @ right` to `out`, or add it to `out`; accumulate in the dtype of `out`."""
+    """Write `left @ right` to `out` or, with `add`, add it; accumulate in the dtype of `out`."""
     if left.is_cuda and left.dtype != out.dtype:
         # Only cuBLAS multiplies BF16 matrices into a float32 output, and only without autograd.
         torch.addmm(out, left, right, beta=int(add), out_dtype=out.dtype, out=out)

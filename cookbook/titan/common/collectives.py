@@ -55,7 +55,7 @@ def _measure(
     work: Callable[[], object],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Time `work` after an untimed call to connect ranks; the first rank prints the bandwidth."""
+    """Time `work` once an untimed call has connected the ranks; the first rank prints bandwidth."""
     wait = torch.cuda.synchronize if dist.get_backend() == "nccl" else lambda: None
     work()
     dist.barrier(group=group)

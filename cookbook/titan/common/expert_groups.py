@@ -2,7 +2,7 @@
 
 A grouped GEMM reads one group of rows per expert. An MXFP8 scale covers 32 elements; in the weight
 gradient's GEMM these are 32 rows of one group. So every group, even an empty one, is padded with
-zero rows to a multiple of 32 (8 for BF16, as in TorchTitan's standard path).
+zero rows to a positive multiple of 32 (8 for BF16, as in TorchTitan's standard path).
 
 Nothing here waits for the device. Moving rows to their groups takes one pass, and moving them back
 another. A GPU runs the kernels of `triton_kernels.py`, a CPU runs PyTorch operations.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class GroupPlan(NamedTuple):
-    """The assignment of tokens' copies to rows of the padded groups, in both directions.
+    """Maps tokens' copies to rows of the padded groups, and rows back to copies.
 
     Copy `i * top_k + k` is the copy of token `i` for its `k`-th expert. All tensors are int32.
     """
@@ -25,7 +25,7 @@ class GroupPlan(NamedTuple):
     copies: Tensor  # (padded rows,), the copy in each row, -1 for padding
     slots: Tensor  # (tokens, top k), the row of each copy, -1 if another rank has the expert
     sizes: Tensor  # (local experts,) on the device, rows of each padded group
-    ends: Tensor  # (local experts,) on the device, end row of each padded group
+    ends: Tensor  # (local experts,) on the device, the row after each padded group
 
 
 def _triton() -> Any:
@@ -35,7 +35,7 @@ def _triton() -> Any:
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
     """Round counts up to positive multiples of `alignment`."""
-    # A grouped GEMM does not write the weight gradient of an empty group.
+    # Pad even an empty group: without rows, a grouped GEMM would not write its weight gradient.
     return [max(1, -(-count // alignment)) * alignment for count in counts]
 
 
@@ -47,7 +47,6 @@ def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan
     """
     sizes = padded_sizes(counts, alignment)
     ends = list(itertools.accumulate(sizes))
-    # Copy sizes and ends to the device in one transfer.
     host = torch.tensor([sizes, ends], dtype=torch.int32, pin_memory=experts.is_cuda)
     sizes_there, ends_there = host.to(experts.device, non_blocking=True)
     rows = _place(experts, sizes_there, ends_there, ends[-1])
@@ -74,9 +73,10 @@ def _place(
 
 
 def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPlan:
-    """Plan groups without token counts on the host; rows after the last group's end are unused.
+    """Plan groups on the device, so that the host need not wait for token counts.
 
-    `experts` are (tokens, top k). With alignment 1, groups are not padded and may be empty.
+    `experts` are (tokens, top k). With alignment 1, groups are not padded and may be empty. Rows
+    after the last group's end are unused.
     """
     if experts.is_cuda:
         sums = _triton().count(experts, num_experts)
@@ -93,7 +93,7 @@ def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPl
 
 
 def _spread(tokens: Tensor, scores: Tensor | None, plan: GroupPlan, dtype: torch.dtype) -> Tensor:
-    """Copy tokens to the groups' rows, scaled by their copies' scores; padding rows are zero."""
+    """Copy tokens to their rows in the groups, scaled by scores if given; padding rows are zero."""
     copies, slots = plan.copies, plan.slots
     if tokens.is_cuda:
         return _triton().spread(tokens, scores, copies, slots, dtype)
@@ -138,7 +138,7 @@ def _dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:
-    """Look up the flattened `values` at `places`, in the shape of `places`; 0 for index -1."""
+    """Return flattened `values` at indices `places`, in the shape of `places`; 0 for index -1."""
     if values.is_cuda:
         return _triton().take(values, places)
     flat = values.reshape(-1)
@@ -272,7 +272,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grads, parts = [], grad.contiguous().chunk(len(ctx.dtypes), 1)
         for part, dtype in zip(parts, ctx.dtypes, strict=True):
-            # Copy even if the dtype is the same: a view would keep all weights' gradients alive.
+            # Copy even if the dtype is the same: a view would keep the whole joined gradient alive.
             grads.append(part.new_empty(part.shape, dtype=dtype))
             _cast(part, grads[-1])
         return None, *grads
@@ -288,6 +288,6 @@ def _cast(source: Tensor, target: Tensor) -> None:
 def join(dtype: torch.dtype, *weights: Tensor) -> Tensor:
     """Join n weights (experts, hidden, features) into one, (experts, n * hidden, features).
 
-    With joined gate and up weights, one GEMM computes both projections, another the input gradient.
+    With gate and up weights joined, one GEMM computes both projections, and one the input gradient.
     """
     return _Joined.apply(dtype, *weights)

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
-# The alarm fires after STEPS median step times plus MORE_S: before the supervisor's timeout.
+# The alarm fires STEPS median step times plus MORE_S after a step, before the supervisor acts.
 STEPS, MORE_S = 4.0, 8.0
 _FEWEST_STEPS = 3
 
@@ -53,7 +53,7 @@ def die_with_parent(_worker: int = 0) -> None:
 def exit_without_teardown() -> None:
     """Make `python -m torchtitan.train` skip interpreter shutdown after a successful run.
 
-    Exit handlers registered after this one run before it. Does nothing in other programs.
+    Exit handlers run only if registered after this call. Does nothing in other programs.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None or spec.name != "torchtitan.train":
@@ -84,7 +84,7 @@ def exit_without_teardown() -> None:
 class StallAlarm:
     """Write the stacks and the flight recorder's trace when no step finishes in time.
 
-    Stacks go to `stacks/rank-<r>.txt` in the attempt's folder; the trace's path is `traces` + rank.
+    Stacks go to `stacks/rank-<r>.txt` in the attempt's folder; the trace goes to `<traces><r>`.
     """
 
     def __init__(self, attempt: Path, traces: Path, rank: int) -> None:
@@ -114,7 +114,7 @@ class StallAlarm:
         seconds = STEPS * statistics.median(self._times) + MORE_S
         faulthandler.dump_traceback_later(seconds, file=self._file)
         self._timer.cancel()
-        # Write the trace 1 s after the stacks: faulthandler can crash if a thread runs meanwhile.
+        # Wait 1 s after the stacks: faulthandler can crash if a thread runs while it writes them.
         self._timer = threading.Timer(seconds + 1.0, self._write_trace)
         self._timer.daemon = True
         self._timer.start()

@@ -72,7 +72,7 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
 
 
 def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
-    """Return a rank's peaks of microbatches in flight, each as a list with every stage's count.
+    """Return a rank's peaks of microbatches in flight; a peak is a list of counts, one per stage.
 
     There are several peaks if the stages do not reach their largest counts at the same time.
     """

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
 def shard_of(length: int, tp_mesh: DeviceMesh) -> slice:
-    """Return this rank's positions of every sequence of `length` tokens."""
+    """Return this rank's positions in each sequence of `length` tokens."""
     part, rest = divmod(length, tp_mesh.size())
     if rest:
         raise ValueError(f"sequence length {length} is not divisible by TP degree {tp_mesh.size()}")
@@ -30,7 +30,7 @@ def shard_tokens(folded: Tensor, length: int, tp_mesh: DeviceMesh) -> Tensor:
 
 
 def global_positions(local: Tensor, length: int, tp_mesh: DeviceMesh, per_token: int) -> Tensor:
-    """Convert flat indices from a rank's shards (batch * part * per_token) to the whole batch."""
+    """Convert indices into this rank's flattened shards to indices into the flattened batch."""
     start, part = shard_of(length, tp_mesh).start, length // tp_mesh.size()
     sequence = local // (part * per_token)
     return local + per_token * (sequence * (length - part) + start)

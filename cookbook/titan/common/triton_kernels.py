@@ -151,7 +151,7 @@ def _weights(scores: Tensor | None) -> Tensor | None:
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """Count each expert's copies in the first 1,024, 2,048, ... of all: (experts, parts) int32."""
+    """Return (experts, parts) int32: each expert's copies in the first 1,024, 2,048, ... copies."""
     # At least one part, so that the last column exists even without copies.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
@@ -164,8 +164,8 @@ def place(
 ) -> tuple[Tensor, Tensor]:
     """Return a group plan's copies (rows,) and slots (tokens, top k), both int32.
 
-    `sums`, from `count`, tell how far earlier blocks of 1,024 copies have filled each group. Both
-    functions take 4 kernel launches in all; a sort takes about 20, and the GPU would idle.
+    `sums`, from `count`, tell how far earlier blocks of 1,024 copies have filled each group. With
+    `count` this takes 4 kernel launches. A sort takes about 20, and the GPU would wait for them.
     """
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
@@ -175,7 +175,7 @@ def place(
 
 
 def take(values: Tensor, places: Tensor) -> Tensor:
-    """Look up the flattened `values` at `places`, in the shape of `places`; 0 for index -1."""
+    """Return flattened `values` at indices `places`, in the shape of `places`; 0 for index -1."""
     taken = values.new_empty(places.shape)
     parts = (triton.cdiv(places.numel(), _COPIES),)
     _take_kernel[parts](_ready(values), _ready(places), taken, places.numel(), _COPIES)
@@ -293,7 +293,7 @@ def activate(gate_up: Tensor, scores: Tensor) -> Tensor:
 
 
 def gradient(grad: Tensor, gate_up: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate_up` and `scores`; `grad` is the gradient of the output."""
+    """Return the gradients of `gate_up` and `scores`; `grad` is that of `activate`'s result."""
     rows, hidden = grad.shape
     found = torch.empty_like(gate_up), torch.empty_like(scores)
     _gradient_kernel[(rows,)](grad, gate_up, scores, *found, hidden, _block(hidden, 2048))

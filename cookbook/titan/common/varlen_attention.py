@@ -95,7 +95,7 @@ def backward(
     _kernels()._flash_attn_bwd(
         *(q, k, v, out, grad_out, lse),
         **_packing(cu_seqlens, max_seqlen, scale) | {"dq": dq, "dk": dk, "dv": dv},
-        # If false, the kernel sums dQ by atomic additions, whose order differs between runs.
+        # Without this, the kernel sums dQ by atomic additions, whose order differs between runs.
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return dq, dk, dv
@@ -163,7 +163,7 @@ def _autograd(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-# Memory-budget recomputation weighs operators by these FLOPs. The arguments are shapes, without
+# Memory-budget recomputation weighs operators by these FLOPs. The formulas see tensors' shapes, not
 # document lengths. So each sequence counts as one document: a causal triangle of scores per head.
 @register_flop_formula(torch.ops.cookbook.varlen_attention)
 def _forward_flops(
@@ -278,7 +278,7 @@ def bounds_capacity(documents: int, length: int) -> int:
     """Return how many documents to reserve per sequence of `length` tokens, a power of two.
 
     Code and kernels are compiled per shape, so few different capacities should occur. Batches with
-    at least 128 tokens per document on average share one; others get the next power of two.
+    at most `length // 128` documents per sequence share one; others get the next power of two.
     """
     least = max(documents, length // 128, min(length, 16))
     return 1 << (least - 1).bit_length()
@@ -288,7 +288,7 @@ def document_bounds(ends: Tensor, capacity: int) -> Tensor:
     """Return the position after each document, (batch, capacity) int32, ascending.
 
     `ends` marks the documents' last tokens, (batch, length) bool; a sequence has at most `capacity`
-    documents, and unused entries are `length`. One row per sequence, so that a batch can be split.
+    documents, and unused entries are `length`. One row per sequence lets callers split the batch.
     """
     length = ends.shape[1]
     after = torch.arange(1, length + 1, dtype=torch.int32, device=ends.device)
@@ -302,6 +302,6 @@ def cumulative_lengths(bounds: Tensor) -> Tensor:
     The result is (batch * capacity + 1,) int32, ascending from 0 to batch * length; unused capacity
     becomes empty documents.
     """
-    # Take the sequence length from the last column, on the device: the host need not wait for it.
+    # The last column is the sequence length, read on the device so that the host need not wait.
     starts = torch.arange(len(bounds), dtype=torch.int32, device=bounds.device) * bounds[:, -1]
     return torch.nn.functional.pad((bounds + starts.unsqueeze(1)).flatten(), (1, 0))

@@ -28,7 +28,8 @@ BF16 = Bound(0.006, 0.012)
 # E4M3 has 3 mantissa bits: a product of two quantized operands has an error of about 0.036, whether
 # there is one scale per row or one per block of 32.
 FP8 = Bound(0.048, 0.09, least=0.008)
-# Only one of the operands is rounded to E4M3. In a sum over 8 experts, the error drops to a third.
+# Only one of two operands is rounded to E4M3. In a sum over 8 experts, rounding errors partly
+# cancel, and a third of the error remains.
 FP8_ONCE = Bound(0.036, 0.06, least=0.004)
 
 
@@ -127,8 +128,9 @@ def error_of(
 
     Each tuple in `parts` names the dimensions that index the parts: (0,) for rows, (0, 1) for each
     matrix's rows. Errors are divided by a norm: that of `expected`, or of `sizes` if the sums in
-    `expected` may cancel to zero. A part's squared norm counts as at least `floor` times the mean
-    of such squares over the tuple's last dimension. A part whose reference is zero must be zero.
+    `expected` may cancel to zero. So that tiny parts do not dominate, a part's squared norm is
+    taken as at least `floor` times the mean squared norm of the parts along the tuple's last
+    dimension. A part whose reference is zero must be zero.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")

@@ -44,7 +44,7 @@ _EDGES = (
     *(1, 1, 2, 63, 64, 65, 95, 96, 97, 127, 128, 129, 1, 191, 192, 193),
     *(255, 256, 257, 383, 384, 385, 3, 511),
 )
-# Computes attention within given documents from q, k and v, each (tokens, heads, head_dim).
+# Attention within given documents, as a function of q, k and v, each (tokens, heads, head_dim).
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -152,7 +152,7 @@ def attention_errors(
 
 
 def flash_attention_4(shape: AttentionShape, ends: Tensor) -> Attend:
-    """Return the attention function of training; on a CPU it computes the operator's reference."""
+    """Return attention as in training: FlashAttention-4, or the operator's reference on a CPU."""
     capacity = varlen.bounds_capacity(int(ends.sum(dim=1).max()), shape.length)
     room = shape.max_documents or shape.batch * capacity
     lengths = varlen.cumulative_lengths(varlen.document_bounds(ends, room // shape.batch))
@@ -173,11 +173,11 @@ BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     # Linear layers. A `float8` recipe may leave weight gradients in BF16: accept errors near 0.
     "mx": (FP8, FP8, FP8),
     "float8": (FP8, FP8, replace(FP8, least=0)),
-    # One scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
+    # Wider bounds: one scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
     "float8 tensorwise": (Bound(0.1, 0.5), Bound(0.1, 0.5), Bound(0.1, 0.5)),
 }
 NAMES = ("output", "input gradient", "weight gradient")
-# Bounds of the loss, summed over a few thousand tokens, and of its gradients, from BF16 logits.
+# Bounds of the loss, a sum over a few thousand tokens. It and its gradients come from BF16 logits.
 LOSS = Bound(5e-4, 5e-4)
 GRADIENT = Bound(0.012, 0.04)
 
@@ -220,7 +220,7 @@ def grouped_errors(
 
 
 def linear_errors(layer: nn.Module, rows: int, kind: str, device: str) -> Iterator[Error]:
-    """Yield errors of the output and gradients of `layer`: linear, without bias, on `meta`."""
+    """Yield errors of the output and gradients of `layer`, a bias-free linear layer on `meta`."""
     layer = layer.to_empty(device=device).bfloat16()
     weight = next(layer.parameters())
     n, k = weight.shape

@@ -36,7 +36,7 @@ from cookbook.titan.self_check import (
     with_gradients,
 )
 
-# A token's row is rounded to BF16 three or four times on its way to the expert, three times back.
+# A row is rounded to BF16 three or four times on its way to the expert, and three on its way back.
 MOVED = Bound(0.006, 0.012)
 # A score's gradient is a dot product whose terms nearly cancel. So its error is divided by no less
 # than the root mean square of all tokens' gradients. SCORES_FP8 is for rows sent in FP8.
@@ -44,19 +44,19 @@ SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
 # The gradient of an expert's factor sums terms of both signs over the expert's rows. On a rank with
 # one expert, it is a single number, whose error varies widely. So the bounds are eight times the
-# usual error: 0.0025, or 0.05 in FP8.
+# usual error, which is 0.0025, or 0.05 with FP8.
 FACTOR = Bound(0.02, 0.04)
 FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
 
 
 def expert_factors(experts: int, device: str) -> Tensor:
-    """Return factors (experts,) float32, different for indices that differ by a power of two."""
+    """Return factors (experts,) float32, different if expert indices differ by a power of two."""
     return 0.5 + (torch.arange(experts, device=device) * 5 % 13) / 8
 
 
 def weighted_sum(x: Tensor, scores: Tensor, factors: Tensor) -> Tensor:
-    """Multiply tokens (..., features) by the sum of scores times factors, both (..., top k)."""
+    """Multiply each token (..., features) by the sum of its scores times factors, (..., top k)."""
     return x * (scores * factors).sum(-1, keepdim=True)
 
 
@@ -72,8 +72,8 @@ def row_errors(
 ) -> Iterator[Error]:
     """Yield errors of a round trip: move tokens to their groups, scale each group, move them back.
 
-    In between, padding rows get large values, so a sum that includes one is clearly wrong. With
-    `on_activations`, scores multiply the groups' rows; without it, the rows on their way back. With
+    In between, padding rows get large values, so a sum that includes one is clearly wrong.
+    Scores multiply rows in their groups if `on_activations`, otherwise on their way back. With
     `counted`, as in DeepEP, the host knows each expert's number of rows, and a third of the copies
     belong to other ranks' experts. Without it, all experts are local, and tokens are float32.
     """
@@ -210,7 +210,7 @@ def exchange_errors(
     layer: nn.Module,  # parallelized, with `FixedRouter(given.scores, ...)` and `FactorExperts`
     part: slice,  # this TP rank's positions of every sequence
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
-    quantized: tuple[bool, bool],  # whether the forward's and the backward's dispatch use FP8
+    quantized: tuple[bool, bool],  # whether dispatch's forward, combine's backward use FP8
 ) -> Iterator[Error]:
     """Yield the errors of the layer's output and gradients, for the inputs `given`."""
     num_experts = layer.router.num_experts

@@ -48,7 +48,7 @@ def register() -> None:
         released = parts.released()
         spec = replace(
             released,
-            # `model.attention` selects the attention and its mask.
+            # Builds the attention that `model.attention` selects, and its mask.
             model_cls=parts.model,
             # Adds the cookbook's flavors, and checks the job's options before the model is built.
             model_args=parts.flavors,

@@ -106,7 +106,7 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
 def check(job_config: Any, found: dict[str, Any]) -> None:
     """Exit this rank if `found`, the result of `merge`, differs from what the overlays declare.
 
-    Options left empty are not compared. With EP 1 no tokens are sent; `dispatch` is not compared.
+    Options left empty are not compared, nor is `dispatch` with EP 1, where no tokens are sent.
     """
     options = job_config.cookbook
     names = ("grouped_gemms", "linear_layers", "dispatch")

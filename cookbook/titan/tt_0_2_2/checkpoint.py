@@ -7,7 +7,7 @@
 - A checkpoint holds plain tensors, so an MXFP8 run can be resumed, even in another precision.
   TorchTitan 0.2.2 saves TorchAO's wrapper, which PyTorch refuses to load with `weights_only`.
 - DCP's `CheckpointException` is a `BaseException`, for which torchrun's `@record` writes no
-  `error.json`, and its first line names no cause. It is re-raised as an ordinary exception.
+  `error.json`, and the first line of its message names no cause. We re-raise it as an `Exception`.
 - TorchTitan requires a routing bias. Published models whose router uses softmax (DeepSeek-V2-Lite)
   have none because they were trained with a balance loss; their bias stays zero, as initialized.
   If only some layers lack the bias, or if the router uses a sigmoid (DeepSeek-V3), the checkpoint
@@ -46,7 +46,7 @@ class CheckpointPolicy:
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
         if self.interval_s:
-            # Save by minutes instead of steps: with an infinite step interval, no step is due.
+            # To save by minutes, not steps, make the step interval infinite: then no step is due.
             manager.interval = math.inf
         self.attempt = attempt_folder()
         self.saved_at = time.monotonic()
@@ -76,7 +76,7 @@ class CheckpointPolicy:
             # TorchTitan does not purge old checkpoints after the last step, and so keeps too many.
             self.manager._purge_stale_checkpoints()
         if stops:
-            # TorchTitan logs "Finished saving" after copying the weights, before writing them.
+            # TorchTitan logs "Finished saving" when the weights are copied but not yet written.
             if self._is_writing():
                 logger.info("cookbook: waiting until the checkpoint is written")
             self.manager._async_wait()
@@ -185,7 +185,7 @@ def name_checkpoint_causes() -> None:
 
 
 def without_missing_bias(adapter: Any) -> Any:
-    """Return a subclass of `adapter` that loads softmax routers without a routing bias."""
+    """Return a subclass of `adapter` that loads softmax routers whose routing bias is missing."""
 
     class Adapter(adapter):
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def without_missing_bias(adapter: Any) -> Any:
             return self._asked
 
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-            # TorchTitan loads the keys in `to_hf`'s last result. Delete those that it should skip.
+            # TorchTitan then loads the keys that `to_hf` returned: delete those of missing biases.
             reader = super().get_hf_storage_reader(path, from_quantized)
             if self.model_args.moe_args.score_func != "softmax":
                 return reader

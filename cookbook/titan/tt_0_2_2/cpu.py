@@ -79,7 +79,6 @@ def prepare_cpu() -> None:
     # TorchTitan would report MFU against an A100's peak FLOPs; with an infinite peak, MFU is 0.
     torchtitan.tools.utils.get_peak_flops = lambda device_name: float("inf")
 
-    # Order tokens by expert with TorchTitan's CPU reference instead of its Triton kernel.
     utils: Any = torchtitan.models.moe.utils
     utils.generate_permute_indices = partial(utils.generate_permute_indices, use_cpu=True)
 
@@ -101,7 +100,7 @@ def prepare_cpu() -> None:
 
     torch.histc = counting_histc
 
-    # Before it shortens timeouts, TorchTitan calls a barrier with `device_ids`, which gloo rejects.
+    # Before shortening timeouts, TorchTitan calls a barrier with `device_ids`, which gloo rejects.
     barrier = torch.distributed.barrier
     torch.distributed.barrier = lambda *args, device_ids=None, **kwargs: barrier(*args, **kwargs)
 

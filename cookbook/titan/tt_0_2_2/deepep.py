@@ -68,7 +68,10 @@ class Routing(SimpleNamespace):
 def leave(
     rows: Tensor, scores: Tensor, experts: Tensor, num_experts: int
 ) -> tuple[Tensor, Routing]:
-    """Mark `rows` (tokens, features) and routing as ready to send; drop experts with score 0."""
+    """Mark the point where `rows` (tokens, features) and their routing are ready to send.
+
+    A token is not sent to an expert that it scores 0.
+    """
     exchange = Exchange()
     # DeepEP needs contiguous tensors and float32 scores. Convert before `ready` is recorded,
     # because the transfer waits only for that event.
@@ -91,7 +94,7 @@ def dispatch(
 
 
 def arrive(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Wait for `_Combine`; return its rows (tokens, features), summed over the experts' ranks."""
+    """Wait for the combine; return the rows (tokens, features), summed over the experts' ranks."""
     return _Arrive.apply(rows, exchange)
 
 
@@ -268,7 +271,7 @@ class HalvedFeedForward(FeedForward):
     """TorchTitan's shared experts, split into two halves that overlap dispatch and combine."""
 
     def forward(self, x: Any = None, halves: Any = None) -> Any:
-        """Return gate and up of `x` (tokens, features), or, given these as `halves`, the output."""
+        """Return gate and up of `x` (tokens, features) or, if `halves` holds them, the output."""
         if x is not None:
             return self.w1(x), self.w3(x)
         gate, up = halves
@@ -321,7 +324,7 @@ class SplitMoE(DeepEPMoE):
         rows, routings = zip(*left, strict=True)
         shared = self.shared_experts
         if shared is not None and tp_mesh is not None:
-            # Keep this after `leave`: the backward then starts the TP sum before `leave` waits.
+            # Keep this after `leave`, so that the backward starts the TP sum before `leave` waits.
             tokens = token_shard.with_partial_gradient(whole, mine, tp_mesh).view(-1, features)
         halves = None if shared is None else shared(tokens)
         returned = self.experts(rows, routings)

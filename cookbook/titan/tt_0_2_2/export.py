@@ -42,7 +42,7 @@ class Request:
     flavor: str
     seq_len: int  # training's sequence length, which decides whether RoPE is scaled
     dtype: str = "bfloat16"  # of all tensors except the routing bias, which stays float32
-    tokenizer: str = ""  # the folder to copy the tokenizer from; empty copies none
+    tokenizer: str = ""  # the folder to copy the tokenizer from, if any
     file_bytes: int = 5 * 10**9
 
 
@@ -174,7 +174,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
 
 def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[str, torch.Tensor]:
     """Read the tensors of `part` in its dtype; return them keyed by exported name."""
-    # The checkpoint stacks experts along a first dimension, even if there is only one.
+    # The checkpoint stacks experts along a first dimension, even a single expert.
     is_stacked = ".experts." in part.fqn
     shape = torch.Size([len(part.names), *part.shape] if is_stacked else part.shape)
     offsets = torch.Size([part.first, *[0] * (len(shape) - 1)] if shape else [])
@@ -189,8 +189,8 @@ def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[
             tensor = tensor.narrow(dim, start, length)
         return tensor
 
-    # A storage reader calls only these methods of a planner. It copies into the resolved tensor, so
-    # `commit_tensor` has nothing to do.
+    # A storage reader calls only these two methods of a planner. It copies data directly into the
+    # tensor that `resolve_tensor` returns, so `commit_tensor` has nothing to do.
     planner: Any = SimpleNamespace(resolve_tensor=resolve_tensor, commit_tensor=lambda *_: None)
     try:
         reader.read_data(LoadPlan(items), planner).wait()

@@ -186,7 +186,7 @@ class Quantize:
 
 @dataclass
 class JobConfig:
-    """The added options; the sections `cookbook`, `data`, `deepep` and `loss` are new."""
+    """Adds options to TorchTitan's sections, and the sections cookbook, data, deepep and loss."""
 
     cookbook: Cookbook = field(default_factory=Cookbook)
     model: Model = field(default_factory=Model)
@@ -202,13 +202,13 @@ class JobConfig:
 
 
 def option_table() -> dict[str, dict[str, Any]]:
-    """Return each option's default, choices (if limited) and type (if it may be None), by name."""
+    """Return tables by option name: defaults, types (if None is allowed), choices (if limited)."""
     merged = ConfigManager._merge_configs(TitanJobConfig, JobConfig)
     table: dict[str, dict[str, Any]] = {"options": {}, "optional": {}, "choices": {}}
     for name, kind, default in _options(merged(), ""):
         table["options"][name] = default
         optional = kind | None
-        # A union even if `kind` is a single type, so that `get_args` lists all types.
+        # `optional` is a union even if `kind` is a single type, so `get_args` lists all types.
         kinds = typing.get_args(optional)
         for one in kinds:
             if typing.get_origin(one) is typing.Literal:

@@ -49,7 +49,7 @@ _NAMES = {
     "router_load/busiest_over_mean": "router_busiest_over_mean",
     "router_load/starved_experts": "router_starved_experts",
 }
-# After this many seconds without a log line, the next step writes one, even if not due.
+# After this many seconds without a log line, the next step writes one, even if none is due.
 _HEARTBEAT_S = 60.0
 
 
@@ -100,7 +100,6 @@ class CookbookMetrics(metrics.MetricsProcessor):
             maybe_warm_pool()
         self.model_args = model_args
         self.self_check = check_kernels(job_config, parallel_dims, model_args)
-        # Patch the module function by which TorchTitan chooses the rank that logs.
         with patch.object(metrics, "_get_metrics_rank", metrics_rank):
             super().__init__(job_config, parallel_dims)
         if attempt := attempt_folder():

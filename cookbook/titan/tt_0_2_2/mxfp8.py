@@ -72,7 +72,7 @@ class MXGroupedMMConverter(_Converter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         fqns = job_config.quantize.grouped_mm.mx.fqns
         if not fqns:
-            # With an empty list no layer is quantized, and a job would silently train in BF16.
+            # With `fqns` empty no layer is quantized, and a job would silently train in BF16.
             raise refuse(
                 "quantize.grouped_mm.mx.fqns is empty: the converter replaces no layer; pass "
                 "--quantize.grouped_mm.mx.fqns=experts"

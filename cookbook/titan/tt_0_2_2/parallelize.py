@@ -53,7 +53,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             use_row_kernels(moe, Precisions.of(job_config))
     if job_config.loss.num_chunks:
         loss_and_optimizer.hand_on(model)
-        # Patch this too: TorchTitan's TP plan looks up the output layer's style by this name.
+        # TorchTitan's TP plan looks up the output layer's style by this name, so patch it too.
         names["ColwiseParallel"] = loss_and_optimizer.HandingOnColwiseParallel
     # A dry build runs no forward and needs no routing table.
     is_random = routing.chosen_routing(job_config) == routing.RANDOM
@@ -127,7 +127,7 @@ class SequenceShardReorderer(ParallelStyle):
 
 
 def without_hooks(name: str) -> type[ParallelStyle]:
-    """Return TorchTitan's parallel style `name` without hooks, for experts that send their rows."""
+    """Return TorchTitan's style `name` without hooks, for experts that dispatch their own rows."""
     plan = getattr(llama4_parallelize, name)
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

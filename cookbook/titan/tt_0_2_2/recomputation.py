@@ -48,7 +48,7 @@ OPERATORS = {
 # Operators that recomputation skips if no gradient needs their results. `aten.mm` is not skipped,
 # because TorchTitan counts its calls in order to save every second one.
 _SKIPPED = {f"{name}.default" for name in (*OPERATORS["grouped_mm"], "cookbook.mm")}
-# Whether no gradient needs the results of the operators that run now.
+# True while operators run whose results no gradient needs.
 _is_needless = False
 
 
@@ -113,8 +113,8 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator) and not _is_needless
-        # Record nothing during tracing: an operator that a traced layer without experts saves may
-        # still be recomputed in layers with experts.
+        # Do not record during tracing: a traced layer without experts may save an operator that
+        # layers with experts still recompute, and the report would be wrong.
         if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved
@@ -202,7 +202,7 @@ def show_gemms(least_inner: int) -> None:
                     node.target = operator
 
         def uuid(self) -> Any:
-            # Inductor's cache key includes this value.
+            # Inductor adds the returned value to its cache key.
             return get_hash_for_files((__file__,)), least_inner
 
     inductor.post_grad_custom_post_pass = ShowGemms()

@@ -31,7 +31,7 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 
 # An expert is starved if its load is below this fraction of its layer's mean.
 STARVED = 0.1
-# Write all experts' counts at most this often per run: one write of 58 x 256 counts takes 100 KB.
+# Write all experts' counts at most this many times a run: 58 layers of 256 experts take 100 KB.
 _MOST_COUNTS = 50
 
 
@@ -168,7 +168,7 @@ def chosen_routing(job_config: Any) -> str:
 def deal_experts(
     router: Any, num_tokens: int, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Draw each token's experts, (tokens, top k) int16, within the limit on expert groups."""
+    """Draw each token's experts, (tokens, top k) int16, from as many expert groups as allowed."""
     draws = torch.rand(num_tokens, router.num_experts, generator=generator, device=device)
     if router.num_expert_groups is not None:
         shape = num_tokens, router.num_expert_groups

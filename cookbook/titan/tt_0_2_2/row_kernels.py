@@ -6,9 +6,9 @@ are not kept, and recomputation skips the last GEMM. Megatron Core has had this 
 "probs on activations". The option is `deepep.score_activations` for the EP backend `deepep`, and
 `cookbook.row_kernels` for `standard` and `mxfp8_a2a`.
 
-For the latter two, TorchTitan gathers rows by one index, scores outputs by a batched GEMM in
-float32, and scatters them by another index. The row kernels move rows to the experts' groups in
-one pass and back in another.
+With `standard` and `mxfp8_a2a`, TorchTitan gathers rows by one index, scores outputs by a batched
+GEMM in float32, and scatters them by another index. The row kernels move rows to the experts'
+groups in one pass and back in another.
 """
 
 import functools
@@ -161,7 +161,7 @@ def use_row_kernels(
     ep_mesh: DeviceMesh | None = None,
     tp_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Turn an MoE layer into a `RowMoE` of `RowExperts`, which are sharded over these meshes."""
+    """Turn an MoE layer into a `RowMoE` whose `RowExperts` are sharded over the meshes, if any."""
     moe.__class__ = RowMoE
     mix_in(RowExperts, moe.experts)
     moe.experts.cookbook_precisions = precisions

@@ -130,7 +130,7 @@ def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
 
 @contextmanager
 def _without_traces(device: str) -> Iterator[None]:
-    """Suppress logging; on exit restore recorded activity and settings, and free GPU memory."""
+    """Suppress logging. On exit, restore settings and `activity`'s records, and free GPU memory."""
     notes = (varlen_attention.ran, activity.dispatches, activity.rows, activity.losses)
     with ExitStack() as afterwards, torch.enable_grad():
         for noted in (*notes, activity.saved, activity.patches_applied):

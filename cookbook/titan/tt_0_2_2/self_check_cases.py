@@ -76,7 +76,6 @@ class Cell:
         self.parts = FAMILIES[job_config.model.name]
         self.comm_backend: str = job_config.parallelism.expert_parallel_comm_backend
         self.local_experts: int = model_args.moe_args.num_experts // dims.ep
-        # How much of each expert's hidden size one rank holds.
         cut = dims.tp if dims.ep == 1 else dims.etp
         self.expert_hidden: int = model_args.moe_inter_dim // cut
 
@@ -131,7 +130,6 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     # SDPA has no document mask: test only documents that are whole sequences.
     packings = ("whole",) if kernel == "sdpa" else limits.packings
     for packing in packings:
-        # Use trained-like values for the first packing and random values for the second.
         like_trained = packing == packings[0]
         values = "values as trained" if like_trained else "random values"
         run = partial(

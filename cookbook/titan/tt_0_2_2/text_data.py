@@ -166,7 +166,7 @@ def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAware
 
 
 class RepeatableValidator(Validator):
-    """TorchTitan's validator over the first `validation.steps` batches of its texts.
+    """TorchTitan's validator, on the first `validation.steps` batches of the validation texts.
 
     Its batches have the training shape, so nothing is compiled or allocated for a second shape.
     """

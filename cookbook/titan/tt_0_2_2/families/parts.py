@@ -153,14 +153,14 @@ class AttentionChoice(ModelProtocol):
         """Run TorchTitan's forward of a whole model or of one pipeline stage."""
         if self.flash_attention_4:
             cu_seqlens = varlen_attention.cumulative_lengths(attention_masks)
-            # Its size follows the document count: recompile for each count, with a static shape.
+            # Compile for each size of `cu_seqlens`, which depends on the number of documents.
             torch._dynamo.mark_static(cu_seqlens, 0)
             attention_masks = DocumentMask(cu_seqlens)
         else:
             varlen_attention.ran.add(self.own_attention)
             if attention_masks is None and self.training and _attended.is_open:
                 # Without a mask each sequence is one document. Under context parallelism `tokens`
-                # holds only a shard of it, so count the full length.
+                # holds only part of each sequence, so count the full length.
                 _attended.add_whole(len(tokens), self.model_args.max_seq_len)
         return super().forward(tokens, attention_masks, positions)
 
@@ -213,7 +213,7 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
-    """Return TorchTitan's flavors as `kind`; with `shorter` {"16B": 8}, also `16B_8layers`."""
+    """Return copies of TorchTitan's flavors as `kind`; `shorter` {"16B": 8} adds `16B_8layers`."""
     found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()
