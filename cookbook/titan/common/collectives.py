@@ -34,7 +34,7 @@ def main(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
     values = torch.ones(num_bytes // 4, device=device)
-    # Bus bandwidth as in nccl-tests: a ring all-reduce moves each value twice.
+    # Bus bandwidth as in nccl-tests: a ring all-reduce moves each value twice, so count it twice.
     _measure("all_reduce", range(world), 2 * num_bytes, partial(dist.all_reduce, values), None)
     process_groups = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
     for ranks, group in zip(groups, process_groups, strict=True):

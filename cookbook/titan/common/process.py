@@ -136,7 +136,7 @@ class StallAlarm:
 
     def _write_trace(self) -> None:
         uses_nccl = dist.is_nccl_available() and "nccl" in dist.get_backend()
-        # Both functions return a trace in the format of torch's flight-recorder analyzer.
+        # With NCCL or gloo, the trace has the format that torch's flight-recorder analyzer reads.
         record = "_dump_nccl_trace" if uses_nccl else "_dump_fr_trace"
         if content := getattr(torch._C._distributed_c10d, record)():
             self._trace_path.parent.mkdir(parents=True, exist_ok=True)

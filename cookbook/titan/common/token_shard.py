@@ -39,7 +39,7 @@ def global_positions(local: Tensor, length: int, tp_mesh: DeviceMesh, per_token:
 def gather_sequence(mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Gather the shards (batch, part, features) of all TP ranks into (batch, length, features).
 
-    All TP ranks must have the same gradient of the result, of which each keeps its own positions.
+    All TP ranks must have the same gradient of the result; each keeps that of its own positions.
     If each rank's gradient is one term of a sum over TP, use `with_partial_gradient`.
     """
     shards = DTensor.from_local(mine, tp_mesh, (Shard(1),), run_check=False)

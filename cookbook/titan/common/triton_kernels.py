@@ -151,7 +151,7 @@ def _weights(scores: Tensor | None) -> Tensor | None:
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """Return (experts, parts) int32: each expert's copies in the first 1,024, 2,048, ... copies."""
+    """Count each expert's copies in the first 1,024, 2,048, ... copies; (experts, parts) int32."""
     # At least one part, so that the last column exists even without copies.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)

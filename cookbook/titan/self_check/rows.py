@@ -96,7 +96,7 @@ def row_errors(
         grouped = spread(x, plan, torch.bfloat16)
         sizes = zip(plan.sizes.tolist(), counts, strict=True)
         fill = torch.cat([torch.arange(size, device=device) >= count for size, count in sizes])
-        # Rows after the last group are unused.
+        # Rows after the last group are unused, like padding.
         fill = nn.functional.pad(fill, (0, len(grouped) - len(fill)), value=True)
         if grouped.detach()[fill].any():  # true for NaN too
             raise ValueError("padding rows are not zero")
@@ -218,7 +218,7 @@ def exchange_errors(
     leaves = [x, given.scores, layer.experts.factor]
     out, dx, ds, df = with_gradients(lambda x, *_: _local(layer(x)), leaves, grad)
 
-    # In the reference each copy of a token has its own factor, and so its own factor gradient.
+    # In the reference each copy of a token has its own factor, which thus gets its own gradient.
     factors = expert_factors(num_experts, str(x.device))[given.experts]
     exact = [given.x.float(), given.scores, factors]
     wanted, wanted_dx, wanted_ds, by_copy = with_gradients(weighted_sum, exact, given.grad.float())

@@ -24,7 +24,7 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 MXFP8_DISPATCH = "mxfp8 in the dispatch only"
 MXFP8_COMBINE = "mxfp8 in the combine only"
 
-# Filled while the code runs: EP dispatch backends, row kernels, losses, kinds of operators saved by
+# What this process has run: EP dispatch backends, row kernels, losses, kinds of operators saved by
 # selective recomputation, and patches of TorchTitan that took effect.
 dispatches: set[str] = set()
 rows: set[str] = set()

@@ -64,7 +64,7 @@ class CpuDevice(ModuleType):
 
 
 def prepare_cpu() -> None:
-    """Bind TorchTitan to the CPU; call once, before a Trainer exists."""
+    """Make TorchTitan use the CPU; call this once, before a Trainer exists."""
     own = {"device_type": "cpu", "device_module": CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")}
     for name, module in list(sys.modules.items()):
         # Modules keep copies of the device, so patch all. Later imports copy the patched device,
@@ -179,6 +179,6 @@ class ShardSeededTracker:
 
 def seed_shards_apart() -> None:
     """Give every shard of a DTensor on a CPU mesh its own random numbers, in this process."""
-    # DTensor warns that CPU meshes have no RNG tracker; this function provides one.
+    # Silence DTensor's warning that CPU meshes have no RNG tracker: this function provides one.
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu")
     _random._rng_tracker = ShardSeededTracker()

@@ -48,7 +48,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
         experts_with_probs.compile(compiled.backend)
     has_meshes = parallel_dims.tp_enabled or parallel_dims.ep_enabled
     if job_config.cookbook.row_kernels and not has_meshes:
-        # With neither TP nor EP, TorchTitan does not call `apply_moe_ep_tp`.
+        # With neither TP nor EP, TorchTitan does not call `apply_moe_ep_tp`, which would do this.
         for moe in layers:
             use_row_kernels(moe, Precisions.of(job_config))
     if job_config.loss.num_chunks:
@@ -151,7 +151,7 @@ def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
     `options` are the other arguments of TorchTitan's function: `tp_mesh`, `ep_mesh` and so on.
     """
     precisions = Precisions.of(job_config)
-    # Qwen3's `parallelize_fn` does not pass `use_deepep`.
+    # Qwen3's `parallelize_fn` does not pass `use_deepep`, so derive it from the job's options.
     use_deepep = job_config.parallelism.expert_parallel_comm_backend == "deepep"
     options["use_deepep"] = use_deepep
     layers = [block.moe for block in model.layers.values() if block.moe_enabled]
@@ -182,7 +182,7 @@ def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
             moe.experts.register_forward_pre_hook(lambda *_: activity.dispatches.add("standard"))
     # Patch only during the call: other model families use TorchTitan's function unpatched.
     with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():
-        # TorchTitan's plan names a reorderer, which the DeepEP layer does not have.
+        # TorchTitan's plan names a reorderer, which DeepEP's layer lacks: hide the warning.
         warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
         llama4_parallelize.apply_moe_ep_tp(model, **options)
     if tp_mesh is None:

@@ -50,7 +50,7 @@ class Groups(SimpleNamespace):
 
 
 class RowExperts(nn.Module):
-    """A mixin that makes routed experts score activations.
+    """A mixin that makes routed experts multiply their activations by the scores.
 
     With EP it also sends rows to their experts' ranks and back.
     """
@@ -87,11 +87,11 @@ class RowExperts(nn.Module):
     def _compute(self, rows: Tensor, groups: Groups) -> Tensor:
         experts: Any = self
         if not hasattr(experts, "w1"):
-            # The self-check's experts have no weights and run no GEMM.
+            # The self-check's experts have no weights: run their own forward and score its output.
             return super().forward(rows, groups.sizes) * groups.scores.to(rows.dtype)
         w1, w2, w3 = local_weights(experts)
         ends, grouped = groups.ends, experts.use_grouped_mm
-        # FSDP may have cast the rows to the parameters' dtype.
+        # FSDP may have cast the rows to the parameters' dtype: cast them for the GEMMs.
         dtype = torch.bfloat16 if grouped else rows.dtype
         rows = rows.to(dtype)
         if grouped and type(w1) not in (Tensor, nn.Parameter):

@@ -46,7 +46,7 @@ class Place:
 def read_texts(
     source: TextSource, data: Any, rank: int, readers: int, place: Place
 ) -> Iterator[str]:
-    """Yield reader `rank`'s texts, every `readers`-th of a source, epoch by epoch, from `place` on.
+    """Yield every `readers`-th text of a source, for reader `rank`, epoch by epoch from `place` on.
 
     Yielding a text advances `place`. A new call with a copy of `place` resumes at the next text.
     """
@@ -138,7 +138,7 @@ class TextDataset(IterableDataset, Stateful):
 
 
 def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAwareDataloader:
-    """Return the loader of a job's training texts, or of its validation texts from their start.
+    """Return the loader of a job's training texts or, if `validates`, of its validation texts.
 
     The texts are the user's or a TorchTitan data set; `arguments` come from TorchTitan.
     """

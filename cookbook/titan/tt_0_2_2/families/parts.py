@@ -76,7 +76,7 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
             f"model.attention={FLASH_ATTENTION_4}: {reason}; leave it out, or set "
             f"model.attention={FLAVOR}"
         )
-    # TorchTitan requests masks only from models with this attention type.
+    # TorchTitan requests masks only from models whose attention type is `flex`.
     model_args.attn_type = "flex"
 
 
