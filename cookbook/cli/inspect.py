@@ -151,7 +151,7 @@ def new(arguments: argparse.Namespace) -> int:
     if kind == "":
         # The key `name` is the prefix of cells' names. Quote it: a bare `true` would be a boolean.
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
-    # `published` and `synonyms` apply to the original only: drop the key and the comment above it.
+    # `published` and `synonyms` are true of the original file only: drop them and their comments.
     block = r"(?m)^(?:#[^\n]*\n)*(?:published|synonyms):[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"
     write_whole(target, re.sub(block, "", text, count=1))
     print(f"wrote {shown_path(target)}; edit it, then:")

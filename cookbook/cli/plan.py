@@ -86,7 +86,10 @@ def plan(arguments: argparse.Namespace) -> int:
 def _walk(
     words: str, base: Cell, ranked: list[Candidate], documents: Documents | None
 ) -> list[Stop]:
-    """Compare two layouts term by term; `words` (`0,1`) has their table rows (0: the recipe's)."""
+    """Compare two layouts term by term.
+
+    `words` are their row numbers in the table, such as `0,1`; row 0 is the recipe's layout.
+    """
     known: list[Cell] = [base, *(one.cell for one in ranked)]
     start, end = map(int, words.split(","))
     if 0 in (start, end) and validation_errors(base):

@@ -197,7 +197,7 @@ class Overlay:
     path: Path
     synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
-    environment_from: Words = field(default_factory=Words)  # environment variables that copy others
+    environment_from: Words = field(default_factory=Words)  # variables set from other variables
 
     def expects(self, key: str) -> Any:
         return self.expect[f"cookbook.{key}"].value

@@ -237,7 +237,7 @@ class RankLayers:
         return max(unused)
 
     def backward(self) -> dict[str, float]:
-        """Return the working memory of the layer whose backward needs the most, by cause."""
+        """Return the working memory, split by cause, of the layer whose backward needs the most."""
         s, pipelined, found = self._shapes, self._rank.num_stages > 1, []
         for layer in self._rank.layers:
             terms = self._working(layer)
@@ -252,7 +252,7 @@ class RankLayers:
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
-        """Return the backward's peak memory without FSDP and without a pipeline, by cause.
+        """Return the backward's peak memory, split by cause, without FSDP and without a pipeline.
 
         TorchTitan frees gradients before each step. So during the backward the gradients grow
         while the activations shrink.

@@ -185,7 +185,7 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
 
 @dataclass(frozen=True)
 class Links(Exchanges):
-    """The time of each kind of communication operation, in milliseconds, without overlap."""
+    """The time of each kind of communication operation, in ms, as if nothing overlapped."""
 
     hardware: Hardware
 

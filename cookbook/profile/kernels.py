@@ -42,7 +42,7 @@ CATEGORIES = (
     Category("communication", "communication of an unknown group", COMMUNICATION, "#d37295"),
 )
 BY_NAME = {category.name: category for category in CATEGORIES}
-# Used in place of a category for host operations that only wait or call other operations.
+# Host operations that only wait or call other operations get this instead of a category.
 NO_WORK = "no work"
 NUMBERS = {category.name: number for number, category in enumerate(CATEGORIES)} | {NO_WORK: -1}
 GEMMS = ("grouped_gemms", "dense_gemms")
@@ -117,7 +117,8 @@ RULES = (
     Rule("copies", operation=r"^aten::_foreach_copy_"),
     Rule("optimizer", kernel=r"multi_tensor_apply|FusedAdam|FusedSgd"),
     Rule("optimizer", operation=r"^aten::(_foreach_|_fused_adam|linalg_vector_norm)"),
-    # --- Quantization: listed before the GEMMs, whose operations launch some of these kernels.
+    # --- Quantization: before the GEMMs, since the first rule that matches applies, and a GEMM's
+    # operation also launches some quantization kernels.
     # TorchAO: MXFP8 casts (CUDA and Triton), scales in the blocked layout, FP8 rowwise casts.
     Rule("quantization", kernel=r"mxfp8_quantize|to_mxfp8_dim|mx_block(_rearrange|ed_layout)"),
     Rule("quantization", kernel=r"triton_scale_swizzle|scale_swizzle|_dequant_mxfp8|nvfp4"),

@@ -245,7 +245,7 @@ def _activity(trace: Trace, event: int) -> str:
 
 
 def _calls(trace: Trace, kernels: Column, windows: list[float]) -> dict[Any, list[float]]:
-    """Return the durations of the communication calls; keys are equal on all ranks of a group."""
+    """Map each communication call to its durations; a call has the same key on all its ranks."""
     numbers = tuple(step.number for step in trace.steps)
     steps = np.searchsorted(windows[1:-1], kernels.start, side="right")
     ep_ranks = str(trace.header.groups.get("mesh_ep", []))

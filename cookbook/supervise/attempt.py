@@ -39,7 +39,8 @@ class Timeouts:
     """How long an attempt may go without a step before it counts as hung.
 
     Attributes:
-        steps: how many usual step times to wait while training, plus one for each unlogged step.
+        steps: while training, wait for this many usual step times, and for one more for each step
+            that is not logged.
         more_s: seconds to wait in addition, since a short file-system pause is not a hang.
         start_s: seconds to wait for a new log line before the first steps, since a large model
             compiles for many minutes.
@@ -93,8 +94,8 @@ class StepClock:
         step, before = tail.step, self._step
         is_new_step = step is not None and (before is None or step.step > before.step)
         self._num_looks += is_new_step
-        # Require several looks, not just several steps: one look may see them all, and later steps
-        # may still compile.
+        # Require several calls, not just several steps: if steps are fast, one call may see them
+        # all, and a later step may still take long because it compiles.
         if self._num_looks > 3 and (usual := step_seconds(tail.recent)) is not None:
             self.usual = usual
         # Any log line counts as progress while no step time is known.

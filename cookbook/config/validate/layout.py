@@ -228,9 +228,9 @@ def two_stages(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/dual_pipe_v.py")
 def dual_pipe_v_overlap(cell: Cell) -> Problems:
-    """DualPipeV overlaps only TorchTitan's own dispatch and combine; some backends replace them.
+    """DualPipeV can only overlap TorchTitan's own dispatch and combine, which backends may replace.
 
-    TorchTitan would build such a cell, but its first step would fail.
+    TorchTitan builds the model with a replaced dispatch too, but the first step fails.
     """
     option = "parallelism.pipeline_parallel_expert_parallel_overlap"
     is_overlapped = cell.options[option] and cell.options[_SCHEDULE].lower() == "dualpipev"

@@ -211,7 +211,7 @@ def collect(
     base: Tensor | None = None,  # (received, features), added before the sums are rounded
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sum padded groups (rows, features) into tokens (received, features), in `dtype`."""
+    """Sum each token's rows of the padded groups; return (received, features) in `dtype`."""
     return _Collect.apply(grouped, scores, plan, is_needed, base, dtype or grouped.dtype)
 
 

@@ -89,7 +89,7 @@ class CaseResult:
 
     @property
     def share(self) -> float:
-        """The largest ratio of an error to its bound; infinite if there are no errors."""
+        """The largest ratio of an error to its bound; infinite if nothing could be compared."""
         return max((error.share for error in self.errors), default=math.inf)
 
     def as_json(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def register() -> None:
             state_dict_adapter=without_missing_bias(released.state_dict_adapter),
             # Reads the user's own texts.
             build_dataloader_fn=build_dataloader,
-            # Validates on the same batches each time; TorchTitan's DeepSeek-V3 has no validator.
+            # Uses the same batches each time. TorchTitan gives DeepSeek-V3 no validator.
             build_validator_fn=RepeatableValidator,
         )
         try:

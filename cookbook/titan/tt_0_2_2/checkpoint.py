@@ -103,7 +103,7 @@ class CheckpointPolicy:
             logger.info("cookbook: the checkpoint is copied")
 
     def _is_asked_to_stop(self) -> bool:
-        # One rank per node looks for `stop`: a file created on one node may appear late on others.
+        # Look for `stop` on every node: a file created on one may appear late on the others.
         is_first = os.environ.get("LOCAL_RANK") == "0"
         return is_first and self.attempt is not None and (self.attempt / STOP).exists()
 

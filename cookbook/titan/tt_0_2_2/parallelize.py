@@ -127,7 +127,10 @@ class SequenceShardReorderer(ParallelStyle):
 
 
 def without_hooks(name: str) -> type[ParallelStyle]:
-    """Return TorchTitan's style `name` without hooks, for experts that dispatch their own rows."""
+    """Return TorchTitan's parallel style called `name`, without its input and output hooks.
+
+    It is for experts that dispatch their own rows.
+    """
     plan = getattr(llama4_parallelize, name)
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
