@@ -2,8 +2,10 @@
 
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -271,3 +273,29 @@ def test_a_kernel_that_breaks_the_gpu_is_named(
         "self-check: dispatch at 2 ranks: AcceleratorError: an illegal memory access was "
         "encountered; take another"
     )
+
+
+def test_the_cases_tensors_are_freed_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the allocator keeps their memory, in the middle of what training needs."""
+    from cookbook.titan.tt_0_2_2 import self_check
+
+    alive: list[object] = []
+
+    def errors(weight: torch.Tensor) -> list[Error]:
+        return [Error("output", float(weight.sum()), 0.0, BF16)]
+
+    def cases(cell: object) -> list[KernelCase]:
+        weight = torch.zeros(2)
+        ref = weakref.ref(weight)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(ref()))
+        return [KernelCase("linear layer", "2 rows", partial(errors, weight), "")]
+
+    def gather(everywhere: list[Any], own: object) -> None:
+        everywhere[0] = own
+
+    monkeypatch.setattr(self_check, "kernel_cases", cases)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    (result,) = self_check.run_cases(SimpleNamespace(device="cuda"))  # type: ignore[arg-type]
+    assert result.fault is None and alive == [None]

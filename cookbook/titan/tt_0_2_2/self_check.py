@@ -87,21 +87,26 @@ def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResu
     Leave out the cases in `skip`, given as (kernel, shape). If a rank fails in a case that it runs
     alone, skip all collective cases: the other ranks could hang in them.
     """
-    found: list[CaseResult] = []
     with _without_traces(cell.device):
-        cases = {(case.kernel, case.shape): case for case in kernel_cases(cell)}
-        for name in skip:
-            cases.pop(name, None)
-        for collective in (False, True):
-            if not any(result.fault for result in found):
-                chosen = [case for case in cases.values() if case.collective == collective]
-                own = [_run(case, cell.device) for case in chosen]
-                everywhere: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(everywhere, own)
-                found += [
-                    max(ranks, key=lambda result: (result.fault is not None, result.share))
-                    for ranks in zip(*everywhere, strict=True)
-                ]
+        # In a function of its own: only then do the cases free their tensors before the exit.
+        return _run_cases(cell, skip)
+
+
+def _run_cases(cell: Cell, skip: Iterable[tuple[str, str]]) -> list[CaseResult]:
+    found: list[CaseResult] = []
+    cases = {(case.kernel, case.shape): case for case in kernel_cases(cell)}
+    for name in skip:
+        cases.pop(name, None)
+    for collective in (False, True):
+        if not any(result.fault for result in found):
+            chosen = [case for case in cases.values() if case.collective == collective]
+            own = [_run(case, cell.device) for case in chosen]
+            everywhere: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, own)
+            found += [
+                max(ranks, key=lambda result: (result.fault is not None, result.share))
+                for ranks in zip(*everywhere, strict=True)
+            ]
     return found
 
 
