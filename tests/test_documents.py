@@ -118,6 +118,7 @@ def commands_of(section: str) -> list[str]:
 
 
 @pytest.mark.titan
+@pytest.mark.nightly
 def test_a_reader_trains_validates_exports_and_continues(tmp_path: Path) -> None:
     folder = copy_checkout(tmp_path / "checkout")
     (folder / "assets").symlink_to(ROOT / "assets")

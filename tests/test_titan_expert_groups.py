@@ -208,7 +208,8 @@ def kernels_against_operations() -> None:
                 same(
                     triton_kernels.take(scores, plan.copies), expert_groups._at(scores, plan.copies)
                 )
-                for weights, base in ((scores, tokens.float()), (None, tokens), (None, None)):
+                variants = ((scores, tokens.float()), (None, tokens), (None, None))
+                for weights, base in variants if case == "uneven" else variants[:1]:
                     other = torch.float32 if base is None else dtype
                     same(
                         triton_kernels.spread(tokens, weights, plan.copies, plan.slots, other),
