@@ -1,5 +1,6 @@
 """Runs a function in the ranks of a gloo world and returns what it returned in each of them."""
 
+import importlib
 import io
 import multiprocessing
 import os
@@ -66,6 +67,9 @@ def _rank(
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     try:
+        # The server of ranks has imported these, but not that of `forked_pytest.py`.
+        for name in PRELOADED:
+            importlib.import_module(name)
         dist.init_process_group(
             "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks
         )

@@ -118,7 +118,7 @@ def _routing_option(cell: Cell) -> str:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/components/lr_scheduler.py")
 def warm_up_ends(cell: Cell) -> Problems:
-    """A warm-up longer than the schedule never reaches the full rate; benchmarks are exempt."""
+    """Warn of a warm-up that is longer than the schedule, except in benchmarks."""
     options, option = cell.options, "lr_scheduler.warmup_steps"
     total = options["lr_scheduler.total_steps"] or cell.steps
     # Exempt the published convergence experiment: 2,000 warm-up steps in a schedule of 1,500.

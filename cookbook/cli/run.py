@@ -349,8 +349,9 @@ def _header(script: Path, lines: Sequence[str]) -> list[str]:
 def _options(words: Sequence[str]) -> argparse.Namespace:
     """Parse the sbatch options that matter for the check; the last occurrence counts.
 
-    `gpus` in the result has one (scope, value) pair for each GPU option. The scope is `in all` or
-    `a node`. The value ends with a count (`b200:8`); it is empty for a `--gres` without GPUs.
+    `gpus` in the result has a (scope, value) pair for each GPU option. The scope is `in all` or
+    `a node`. The value is a count, after a type if one is given (`b200:8`); it is empty for a
+    `--gres` that requests no GPUs.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nodes", "-N", default="1")

@@ -1,4 +1,4 @@
-"""The conditions under which cells ran: shared facts, differences among cells or between runs.
+"""Compare the conditions under which cells ran: what they share, and what differs.
 
 An unset option counts as TorchTitan's default, so setting the default explicitly is no difference.
 """
