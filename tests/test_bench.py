@@ -12,7 +12,7 @@ import pytest
 from bench import chaos, convergence, memory, step_times
 from bench.chaos_faults import FAULTS
 from bench.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, sign_flips, t_test
-from bench.gradient_cases import fault_cases, qwen3_cases
+from bench.gradient_cases import VARIANTS, Case, cell_of, fault_cases, qwen3_cases
 from bench.gradient_table import corrected, is_seen, verdict, worst
 from bench.step_times import PREDICTED, cell_of_point, compare, keep, read_points
 from cookbook.base.paths import ROOT
@@ -183,6 +183,14 @@ def test_corrected_cells_agree_and_every_fault_is_seen() -> None:
     assert [one["name"] for one in corrected(RUNS) if verdict(one) != "agrees"] == []
     assert [one["name"] for one in RUNS if one["fault"] and verdict(one) != "DIFFERS"] == []
     assert {one["torch"].split("+")[0] for one in RUNS if not one["stopped"]} == {"2.10.0"}
+
+
+def test_each_variant_trains_another_cell(tmp_path: Path) -> None:
+    cases = [Case("bf16", "deepep", "tp1-ep4", variant) for variant in VARIANTS]
+    known = [cell_of(case, None, tmp_path).options for case in cases]
+    values = [{name: options[name] for name in options.stack.options} for options in known]
+    assert len(values) > 1
+    assert all(one != other for one, other in itertools.combinations(values, 2))
 
 
 def test_the_second_family_agrees_but_for_choices_that_linear_mxfp8_moves() -> None:
