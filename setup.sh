@@ -41,6 +41,7 @@ options:
 
 environment: HF_ENDPOINT and HF_TOKEN for the hub, CUDA_HOME and MAX_JOBS for DeepEP,
 pip's own variables (PIP_INDEX_URL, ...) for a mirror of the package index.
+With uv on PATH step 1 takes half a minute; uv's variables are UV_DEFAULT_INDEX, ...
 EOF
 }
 
@@ -244,17 +245,26 @@ make_environment() {
   say "installed in $((SECONDS - began)) s"
 }
 
+# uv takes a sixth of pip's time. It does not read pip's configuration, so pip follows where uv fails.
 install_requirements() {
+  if command -v uv >/dev/null; then
+    install_pins uv pip install --python .venv/bin/python && return
+    warn "uv could not install the pins; pip tries now"
+  fi
+  install_pins .venv/bin/python -m pip --disable-pip-version-check install --progress-bar off
+}
+
+# Arguments: the installer's command.
+install_pins() {
   local files=(-r requirements.txt)
-  local pip=(.venv/bin/python -m pip --disable-pip-version-check install --progress-bar off)
   if [[ -n "${torch_index}" ]]; then
     grep -E '^(torch|torchao)==' requirements.txt >build/tmp/torch.txt
-    logged "${pip[@]}" --index-url "${torch_index}" -r build/tmp/torch.txt || return
+    logged "$@" --index-url "${torch_index}" -r build/tmp/torch.txt || return
   fi
   if "${want_dev}"; then
     files+=(-r requirements-dev.txt)
   fi
-  logged "${pip[@]}" "${files[@]}"
+  logged "$@" "${files[@]}"
 }
 
 make_corpus() {

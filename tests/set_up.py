@@ -6,6 +6,7 @@ with little more than a name stand in for FlashAttention-4's packages, which few
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -36,9 +37,22 @@ class Checkout:
             if not name.startswith(("PIP_", "HF_", "PYTHON", "CUDA", "TORCH_", "NVSHMEM"))
         }
         kept |= {"PIP_NO_INDEX": "1", "PYTHON": str(self.python), "TERM": "dumb"}
+        if shutil.which("uv"):  # a real uv would download all packages, for it ignores `.pth` files
+            self.has_uv(status=1)
+        kept["PATH"] = f"{self.programs}:{kept['PATH']}"
         # The tests look for lines; pytest-xdist gives its workers a narrow terminal.
         kept["COLUMNS"] = "120"
         return kept | self.environment
+
+    @property
+    def programs(self) -> Path:
+        return self.folder.parent / "programs"
+
+    def has_uv(self, status: int) -> None:
+        """Have a `uv` on PATH that adds its arguments to `programs/uv.log` and exits."""
+        self.programs.mkdir(exist_ok=True)
+        program = f'#!/bin/sh\necho "$@" >>"{self.programs}/uv.log"\nexit {status}\n'
+        write_program(self.programs / "uv", program)
 
     def has_gpus(self, *gpus: dict[str, Any]) -> None:
         """Have the machine's driver list these GPUs; without a call there is no driver."""

@@ -63,6 +63,18 @@ def test_first_run_then_nothing_to_do(checkout: Checkout) -> None:
     assert checkout.setup("--local", "--quiet").stdout == ""
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_uv_installs_where_it_is_and_pip_where_uv_fails(checkout: Checkout, status: int) -> None:
+    checkout.has_uv(status)
+    result = checkout.setup("--local", "--dev")
+    assert result.returncode == 0, result.stdout
+    command = "pip install --python .venv/bin/python -r requirements.txt -r requirements-dev.txt\n"
+    assert (checkout.programs / "uv.log").read_text() == command
+    by_pip = "-m pip" in (checkout.folder / "build/setup.log").read_text()
+    assert by_pip == ("uv could not install the pins; pip tries now" in result.stdout)
+    assert by_pip == (status == 1)
+
+
 @pytest.mark.nightly
 def test_another_index_gives_torch_and_stays(checkout: Checkout) -> None:
     url = "https://packages.example/cu130"
