@@ -1,6 +1,5 @@
 """One MoE layer over TP and EP ranks, forward and gradients, against plain PyTorch in float64."""
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,15 +188,17 @@ def run_layers(layers: list[Layer]) -> list[dict[str, torch.Tensor]]:
     return [run_layer(moe_impl, tp, tp == 1, **options) for moe_impl, tp, options in layers]
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def found_everywhere() -> list[list[dict[str, torch.Tensor]]]:
     return run_ranks(run_layers, RANKS, LAYERS, seconds=300)
 
 
 @pytest.mark.parametrize("number", range(len(LAYERS)), ids=map(str, LAYERS))
-def test_a_layer_matches_plain_pytorch(number: int) -> None:
+def test_a_layer_matches_plain_pytorch(
+    number: int, found_everywhere: list[list[dict[str, torch.Tensor]]]
+) -> None:
     expected = reference(LAYERS[number][1] == 1)
-    for rank in found_everywhere():
+    for rank in found_everywhere:
         for name, exact in expected.items():
             # The router computes its scores in float32, and DeepEP carries them so.
             assert (rank[number][name] - exact).abs().max() < 2e-6 * exact.abs().max(), name

@@ -1,6 +1,5 @@
 """The self-check of a job: kernels at its shapes, faults that are found, a job that is refused."""
 
-import functools
 import io
 import json
 import os
@@ -83,16 +82,19 @@ def test_kernels_without_a_fault_are_proved(job: str) -> None:
 ON_A_CPU = [fault for fault in FAULTS if not fault.gpu_only]
 
 
-@functools.cache
-def found_with(ranks: int) -> dict[str, list[str]]:
-    names = [fault.name for fault in FAULTS if fault.ranks == ranks]
-    found: dict[str, list[str]] = run_ranks(try_faults, ranks, names, seconds=300)[0]
-    return found
+@pytest.fixture(scope="module")
+def said_of() -> dict[str, list[str]]:
+    """What the self-check says of each fault."""
+    said: dict[str, list[str]] = {}
+    for ranks in {fault.ranks for fault in ON_A_CPU}:
+        names = [fault.name for fault in FAULTS if fault.ranks == ranks]
+        said |= run_ranks(try_faults, ranks, names, seconds=300)[0]
+    return said
 
 
 @pytest.mark.parametrize("fault", ON_A_CPU, ids=lambda fault: fault.name)
-def test_a_fault_in_a_kernel_is_found(fault: Any) -> None:
-    said = found_with(fault.ranks)[fault.name]
+def test_a_fault_in_a_kernel_is_found(fault: Any, said_of: dict[str, list[str]]) -> None:
+    said = said_of[fault.name]
     assert said, "nothing is said to be wrong"
     # It is the faulty kernel that is named.
     assert all(text.startswith(f"{fault.kernel}: ") for text in said), said
