@@ -1,7 +1,7 @@
 """Model families, the sizes of their flavors and their pipeline stages, without importing torch.
 
 `titan/tt_0_2_2/families` builds these descriptions from TorchTitan's own model code. `make golden`
-writes them to the stack's table, which `submit.py` reads.
+writes them to a JSON file in `config/tables`, which `submit.py` reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,12 +32,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Model(Sizes):
-    """A model, whose router may limit each token to the experts of `num_limited_groups` groups."""
+    """One flavor of a model family: its sizes, layers, expert groups and attention."""
 
     n_layers: int
     n_dense_layers: int
     num_expert_groups: int | None
-    num_limited_groups: int | None
+    num_limited_groups: int | None  # how many groups a token's experts may be in; None for any
     attn_type: str  # TorchTitan's name for the flavor's attention
     by_document: bool  # whether tokens attend only within their document
 

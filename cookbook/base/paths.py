@@ -14,7 +14,7 @@ LOCAL_ASSETS = ROOT / "assets" / "local"
 def runs_folder() -> Path:
     """Return the folder that holds all runs: COOKBOOK_RUNS, by default `runs/`.
 
-    A relative path is resolved from the checkout, as in jobs, not from the working directory.
+    A relative path starts at the checkout, not at the working directory. Jobs do the same.
     """
     return ROOT / (os.environ.get("COOKBOOK_RUNS") or "runs")
 

@@ -148,7 +148,8 @@ def fill(
 ) -> T:
     """Make a `cls` from the mapping in `file` at the path `within`, and from the fields `given`.
 
-    The mapping may not set fields in `given`. Ignore each key `a` in `beside`, and keys like `a.b`.
+    The mapping's keys set the fields that are not in `given`. Any other key is ignored if its part
+    before the first dot is in `beside`, and is an error if not.
     """
     fields = {
         field.metadata.get("key", field.name): field.name

@@ -50,7 +50,7 @@ class Built:
 
 @contextlib.contextmanager
 def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell], Built]]:
-    """Start a subprocess; yield a function that lets it build a cell and caches the outcome."""
+    """Start a subprocess; yield a function that builds a cell in it and caches the outcome."""
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         # Errors go to a file: a pipe that nobody reads could block the subprocess.
         said = Path(folder) / "errors"

@@ -224,7 +224,10 @@ def small_experts(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def forced_balance_flatters(cell: Cell) -> Problems:
-    """Sending a token once per rank looks cheap under round-robin: its experts lie on few ranks."""
+    """Round-robin routing puts a token's experts on fewer ranks than real routing does.
+
+    Backends that send a token once per rank then look faster than they will be.
+    """
     ep, exchange = cell.layout.ep, cell.exchange
     if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
         return

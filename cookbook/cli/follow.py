@@ -69,7 +69,10 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 
 def _pending_scripts() -> list[str]:
-    """Return a line per pending job from plain sbatch. It has no folder yet, so no run shows it."""
+    """Return a line for each pending job that was submitted with plain sbatch.
+
+    Such a job creates its run folder only when it first starts, so no run lists it before.
+    """
     jobs, lines = list[slurm.JobInfo](), []
     with contextlib.suppress(JobError):
         jobs = slurm.own_jobs()
@@ -277,7 +280,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
     except OSError as error:
         if form == "html":
             raise
-        # The results are printed already. In a colleague's run or on a full disk, saving fails.
+        # Only warn: the results are printed. Saving fails in a colleague's run or on a full disk.
         path = Path(error.filename or run.folder / MARKDOWN)
         print(f"submit.py: not saved: {shown_path(path)}: {error.strerror}", file=sys.stderr)
     else:

@@ -80,7 +80,7 @@ def _trained(arguments: argparse.Namespace) -> CellFolder | int:
     settings = {name: Setting(value, "profile") for name, value in _SETTINGS.items()}
     steps = command_line_settings(arguments.set).get("training.steps")
     if steps:
-        # Trace the last steps, however many steps there are.
+        # Make the profiler's cycle as long as the run, so that it traces the run's last steps.
         settings["profiling.profile_freq"] = steps
     cell = requested_cell(arguments, settings)
     frequency = cell.options["profiling.profile_freq"]

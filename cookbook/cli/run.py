@@ -347,7 +347,7 @@ def _header(script: Path, lines: Sequence[str]) -> list[str]:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the sbatch options that matter for the check; the last occurrence counts.
+    """Parse the sbatch options that `check_line` reads; the last `--nodes` or `--export` counts.
 
     `gpus` in the result has a (scope, value) pair for each GPU option. The scope is `in all` or
     `a node`. The value is a count, after a type if one is given (`b200:8`); it is empty for a

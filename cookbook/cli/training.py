@@ -68,7 +68,7 @@ def count_texts(arguments: argparse.Namespace) -> int:
         raise InputError("--tokenizer", f"{path} is no tokenizer ({error})", remedy) from None
     sources, key = find_sources(arguments.files), arguments.text_key
     lengths: list[int] = []
-    # Per document, the weight of one of its tokens: a source's tokens add up to the source's.
+    # Each document's weight per token: its source's weight over the source's number of tokens.
     weights: list[float] = []
     for source in sources:
         first = len(lengths)
