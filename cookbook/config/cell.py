@@ -57,7 +57,7 @@ class Cell:
     published: float | None = None  # tokens/s/GPU published for exactly this cell
     baseline: str | None = None
     prediction: str | None = None  # text from the sweep: expected speed, and what a deviation means
-    left_out: tuple[str, ...] = ()  # the sweep's options that were dropped for the stand-in
+    left_out: tuple[str, ...] = ()  # names of sweep options dropped because `recipe` is a stand-in
     repeat_of: str | None = None  # name of the cell that this one repeats
     repeat: int = 1  # number of the repeat, from 1
 
@@ -95,12 +95,12 @@ class Cell:
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """How tokens reach their experts; a half-MXFP8 all-to-all counts as the standard one."""
+        """How tokens reach their experts; STANDARD if only dispatch or only combine uses MXFP8."""
         return EXCHANGES.get(implied(self.options)["dispatch"], STANDARD)
 
     @property
     def own_pair(self) -> str:
-        """The recipe's `precision+EP backend`; empty if it names none or the cell uses it."""
+        """The recipe's `precision+EP backend` if this cell uses another pair; otherwise empty."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         # A recipe that sets neither `precision` nor `ep_backend` suits any pair.
         return "" if own in (self.pair, "bf16+standard") else own
@@ -191,7 +191,7 @@ ERROR, WARNING, HINT = "error", "warning", "hint"
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a cell before it runs. Errors refuse the cell; other levels only inform."""
+    """A finding about a cell before it runs. Only level `error` keeps the cell from running."""
 
     level: str
     rule: str

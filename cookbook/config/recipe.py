@@ -191,7 +191,7 @@ class Overlay:
     name: str
     description: Text
     needs: Needs
-    expect: Settings  # what training must report as active, by option `cookbook.<key>`
+    expect: Settings  # what training must report as active; keys are like `cookbook.dispatch`
     settings: Settings
     emulated: Settings | None
     path: Path

@@ -19,7 +19,7 @@ from cookbook.run.record import CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
-    """Add `words` to a merged cell's name, give it its own checkpoint folder, and validate it."""
+    """Finish and validate a cell from `merge_config`; a sweep adds `words` to the cell's name."""
     name = "-".join([cell.name, *words])
     # A folder's name may have at most 255 bytes. Leave room for a new run's temporary name.
     if len(name) > 200:
@@ -35,7 +35,7 @@ def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
 
 
 def _judged(cell: Cell) -> Cell:
-    """Raise InputError on wrong input; mark the cell refused if a rule finds any other error."""
+    """Apply the rules: wrong input raises InputError; any other error marks the cell as refused."""
     findings = validation_errors(cell)
     for one in findings:
         if one.is_input:
@@ -158,7 +158,7 @@ def this_machine(
     return Cluster(
         name="this machine",
         description="the machine that this runs on",
-        # The scheduler is not `local`, which would replace large recipes with their stand-ins.
+        # Not `local`: `merge_config` would then replace large recipes with their stand-ins.
         scheduler="slurm",
         settings={},
         path=Path(__file__),

@@ -86,8 +86,8 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             cell = resolve_cell(cell, words)
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
             if cell.name in cells:
-                # Skip a duplicate: recipes may share a stand-in, and --precision or --ep-backend
-                # may make pairs equal.
+                # Skip a duplicate: two recipes may be replaced by the same stand-in, and
+                # --precision or --ep-backend may make two pairs equal.
                 other, other_point = groups[cell.name]
                 if cell.stand_in_for or (other == group and other_point is not point):
                     continue
@@ -202,7 +202,7 @@ def load_sweep(name: str) -> Sweep:
 
 
 def sweep_of_recipe(name: str) -> Sweep:
-    """Return a sweep with one cell: the recipe called `name`, with its own pair."""
+    """Return a sweep with one cell: the recipe `name` with its own precision and EP backend."""
     recipe = load_recipe(name)
     return Sweep(recipe.short_name, recipe.description, (recipe,))
 

@@ -34,7 +34,7 @@ _PATHS = {
 
 
 def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
-    """Return the verdict of rules and environment; `check` adds the errors of the build."""
+    """Check a cell against the rules and this environment, without building the model."""
     rules = tuple(validation_errors(cell))
     # If the input is wrong, such as an invalid layout, the environment is not checked.
     here = () if any(one.is_input for one in rules) else tuple(missing_here(cell, is_submitted))
@@ -42,7 +42,7 @@ def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
 
 
 def validation_errors(cell: Cell) -> list[Finding]:
-    """Return the rules' errors, wrong input first; layout errors hide all others."""
+    """Return the layout errors if there are any, else all rules' errors with wrong input first."""
     if problems := layout.layout_findings(cell.options, cell.world):
         return problems
     rules = (*values.RULES, *kernels.RULES, *layout.RULES)

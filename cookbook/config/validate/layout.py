@@ -228,9 +228,9 @@ def two_stages(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/dual_pipe_v.py")
 def dual_pipe_v_overlap(cell: Cell) -> Problems:
-    """DualPipeV can only overlap TorchTitan's own dispatch and combine, which backends may replace.
+    """DualPipeV can overlap dispatch and combine in TorchTitan's MoE layer, not in the cookbook's.
 
-    TorchTitan builds the model with a replaced dispatch too, but the first step fails.
+    With the cookbook's MoE layer, TorchTitan still builds the model, but the first step fails.
     """
     option = "parallelism.pipeline_parallel_expert_parallel_overlap"
     is_overlapped = cell.options[option] and cell.options[_SCHEDULE].lower() == "dualpipev"

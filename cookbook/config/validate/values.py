@@ -106,7 +106,7 @@ def pinned_memory(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
-    """TorchTitan checks `selective_ac_option` only after the build; 0 selects every layer there."""
+    """TorchTitan checks `selective_ac_option` only in mode selective, and 0 means every layer."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
@@ -131,7 +131,7 @@ def unused(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/components/validate.py", is_input=True)
 def validation(cell: Cell) -> Problems:
-    """A validation runs a fixed number of batches of training's batch size and sequence length."""
+    """Require a fixed number of validation batches, each of the same size as a training batch."""
     options = cell.options
     if not options["validation.enable"]:
         return
@@ -162,7 +162,7 @@ def texts(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)
 def routing(cell: Cell) -> Problems:
-    """TorchTitan's forced load balance is round-robin routing, so any other routing conflicts."""
+    """TorchTitan's forced load balance always routes round-robin: it excludes any other routing."""
     option, forced = "debug.moe_routing", "debug.moe_force_load_balance"
     found = cell.options[option]
     if cell.options[forced] and option in cell.options.settings and found != "round_robin":
