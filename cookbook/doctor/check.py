@@ -156,7 +156,7 @@ def diagnose(here: Surroundings) -> list[Finding]:
 
 
 def node_faults(here: Surroundings) -> list[Fault]:
-    """Return why a job cannot train here: the problems that a check with `node_hours` finds."""
+    """Run the checks meant for a job's nodes; return the problems that rule out this node."""
     asked = ((one.finding(here), one.node_hours) for one in CHECKS if one.node_hours is not None)
     return [
         Fault(one.name, one.found, hours) for one, hours in asked if one and one.state == "problem"

@@ -65,7 +65,7 @@ def find_deepep(path: Sequence[str] = sys.path) -> DeepEp | None:
     """Return the installed DeepEP; None if there is none.
 
     The library's content tells whether it was built with NVSHMEM. If so, it is linked with
-    `libnvshmem_host.so`; if not, it contains the error message of the inter-node functions.
+    `libnvshmem_host.so`. If not, it contains the error message that inter-node functions raise.
     """
     found = find_distribution("deep_ep", path)
     if found is None:
