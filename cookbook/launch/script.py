@@ -31,7 +31,7 @@ from cookbook.config.stack import load_stack
 
 
 def shquote(value: object) -> str:
-    """Quote `value` as one bash word; quote `a,b` and `=a` too, only for readability."""
+    """Quote `value` as one bash word; for readability, also quote values such as `a,b` and `=a`."""
     text = str(value)
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and ("," in text or text[0] == "=") else quoted
@@ -88,12 +88,12 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
 
 
 def _render(cell: Cell, header: list[str], overlays: Sequence[Overlay], **context: Any) -> str:
-    """Render the template for a cell, or for a launcher, whose user chooses the cell."""
+    """Render the template for one cell, or for a launcher that lets the user choose the cell."""
     cluster = cell.cluster
     mounts = cluster.container.mounts if cluster.container else ()
     needed = [(file, True) for file in cluster.source]
     optional = [(file, False) for file in cluster.source_if_exists]
-    # A launcher copies an overlay's environment variables only if that overlay is chosen.
+    # In a launcher, apply an overlay's `environment_from` only if the user chooses that overlay.
     condition = '"${{{kind}}}" == {name} && ' if context["choices"] else ""
     copied = [
         (condition.format(kind=overlay.kind.upper(), name=overlay.name), name, other)

@@ -109,7 +109,7 @@ class CellSlurmExecutor(SlurmExecutor):
 class RunLocalExecutor(LocalExecutor):
     """Run a whole sweep on this machine, as one job that outlives its terminal."""
 
-    # submitit's own method starts a process that ends with the terminal and holds its output open.
+    # submitit's own method starts a process that ends when the terminal closes.
     def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
             **os.environ,
@@ -176,14 +176,14 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
             paths = (folder.status, folder.job, folder.record, folder.script)
             before[folder] = {path: path.read_bytes() for path in paths if path.exists()}
             attempts = folder.attempts()
-            # Until it is submitted, the cell counts as queued: it has no job, and the lock is held.
+            # Until the cell has a job, `status` shows it as queued, since the submit lock is held.
             folder.job.unlink(missing_ok=True)
             write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
             keep_request(folder, cell.job_record(), render_script(cell))
         job_ids = submit_run(run, cells)
     except BaseException:
         for folder, files in before.items():
-            # Restore only cells without a job: those with one were submitted.
+            # A cell that has a job was submitted, so put back the old files of the others only.
             if not folder.job.exists():
                 for path, content in files.items():
                     path.write_bytes(content)

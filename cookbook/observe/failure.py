@@ -57,8 +57,8 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$",
     ),
 )
-# Errors that another error caused. The ranks' own errors, which say more, are printed below a
-# CheckpointException. A JobError comes from the supervisor.
+# Errors that another error caused. Below a CheckpointException, the log has each rank's own error,
+# which says more.
 _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|Connection (?:closed|reset)|Broken pipe|DistBackendError"
     r"|DistNetworkError|RendezvousConnectionError|RendezvousClosedError|Socket Timeout|recvValue"
@@ -74,7 +74,7 @@ _LINES = (
     (_SLURM, re.compile(r"DUE TO (?:TIME LIMIT|NODE FAILURE|PREEMPTION)|oom[_-]kill")),
     (_LINE, re.compile(r"Watchdog caught|Unrecognized options:|error: (?:argument|unrecognized)")),
     (_LINE, re.compile(r"^srun: error: (?!.*(?:Exited with exit code|\btasks? [0-9]))")),
-    # Lines by train.sh, by bash about it (as slurm_script under sbatch), or by our validation.
+    # Lines of train.sh, of our validation, and of bash about a script or sbatch's copy of it.
     (_SCRIPT, re.compile(r"^(?:\S*/)?[\w.+-]+(?:\.sh|: line [0-9]+): |^cookbook\.supervise: ")),
     # Exit code -15 marks ranks that torchrun itself ended.
     (_EXIT, re.compile(r"failed \(exitcode: (?!-15)-?[0-9]+\) local_rank")),

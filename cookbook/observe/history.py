@@ -50,7 +50,7 @@ class History:
 
     attempts: tuple[AttemptSummary, ...] = ()
     steps_lost: int = 0
-    effective: float | None = None  # share of the time since the first start that kept steps took
+    effective: float | None = None  # share of the total time spent on steps that were not lost
 
     @property
     def lines(self) -> list[str]:
@@ -74,7 +74,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     ends = [read_attempt_end(attempt) for attempt in attempts]
     times = [_step_times(attempt, record) for attempt in attempts]
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
-    # For each attempt, the step it resumed from; -1 if neither that nor a later step is recorded.
+    # The step each attempt resumed from: recorded, else one before its first logged step, else -1.
     starts = [
         resumed.get(attempt.number, min((step for step, _ in own if step), default=0) - 1)
         for attempt, own in zip(attempts, times, strict=True)

@@ -216,7 +216,7 @@ class LoadStep:
 
 
 def collect_router_load(cell: CellFolder) -> list[LoadStep]:
-    """Return the router load of all attempts, in increasing order; empty if none was logged."""
+    """Return the router load that all attempts logged, ordered by step; empty if there is none."""
     steps: list[LoadStep] = []
     for attempt in cell.attempts():
         for found in _parse(_LOAD, lines_of(attempt.router_load)):

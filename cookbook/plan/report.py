@@ -120,7 +120,10 @@ def render_text(
     total: int,
     rejected: Sequence[str] = (),
 ) -> str:
-    """Tabulate the recipe's layout and the fastest `best` layouts; compare published throughput."""
+    """Tabulate the recipe and the fastest layouts; compare the fastest with published throughput.
+
+    `best`: how many of the fastest layouts to list.
+    """
     counts, ranked = found.counts(), found.ranked()
     cut = " (interrupted)" if found.interrupted else ""
     rows = [_HEAD, *([_row("recipe", recipe, None)] if recipe else [])]

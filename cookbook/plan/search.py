@@ -131,8 +131,8 @@ def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
 
 
 _OVERLAYS = "precision and EP backend"
-# The order of a walk: changes that free memory come first, since a larger batch or less
-# recomputation may fit only after them. An option in no group changes along with the EP backend.
+# The order in which `walk` changes options: those that free memory come first, since a larger batch
+# or less recomputation may fit only then. Options in no group change with precision and EP backend.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
     _OVERLAYS: (),
@@ -154,13 +154,13 @@ class Stop:
 
     @property
     def us_per_token(self) -> dict[str, float]:
-        """GPU-microseconds per token, by term; unlike step times, comparable across batch sizes."""
+        """GPU-microseconds per token for each term of the step; comparable across batch sizes."""
         tokens = self.step.tokens_per_gpu
         return {name: 1000 * ms / tokens for name, ms in self.step.terms_ms.items()}
 
 
 def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Stop]:
-    """Turn `start` into `end`, one option group per stop; merge an invalid stop with the next."""
+    """Turn `start` into `end`, one option group per stop, or several if one alone is invalid."""
 
     def stop(changed: str, cell: Cell) -> Stop:
         candidate = evaluate(cell, documents)

@@ -41,7 +41,7 @@ def _saving(*operators: str) -> dict[str, Any]:
     return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
 
 
-# For each recomputation mode: the options without effect in that mode, at the only valid value.
+# For each recomputation mode: the options that it ignores, each with its only valid value.
 _RESETS: dict[str, dict[str, Any]] = {
     "full": {SAVE_LIST: []},
     "none": {SAVE_LIST: [], LAYERS_KEPT: 0},

@@ -77,7 +77,7 @@ class RankProfile:
     rank: int | None
     stage: int | None
     trace: str
-    steps: tuple[int, ...]  # step numbers; empty if the trace marks no steps and counts as one
+    steps: tuple[int, ...]  # step numbers; if the trace marks none, it counts as a single step
     step_ms: float
     each_step_ms: Sequence[float]
     accounted: float  # share of the step not spent in unknown kernels (category `other`)
@@ -97,7 +97,7 @@ class RankProfile:
     called_us: Mapping[str, float]  # sum of the durations by category
 
     def counted_ms(self, category: str) -> float:
-        """Return the time that counts for a category, or 0 if none of its kernels ran."""
+        """Return the `ms` of a category's `CategoryTime`, or 0 if none of its kernels ran."""
         return self.categories[category].ms if category in self.categories else 0.0
 
 

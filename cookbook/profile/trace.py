@@ -86,7 +86,7 @@ class Header:
             own = [] if self.rank is None else [self.rank]
             self.pipeline = self.groups["mesh_pp"] or own
         elif any(mesh.startswith("mesh_") for mesh in self.groups):
-            # Only a mesh of all ranks has no group of its own, so the pipeline spans all ranks.
+            # No `mesh_pp`: only a mesh of all ranks has no group of its own, so PP spans all ranks.
             self.pipeline = [*range(info.get("world_size", 0))]
         self.stage = self.pipeline.index(self.rank) if self.rank in self.pipeline else None
 
@@ -241,7 +241,7 @@ class _Reader:
         name, start = event["name"], float(event["ts"])
         end = start + float(event["dur"])
         if not is_work and (step := _STEP.fullmatch(name)):
-            # A step's annotation encloses all of its events, so it would explain no idle time.
+            # Not a host event: an annotation of the whole step cannot name a cause of idle time.
             self._steps.append(Step(int(step[1]), start, end))
             return
         flops, bits = 0.0, 0
@@ -311,7 +311,10 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Split CPU time among innermost operations; return DEVICE's columns and operation indices."""
+    """Assign each moment of CPU time to the innermost operation of its thread.
+
+    Return the resulting pieces as columns of DEVICE, and the index of each piece's operation.
+    """
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
     # Edges are all starts and ends of events, so nothing changes between two neighbouring edges.

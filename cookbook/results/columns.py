@@ -1,4 +1,4 @@
-"""The columns of every table: in the terminal, in Markdown, on the page and in `compare`.
+"""The columns of every table: in the terminal, in Markdown, on the HTML page and in `compare`.
 
 To add a column, add a line to COLUMNS: heading, tables, alignment, value, format. `{unit}` in a
 heading becomes GPU, or rank for a run on CPUs. A column without any known value is omitted.
@@ -95,7 +95,7 @@ def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
         if table not in column.tables.split():
             continue
         texts = [column.text(row) for row in rows]
-        # If all cells share attention or routing, the report lists it as a condition instead.
+        # Omit attention, attended tokens and routing if all cells agree: the report says them once.
         fewest = 1 if column.heading in ("attention", "attended tokens", "routing") else 0
         if len(shown) < 2 or len({*texts} - {UNKNOWN}) > fewest:
             shown[column] = texts

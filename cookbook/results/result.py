@@ -1,4 +1,4 @@
-"""The results of a run: one row type for the report, the page, the JSON and comparisons."""
+"""The results of a run: one row type for text, HTML and JSON reports and for comparisons."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,9 +21,9 @@ class LoadSummary:
     """The router's load over the last tenth of the logged steps."""
 
     busiest_over_mean: float  # ratio of the busiest expert's load to the mean in `layer`; 1 is even
-    layer: int  # the layer in which the median of that ratio over the steps is highest
-    median_over_layers: float  # the same ratio in the median layer
-    starved_experts: int  # experts in all layers that got less than a tenth of their layer's mean
+    layer: int  # the layer in which this ratio (the median over the steps) is highest
+    median_over_layers: float  # the median of the layers' ratios
+    starved_experts: int  # number over all layers: experts below a tenth of their layer's mean
     layers: int
     is_forced: bool  # whether balance was forced, so that the load says nothing about the router
     steps: tuple[int, int]  # first and last training step of this summary
@@ -74,7 +74,7 @@ class Result:
     prediction: str | None = None
     published_speedup: float | None = None
     published_source: str | None = None
-    tokens_per_step_per_gpu: float | None = None  # divided by tokens/s/GPU: seconds per step
+    tokens_per_step_per_gpu: float | None = None
     world: int = 1
     routing: str | None = None  # trained, round_robin or random
     repeat_of: str | None = None  # the cell that this folder repeats
@@ -127,7 +127,10 @@ def masks_differ(one: Result, other: Result) -> bool:
 
 
 def unlike(cell: Result, base: Result, where: str) -> str | None:
-    """Return why two cells' speeds are not comparable, or None; `where` says where `base` ran."""
+    """Return why the speed of `cell` cannot be compared with that of `base`; None if it can.
+
+    `where` says where `base` ran, in words for the message, such as `in its baseline NAME`.
+    """
     if cell.emulated or base.emulated:
         return "emulated numerics have no speed"
     if cell.recipe != base.recipe:

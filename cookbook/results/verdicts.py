@@ -18,7 +18,7 @@ from cookbook.observe.metrics import StepMetrics
 NUM_BATCHES = 5
 # At least three values per batch, so that a single stall does not move the batch's median.
 LEAST_VALUES = 3 * NUM_BATCHES
-# Cap on the autocorrelation. Above it the series drifts, which no factor can correct.
+# Cap on the autocorrelation. Above it the series drifts, and `batch_spread` cannot correct that.
 _MOST_ALIKE = 0.95
 
 
@@ -44,9 +44,9 @@ def batches(values: Sequence[float]) -> list[Sequence[float]]:
 
 
 def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) -> Spread:
-    """Return the spread of `figure`, a statistic of `num` values.
+    """Return the standard error of `figure`, a statistic of `num` correlated values.
 
-    `parts`: the statistic of each batch. `alike`: the values' lag-1 autocorrelation.
+    `parts`: the same statistic of each batch. `alike`: the values' lag-1 autocorrelation.
     """
 
     def variance_of_mean(num: float) -> float:
@@ -62,7 +62,7 @@ def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) 
 
 
 def spread_about(figure: float, parts: Sequence[float]) -> Spread:
-    """Return the spread of `figure`, the mean of at least two independent values `parts`."""
+    """Return the standard error of `figure`; `parts` are two or more independent estimates."""
     variance = statistics.variance(parts, xbar=figure)
     return Spread(math.sqrt(variance / len(parts)), len(parts) - 1)
 
@@ -70,7 +70,7 @@ def spread_about(figure: float, parts: Sequence[float]) -> Spread:
 def pooled_spread(
     own: Sequence[float], reference: Sequence[float], groups: Iterable[Sequence[float]]
 ) -> Spread | None:
-    """Return the spread of the difference of two means; the variance is pooled over `groups`.
+    """Return the standard error of a difference of means, with variance pooled over `groups`.
 
     None if no group has two values. Groups with a value that is not finite are excluded.
     """
@@ -156,7 +156,7 @@ def speeds_of(curve: Sequence[StepMetrics]) -> dict[int, float]:
 
 
 def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
-    """Return the throughput over all curves of one cell; None if no step was measured."""
+    """Return a cell's throughput over `curves`, one per repeat; None if no step was measured."""
     runs = [speeds for speeds in map(speeds_of, curves) if speeds]
     if not runs:
         return None
@@ -183,9 +183,9 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
 
 
 def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None:
-    """Return the ratio of the medians of two runs' speeds.
+    """Return the ratio of the medians of two runs' speeds, with its interval.
 
-    Batches of steps are paired: both batches of a pair use the same texts, whose cost cancels.
+    The interval comes from pairs of batches on the same texts, so that the texts' cost cancels.
     """
     if not own or not reference:
         return None
@@ -197,8 +197,8 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             math.log(statistics.median(one) / statistics.median(other))
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
-        # Autocorrelation of each step's speed ratio or, if the runs' steps do not pair up, of each
-        # run's speeds. Use only whether a step is above the median, so that stalls do not dominate.
+        # Autocorrelation of the steps' speed ratios or, if steps do not pair up, of each run's
+        # speeds. Use only whether each is above the medians' value, so that stalls do not dominate.
         usual = [[one / medians[0] for one in own], [one / medians[1] for one in reference]]
         if len(own) == len(reference):
             usual = [[one / other for one, other in zip(*usual, strict=True)]]

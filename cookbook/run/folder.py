@@ -31,7 +31,7 @@ class Attempt:
     number: int
 
     log = _Below("train.log")  # torchrun's output from all nodes, with only a few ranks' lines
-    # This attempt's script and request, saved here only once a later attempt uses different ones.
+    # This attempt's script and request, kept here only if a later attempt has replaced them.
     script, record = _Below("train.sh"), _Below("cell.yaml")
     # Versions, GPUs, nodes and active features, reported by the training process.
     environment = _Below("environment.json")
@@ -149,7 +149,7 @@ class _Inert:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        # A frozen dataclass with slots pickles its fields as a list; none of those is needed here.
+        # Some classes pickle a tuple instead of a dictionary. Nothing here needs their content.
         self.__dict__.update(state if isinstance(state, dict) else {})
 
 

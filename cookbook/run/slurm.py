@@ -299,7 +299,7 @@ def run_step(
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
-    """Run `python -m module question` on `nodes`; stop `limit_s` seconds after the first start."""
+    """Run `module` with `question` on `nodes`; stop `limit_s` after the start of the first task."""
     venv = os.environ.get("VENV")
     python = f"{venv}/bin/python" if venv else sys.executable
     cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE") or "1"

@@ -157,7 +157,7 @@ def _settle_end(
     """Return Slurm's answer or the saved end, whichever is newer; save the answer if final."""
     with contextlib.suppress(InputError):
         kept = read_json_as(slurm.JobInfo, cell.end)
-        # A status with more restarts is newer: Slurm requeued the job after the saved end.
+        # If the job's status has more restarts than the saved end, the job was requeued since.
         is_newest = kept.job_id == job and kept.restarts >= written.restarts
         # Compare states, not reasons: accounting and slurmctld phrase the same reason differently.
         is_same = info is None or (info.state == kept.state and info.restarts <= kept.restarts)
@@ -185,7 +185,7 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
     if info.state == "CANCELLED":
         return status.CANCELLED, None
     if info.state == "COMPLETED":
-        # The job exits with its script's status: the cell has finished, even if it wrote no state.
+        # The script exited with 0, so the cell has finished, even if it wrote no state.
         return status.FINISHED, None
     if said.state == status.FAILED and info.state == "FAILED" and said.reason:
         return status.FAILED, said.reason
@@ -211,7 +211,7 @@ def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, s
 
 
 def _since_start(written: Status, info: slurm.JobInfo) -> Status:
-    """Return what the job wrote, but as QUEUED if Slurm has restarted the job since."""
+    """Return the status that the job wrote, set to QUEUED if Slurm has restarted the job since."""
     return written if info.restarts <= written.restarts else replace(written, state=status.QUEUED)
 
 

@@ -93,7 +93,7 @@ def validate(start: Start) -> Cell:
 
 
 def _as_rendered(overlay: Overlay, options: Options) -> Overlay:
-    """Return `overlay` with the script's option values: its YAML file may have been edited."""
+    """Return `overlay` with the script's option values, in case the overlay was edited since."""
     expect = {name: options.settings.get(name, setting) for name, setting in overlay.expect.items()}
     return replace(overlay, expect=expect)
 
@@ -185,7 +185,7 @@ def main(words: Sequence[str]) -> int:
         print(verdict, file=sys.stderr)
         return CHECKED
     start_run(start)
-    # `slurm_job` reads this variable, which submitit sets only in its own jobs.
+    # submitit sets this variable only in its own jobs, but `slurm_job` needs it here too.
     os.environ["SUBMITIT_EXECUTOR"] = str(read_record(start.folder.record).profile["scheduler"])
     return Supervisor([start.folder], start.own)()
 

@@ -39,8 +39,8 @@ class Timeouts:
     """How long an attempt may go without a step before it counts as hung.
 
     Attributes:
-        steps: while training, wait for this many usual step times, and for one more for each step
-            that is not logged.
+        steps: while training, wait for this many usual step times. If only every n-th step is
+            logged, wait for n - 1 more. For a save, add this many times the longest earlier one.
         more_s: seconds to wait in addition, since a short file-system pause is not a hang.
         start_s: seconds to wait for a new log line before the first steps, since a large model
             compiles for many minutes.
@@ -56,7 +56,7 @@ class Timeouts:
 
     def adjusted(self, record: CellRecord) -> Timeouts:
         pauses = any(record.options.get(name) for name in _PAUSES)
-        # An async save logs its copy's duration only, but the next save waits for its write too.
+        # An async save logs only the time to copy, but the next save also waits for the writing.
         is_async = record.options.get("checkpoint.async_mode", "disabled") != "disabled"
         return replace(
             self,
@@ -83,19 +83,19 @@ class StepClock:
         self._step: StepMetrics | None = None
         self._phase: Phase | None = None
         self._looked_at: float | None = None
-        self._num_looks, self.silent = 0, 0.0  # looks that saw a new step; seconds without progress
+        self._num_looks, self.silent = 0, 0.0  # calls with a new step; seconds without progress
 
     def look(self, tail: Tail, lines: Sequence[bytes], now: float) -> None:
         """Update the clock; call this after each `tail.read()`, with the `lines` it returned."""
         gap = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
-        # Count at most 5 s between looks: a longer gap means that the job was suspended, not hung.
+        # Count at most 5 s per call: a longer gap means that the job was suspended, not hung.
         self.silent += min(gap, 5.0)
         step, before = tail.step, self._step
         is_new_step = step is not None and (before is None or step.step > before.step)
         self._num_looks += is_new_step
-        # Require several calls, not just several steps: if steps are fast, one call may see them
-        # all, and a later step may still take long because it compiles.
+        # Do not trust the step time before several calls saw a new step: one call may see several
+        # fast steps, while a later step still takes long because it compiles.
         if self._num_looks > 3 and (usual := step_seconds(tail.recent)) is not None:
             self.usual = usual
         # Any log line counts as progress while no step time is known.
@@ -114,7 +114,7 @@ class StepClock:
             return timeouts.start_s
         limit = timeouts.steps * usual + timeouts.more_s
         if phase is Phase.SAVING_CHECKPOINT:
-            # Searching the log for earlier saves is slow: do it only once a step is overdue.
+            # Searching the log for earlier saves is slow, so first wait until a step is overdue.
             if self.silent <= limit:
                 return limit
             longest = self._longest_save()

@@ -49,7 +49,7 @@ class Rule:
 
 RULES = {
     Cause.FINISHED: Rule(Action.STOP, is_counted=False),
-    # Cancelled by the user, or ended by Slurm, which itself restarts the job if it requeues it.
+    # Cancelled by the user, or ended by Slurm. If Slurm requeues the job, it also restarts it.
     Cause.STOPPED: Rule(Action.STOP, is_counted=False),
     Cause.SAVED: Rule(Action.REQUEUE, is_counted=False),
     Cause.LOST_NODE: Rule(Action.REQUEUE),
@@ -106,7 +106,7 @@ def decide(
     cause, rule = ends[-1].cause, RULES[ends[-1].cause]
     if cause is Cause.SAVED:
         return Decision(rule.action, "requeued, to go on from there")
-    # `idle`: how many of the last attempts in a row got no further than the attempts before them.
+    # `idle`: the number of consecutive failures, up to now, that got no further than earlier ones.
     failures = furthest = idle = 0
     for end in ends:
         step = end.last_step or 0
@@ -133,7 +133,7 @@ def decide(
     return Decision(Action.RESTART, f"restarted {count}")
 
 
-# With less free space than this, assume that the disk was full, and so could not log the error.
+# With less free space than this, assume that the disk was full, so the error could not be logged.
 _FULL_DISK_BYTES = 8 << 20
 
 
@@ -173,7 +173,7 @@ def _end(
 
 
 def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
-    """Add the attempt's first and last steps, and the last step with finite loss and gradient."""
+    """Add the attempt's first, last and last good step to `end`; good: finite loss and gradient."""
     first = last = good = None
     for metrics in read_steps(attempt, record):
         first = first or metrics.step

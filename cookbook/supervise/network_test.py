@@ -26,7 +26,7 @@ _MEASURED, _ENDED = "cookbook-link", "cookbook-links"
 # Seconds per test; a cold import of torch and NCCL's start on hundreds of ranks are slow.
 _LIMIT_S = 60.0
 _COLLECTIVE_S = 30.0
-# Message sizes: on GPUs, bandwidth must dominate latency; on CPU, gloo is slow, so use less.
+# Message sizes: large on GPUs, so that bandwidth dominates latency; small on CPUs, as gloo is slow.
 _NUM_BYTES = {"cuda": 256 * 2**20, "cpu": 2**20}
 # Ports for the tests: above the training's rendezvous ports, below the ephemeral ports.
 _PORTS = range(31000, 32700)
@@ -102,7 +102,7 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
     if len(nodes) % 2:
         teams[-1] += (nodes[-1],)
     if len(teams) == 1:
-        # Three nodes make one team, with no other pair to compare, so test each node alone.
+        # Three nodes form only one team, with no other to compare it with: test each node alone.
         teams = [(node,) for node in nodes]
     faults = _test(teams, groups).faults
     good = [team for team in teams if team not in faults]
@@ -123,7 +123,7 @@ def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
     plan = {
         "device": groups.device,
         "num_bytes": _NUM_BYTES[groups.device],
-        # Team sizes may differ by one node, so use the smallest team's groups, which fit all.
+        # Team sizes may differ by one node, so use the smallest's rank groups: all teams have them.
         "groups": groups.groups(world),
         "timeout_s": _COLLECTIVE_S,
     }

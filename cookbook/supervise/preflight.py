@@ -70,7 +70,7 @@ class JobNodes:
         return {node: "; ".join(one.reason for one in self.faults[node]) for node in self.faults}
 
     def listed(self) -> dict[str, Excluded]:
-        """Return the exclusion list's entries by node; log a malformed list, and return none."""
+        """Return the exclusion list's entries by node; if malformed, log that and return {}."""
         try:
             return {one.node: one for one in excluded.read_excluded()}
         except InputError as error:
@@ -273,7 +273,7 @@ def decide(job: JobNodes) -> None:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
         raise JobError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
-    # Keep only the user's exclusions: nodes on the exclusion list may be healthy at the restart.
+    # Keep only exclusions by the user or profile: nodes on the list may be healthy at the restart.
     of_list = set(job.listed())
     for attempt in job.cell.attempts():
         of_list.update(read_json(attempt.preflight).get("for_slurm", ()))
@@ -303,7 +303,7 @@ def decide(job: JobNodes) -> None:
 
 
 def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
-    """Choose the nodes that the requeued job excludes in addition to the user's own (`of_user`)."""
+    """Choose the nodes that the requeued job excludes in addition to the nodes in `of_user`."""
     needed, listed, now = len(job.nodes), job.listed(), time.time()
     known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
     known = [node for node in known if node not in of_user]

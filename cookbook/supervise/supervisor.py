@@ -324,7 +324,7 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
     spawns = 0
     while True:
         spawns += 1
-        # Block signals until the child has its handlers and this process forwards them.
+        # Block signals in both processes until each is ready to handle them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         child = os.fork()
         if not child:
