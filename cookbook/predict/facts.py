@@ -141,9 +141,9 @@ LOCAL = Documents(6453, 3520, "counted: docs/evidence/performance/h200x2-8layers
 
 
 def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None:
-    """Return the documents that limit attention; None if tokens attend across documents.
+    """Return the document lengths if tokens attend only within their document, else None.
 
-    `named` overrides the dataset's documents. Raise InputError if their lengths are unknown.
+    Use `named` if given, else the dataset's lengths. Raise InputError if those are unknown.
     """
     if not model_of(cell).by_document:
         return None
@@ -174,7 +174,7 @@ def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None
 
 
 def attended_text(documents: Documents | None, seq_len: int) -> str:
-    """Describe what limits attention: documents or whole sequences."""
+    """Describe whether tokens attend within their document or across the whole sequence."""
     if documents is None:
         return f"whole sequences of {seq_len:,} tokens, across documents"
     return f"documents of {documents.mean_tokens:,.0f} tokens on average ({documents.source})"

@@ -34,7 +34,10 @@ class LayerBytes:
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) -> LayerBytes:
-    """Return a layer's bytes; `products`: compiled GEMMs whose outputs recomputation keeps."""
+    """Return the memory that a layer needs for one microbatch.
+
+    `products`: the GEMMs in compiled code whose outputs are saved instead of recomputed.
+    """
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
     # Attention and feed-forward reuse each other's freed memory, so count only the larger amount.
@@ -65,7 +68,7 @@ def _attention(s: Shapes) -> LayerBytes:
         values = s.heads * (s.nope + s.v_head)
         matrix_products = latent + queries + values + s.dim
     else:
-        # Count queries and keys before QK norm, if the model has one.
+        # If the model has QK norm, count its inputs too: the queries and keys before the norm.
         latent, normed = (queries + keys) * s.qk_norm, 0
         norm_inputs, readers = latent, 3
         values = s.kv_heads * s.v_head
@@ -78,8 +81,8 @@ def _attention(s: Shapes) -> LayerBytes:
         # norm of BF16 inputs with FP32 weights is not fused: it saves input and output in FP32.
         elements += s.tokens * (readers * s.dim + 3 * norm_inputs)
     softmax = 4.0 * s.tokens * s.heads
-    # Selective recomputation saves attention and every second matrix product. It sees operators
-    # only in uncompiled code, except FlashAttention-4, which is a custom operator.
+    # Selective recomputation saves attention and every second matrix product. In compiled code,
+    # count only FlashAttention-4, a custom operator; `layer_bytes` adds the GEMMs saved there.
     selected = 0.0
     if not s.compiled and "mm" in s.saves:
         selected += s.act * s.tokens * matrix_products / 2
@@ -130,8 +133,8 @@ def _moe(s: Shapes) -> LayerBytes:
         # autocast it also copies the weights of the down projection, to cast them to BF16.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-        # Saved: the experts' input, gate, up, SwiGLU's scored output, and the copied weights.
-        # Quantized weights are not saved: the backward quantizes them again.
+        # Saved: the experts' input, gate, up, SwiGLU's output times the scores, and the copies of
+        # the weights. Quantized weights are not saved: the backward quantizes them again.
         saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
         exchanges = s.ep > 1 and "communication" in s.saves
         return LayerBytes(
@@ -150,8 +153,8 @@ def _moe(s: Shapes) -> LayerBytes:
     # These pass between compiled graphs: outputs of norm and router, and the experts' input rows.
     between = router + s.act * s.tokens * s.dim + rows
     if s.scored_activations:
-        # Applying the scores splits the experts into two compiled graphs, joined by activations.
-        # In eager mode the unscored activations are saved too, for the gradient of the scores.
+        # The experts run as two compiled graphs, and the scored activations pass between them. In
+        # eager mode the unscored activations are saved too, for the gradient of the scores.
         between += hidden
         experts += 0.0 if s.compiled else hidden
     if s.deepep:
@@ -205,7 +208,7 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return a layer's LayerBytes, the bytes kept for the backward and the bytes recomputed."""
+        """Return a layer's LayerBytes, how many bytes are kept, and how many are recomputed."""
         cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
         layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
         mode = options["activation_checkpoint.mode"]
@@ -224,10 +227,10 @@ class RankLayers:
         return sum(self._cost(layer)[1] for layer in part.layers)
 
     def freed_in_forward(self, smallest: float) -> float:
-        """Return the most bytes that one layer frees in blocks smaller than `smallest` bytes.
+        """Return the most bytes that a layer frees in blocks too small for `smallest` bytes.
 
         The allocator does not join blocks that it took from the driver at different times. So a
-        tensor of `smallest` bytes cannot reuse these blocks, and needs new memory.
+        tensor of `smallest` bytes cannot reuse these blocks and needs new memory.
         """
         unused = [0.0]
         for layer in self._rank.layers:

@@ -121,7 +121,8 @@ class Kernels:
             kernel = kind = "sdpa" if model_of(self.cell).attn_type == "sdpa" else "flex_attention"
         elif head == s.v_head == 128:
             kind = f"{kernel}_128"
-        # `waste`: masked keys per query that the kernel computes anyway. SDPA's rate includes it.
+        # `waste`: masked keys per query that the kernel computes anyway. It is 0 for SDPA, whose
+        # rate already accounts for them.
         waste = getattr(hw, f"{kernel}_waste_tokens", 0.0)
         rate = getattr(hw, f"{kind}_{'backward' if backward else 'forward'}_tflops")
         widths = 3 * head + 2 * s.v_head if backward else head + s.v_head
@@ -163,15 +164,16 @@ class Kernels:
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # Before the experts, each token is read and each row written once. After, the reverse.
-            # With EP the rows are sorted again on arrival.
+            # Count each row once and each token twice, both before and after the experts. With EP
+            # the rows are sorted again on arrival.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
-            # Under TP each rank has rows for all TP ranks' tokens, most of them filled with zeros.
+            # Under TP each rank has rows for all TP ranks' tokens. Those it did not send are zeros.
             every = float(s.act * s.tokens * s.top_k * s.dim)
-            # Gathers: tokens to rows, rows to expert order and back. Then rows are scattered into a
-            # zero-filled tensor, cast to FP32 (twice the bytes) and multiplied by the scores.
+            # A gather copies each token to one row per chosen expert. Two more gathers permute the
+            # rows to expert order and back. Then the rows are scattered into a zero-filled tensor,
+            # cast to FP32 (twice the bytes) and multiplied by the scores.
             moved = 4 * sent + 4 * rows + 6 * every
             if backward:
                 # The gradient of a gather is a scatter-add, which adds rows serially.
@@ -203,9 +205,9 @@ class Kernels:
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
-# How often a layer gathers or reduces hidden states over TP in its forward and backward. The
-# backward gathers twice, all-reduces once (counted as two) and, with DeepEP, reduces once. (When it
-# was profiled, it still all-reduced three times: 8 operations, of which 3 were hidden.)
+# How often a layer gathers or reduces hidden states over TP in its forward and backward. With
+# DeepEP the backward gathers twice, all-reduces once (counted as two) and reduce-scatters once. The
+# profiled version all-reduced three times, 8 operations in all, and compute hid 3 of them.
 _TP_FORWARD, _TP_BACKWARD = 4, 5
 # Compiled attention gathers its input again when it is recomputed, whatever the save list says.
 _TP_COMPILED = 1
@@ -269,7 +271,7 @@ class LayerTimes:
     def _sent_ms(self, backward: bool, hiding_ms: float = 0.0) -> float:
         """Return how long dispatch and combine delay a layer: it waits, and its compute slows down.
 
-        `hiding_ms`: the time of the recomputation that overlaps a backward's first dispatches.
+        `hiding_ms`: recomputation time that overlaps the dispatches at the start of the backward.
         """
         if not self._overlapped:
             return self._exchange_ms
@@ -296,7 +298,7 @@ class LayerTimes:
         terms = add(self._backward[layer.moe], again)
         if not layer.moe:
             return terms
-        # Full or selective recomputation overlaps with the backward's first exchange and hides it.
+        # Full or selective recomputation overlaps the dispatches at the start of the backward.
         whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 

@@ -205,7 +205,7 @@ def model_of(cell: Cell) -> Model:
 
 
 def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
-    """Describe each pipeline position's lowest global rank; raise InputError if not modelled."""
+    """Return a Rank for each pipeline position; raise InputError if the cell is not supported."""
     model, options, layout = model_of(cell), cell.options, cell.layout
     splits, batch = stage_layers(1, model.n_layers), options["training.local_batch_size"]
     ranks: list[dict[str, Any]] = [{"stages": [0], "in_flight": [[1]], "actions": []}]
@@ -265,7 +265,8 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
     of_layer = [units(layer_operators(model, moe), in_layer=True) for moe in (False, True)]
     mode = options["activation_checkpoint.mode"]
     option = options["activation_checkpoint.selective_ac_option"]
-    # Selective recomputation with a number N recomputes the rank's every N-th layer; 0 means all.
+    # Selective recomputation with a number N recomputes every N-th layer of the rank, and every
+    # layer if N is 0.
     every = (int(option) or 1) if mode == "selective" and option != "op" else 1
     numbers, parts = itertools.count(1), []
     for stage in stages:

@@ -53,7 +53,11 @@ class Exchanges:
         return Traffic(size * (ranks - 1) / ranks - outside if in_node > 1 else 0.0, outside)
 
     def unit(self, unit: Unit) -> tuple[Traffic, Traffic, Traffic]:
-        """Return an FSDP module's traffic: gather, reduction, half the all-reduce over replicas."""
+        """Return an FSDP module's traffic: all-gather, reduce-scatter, half of the all-reduce.
+
+        The all-reduce sums the gradients over the replicas. As a ring it is a reduce-scatter and
+        an all-gather, which send the same number of bytes, so callers count the half twice.
+        """
         layout, s = self.cell.layout, self.shapes
         is_expert = unit.name.endswith("moe.experts")
         group = unit.shards, layout.ep * layout.etp if is_expert else layout.tp
@@ -64,7 +68,7 @@ class Exchanges:
     @property
     def gathers(self) -> int:
         """All-gathers per module and accumulation round: 2 if FSDP reshards after the forward."""
-        # In a pipeline FSDP gathers and reduces once per round, for all microbatches together.
+        # In a pipeline FSDP gathers a module once per accumulation round, not per microbatch.
         keeps = self.cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
         return 1 if keeps or self.cell.layout.pp > 1 else 2
 
@@ -105,7 +109,7 @@ class Exchanges:
             return Traffic(), Traffic()
         if backend == "deepep":
             one = self.deepep()
-            # With scored activations, recomputation repeats the dispatch but not the combine.
+            # If the scores scale the activations, recomputation does not repeat the combine.
             return one.times(4), one.times(1 if s.scored_activations else 2)
         # The forward's dispatch and the backward's gradient of the combine may be quantized.
         first = self.all_to_all(MXFP8_BYTES if backend == "mxfp8_a2a" else s.act)
@@ -168,7 +172,6 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
     fsdp = Traffic()
     for unit in rank.units:
         gather, reduce, replicas = one.unit(unit)
-        # A ring all-reduce is a reduce-scatter and an all-gather.
         fsdp += gather.times(one.gathers) + reduce + replicas.times(2)
     traffic = {
         "fsdp": fsdp.times(rank.gradient_accumulation_steps),
@@ -209,7 +212,7 @@ class Links(Exchanges):
         return hw.deepep_latency_ms + sent_ms / chunks
 
     def unit_ms(self, unit: Unit, beside_compute: bool = False) -> tuple[float, float]:
-        """Return the times of an FSDP module's gather and of its reduction, over replicas too."""
+        """Return the times of an FSDP module's gather and of its reduction with the all-reduce."""
         gather, reduce, replicas = (self.nccl_ms(sent, beside_compute) for sent in self.unit(unit))
         return gather, reduce + 2 * replicas
 
@@ -220,7 +223,7 @@ class Links(Exchanges):
         return self._ms(sent, hw.nvlink_gb_per_s * share, hw.nccl_infiniband_share)
 
     def _ms(self, sent: Traffic, nvlink_gb_per_s: float, infiniband_share: float | None) -> float:
-        """Return the time of the slower network for `sent`: both networks send at the same time."""
+        """Return the time to send `sent`, over both networks at the same time."""
         within = sent.nvlink / (nvlink_gb_per_s * 1e6)
         if not sent.infiniband:
             return within
