@@ -55,7 +55,7 @@ def _measure(
     work: Callable[[], object],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Time `work` once an untimed call has connected the ranks; the first rank prints bandwidth."""
+    """Print the bandwidth of `work`; an untimed call before the measurement connects the ranks."""
     wait = torch.cuda.synchronize if dist.get_backend() == "nccl" else lambda: None
     work()
     dist.barrier(group=group)

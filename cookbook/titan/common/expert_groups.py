@@ -17,15 +17,15 @@ from torch import Tensor
 
 
 class GroupPlan(NamedTuple):
-    """Maps tokens' copies to rows of the padded groups, and rows back to copies.
+    """Maps token copies to rows of the padded groups, and rows to copies.
 
     Copy `i * top_k + k` is the copy of token `i` for its `k`-th expert. All tensors are int32.
     """
 
-    copies: Tensor  # (padded rows,), the copy in each row, -1 for padding
-    slots: Tensor  # (tokens, top k), the row of each copy, -1 if another rank has the expert
-    sizes: Tensor  # (local experts,) on the device, rows of each padded group
-    ends: Tensor  # (local experts,) on the device, the row after each padded group
+    copies: Tensor  # (padded rows,): index of the copy in each row, -1 for padding
+    slots: Tensor  # (tokens, top k): row of each copy, -1 if another rank has the expert
+    sizes: Tensor  # (local experts,): number of rows in each padded group, on the device
+    ends: Tensor  # (local experts,): row after the last one of each padded group, on the device
 
 
 def _triton() -> Any:
@@ -40,7 +40,7 @@ def padded_sizes(counts: list[int], alignment: int) -> list[int]:
 
 
 def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan:
-    """Sort the copies of tokens by expert, with padding after each group.
+    """Sort token copies by expert, with padding after each group.
 
     `experts` (tokens, top k) are local expert indices, -1 for an expert of another rank; `counts`
     are the tokens per local expert, on the host.
@@ -56,7 +56,7 @@ def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan
 def _place(
     experts: Tensor, sizes: Tensor, ends: Tensor, num_rows: int, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return a plan's copies and slots; `sums` is `triton_kernels.count`'s result, if known."""
+    """Return `copies` and `slots` of a GroupPlan; `sums` is from `triton_kernels.count`, if any."""
     if experts.is_cuda:
         sums = _triton().count(experts, len(sizes)) if sums is None else sums
         return _triton().place(experts, sums, sizes, ends, num_rows)
@@ -199,19 +199,19 @@ class _RowScores(torch.autograd.Function):
 
 
 def spread(tokens: Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) -> Tensor:
-    """Copy tokens (received, features) to padded groups (rows, features), in `dtype`."""
+    """Copy tokens (tokens, features) to their rows of the padded groups, in `dtype`."""
     return _Spread.apply(tokens, plan, dtype or tokens.dtype)
 
 
 def collect(
     grouped: Tensor,
-    scores: Tensor | None,  # (received, top k) float32, the rows' weights in the sum
+    scores: Tensor | None,  # (tokens, top k) float32, the rows' weights in the sum
     plan: GroupPlan,
     is_needed: bool = True,  # if false, the result is uninitialized memory
-    base: Tensor | None = None,  # (received, features), added before the sums are rounded
+    base: Tensor | None = None,  # (tokens, features), added before the sums are rounded
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sum each token's rows of the padded groups; return (received, features) in `dtype`."""
+    """Sum, for each token, its rows in the padded groups; return (tokens, features) in `dtype`."""
     return _Collect.apply(grouped, scores, plan, is_needed, base, dtype or grouped.dtype)
 
 
@@ -288,6 +288,7 @@ def _cast(source: Tensor, target: Tensor) -> None:
 def join(dtype: torch.dtype, *weights: Tensor) -> Tensor:
     """Join n weights (experts, hidden, features) into one, (experts, n * hidden, features).
 
-    With gate and up weights joined, one GEMM computes both projections, and one the input gradient.
+    With the gate and up weights joined, one GEMM computes both projections, and another computes
+    the gradient of their input.
     """
     return _Joined.apply(dtype, *weights)

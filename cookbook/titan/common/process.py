@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
-# The alarm fires STEPS median step times plus MORE_S after a step, before the supervisor acts.
+# The alarm fires if no step ends within STEPS median step times plus MORE_S seconds. The
+# supervisor waits longer before it ends the attempt.
 STEPS, MORE_S = 4.0, 8.0
 _FEWEST_STEPS = 3
 

@@ -40,7 +40,7 @@ def gather_sequence(mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Gather the shards (batch, part, features) of all TP ranks into (batch, length, features).
 
     All TP ranks must have the same gradient of the result; each keeps that of its own positions.
-    If each rank's gradient is one term of a sum over TP, use `with_partial_gradient`.
+    If each rank's gradient is only a partial sum, use `with_partial_gradient`.
     """
     shards = DTensor.from_local(mine, tp_mesh, (Shard(1),), run_check=False)
     return shards.redistribute(placements=(Replicate(),)).to_local()
@@ -63,9 +63,9 @@ class _PartialGradient(torch.autograd.Function):
 def with_partial_gradient(whole: Tensor, mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Prepare `whole`, gathered from `mine`, as the input of column-wise parallel linear layers.
 
-    In such a layer each TP rank computes one term of the input's gradient. With a plain tensor,
-    every layer sums the terms by an all-reduce. Here one reduce-scatter sums the terms of all
-    layers into the gradient of `mine`.
+    In such a layer each TP rank computes a partial sum of the input's gradient. With plain tensors,
+    every layer all-reduces its own partial sums. Here one reduce-scatter adds up those of all
+    layers and returns the gradient of `mine`.
     """
     return _PartialGradient.apply(whole.detach(), mine, tp_mesh)
 
@@ -77,7 +77,7 @@ def reduce_scatter_sequence(term: Tensor, tp_mesh: DeviceMesh) -> Tensor:
 
 
 class _SumGradient(torch.autograd.Function):
-    """Replaces DTensor's Replicate and Partial, whose CPU overhead exceeds the time of the sum."""
+    """Sums the gradient over TP, without DTensor: its CPU overhead exceeds the time of the sum."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, tp_mesh: DeviceMesh) -> Tensor:
@@ -94,9 +94,9 @@ class _SumGradient(torch.autograd.Function):
 def sum_gradient_over_tp(scores: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Return the same `scores`, with their gradient summed over TP.
 
-    Every TP rank scores every token, but uses only the scores of its own token shard or, if TP
-    shards the experts, all scores for its own term of the output. Either way its gradient is one
-    term of a sum. TorchTitan 0.2.2 does not sum the terms, so the router gates of the TP ranks
-    drift apart (pytorch/torchtitan#2416).
+    Every TP rank scores every token. It uses only the scores of its own token shard or, if TP
+    shards the experts, all scores for its own partial sum of the output. Either way its gradient of
+    the scores is a partial sum. TorchTitan 0.2.2 does not add these up, so the router gates of the
+    TP ranks drift apart (pytorch/torchtitan#2416).
     """
     return _SumGradient.apply(scores, tp_mesh)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from triton.language import constexpr
 
-# Number of tokens' copies that one Triton program counts or places. Triton does not specialize for
-# `num_copies`: it differs in every layer, and a new value must not recompile the kernel.
+# Number of token copies that one Triton program handles. Kernels are not specialized for the total
+# number of copies: it differs in every layer, and a new value must not recompile them.
 _COPIES = 1024
 # Number of rows that one program checks for padding.
 _ROWS = 64
@@ -151,8 +151,8 @@ def _weights(scores: Tensor | None) -> Tensor | None:
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """Count each expert's copies in the first 1,024, 2,048, ... copies; (experts, parts) int32."""
-    # At least one part, so that the last column exists even without copies.
+    """Return each expert's running count after each 1,024 copies, (experts, parts) int32."""
+    # Even without tokens there is one part: `plan_on_device` reads the last column.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
     _count_kernel[(parts,)](_ready(experts), counts, experts.numel(), num_experts, _COPIES)
@@ -162,10 +162,11 @@ def count(experts: Tensor, num_experts: int) -> Tensor:
 def place(
     experts: Tensor, sums: Tensor, sizes: Tensor, ends: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return a group plan's copies (rows,) and slots (tokens, top k), both int32.
+    """Return `copies` (rows,) and `slots` (tokens, top k) of a GroupPlan, both int32.
 
-    `sums`, from `count`, tell how far earlier blocks of 1,024 copies have filled each group. With
-    `count` this takes 4 kernel launches. A sort takes about 20, and the GPU would wait for them.
+    `sums`, from `count`, tells how far earlier parts, of 1,024 copies each, fill each group.
+    Together, `count` and `place` launch 4 kernels. A sort would launch about 20, and the GPU would
+    have to wait for the host.
     """
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)

@@ -1,6 +1,6 @@
 """Causal attention within each document of a batch, as one operator with its own backward.
 
-A batch's sequences are folded into one row of tokens, and cumulative lengths mark the documents'
+A batch's sequences are flattened to one row of tokens, and cumulative lengths mark the documents'
 ends. A GPU runs FlashAttention-4's variable-length kernels, the CPU a reference in plain PyTorch.
 Document boundaries follow TorchTitan's `get_document_mask_mod`: an end-of-document token belongs to
 the document that it ends, and no document spans two sequences.
@@ -246,7 +246,7 @@ class AttendedLength:
     is_open: bool = True
 
     def add(self, ends: Tensor) -> None:
-        """Add a batch's query-key pairs, given its document ends, without waiting for the GPU."""
+        """Count a batch's query-key pairs from its document ends, without waiting for the GPU."""
         positions = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
         after_end = torch.where(ends[:, :-1], positions[:, 1:], 0)
         starts = torch.nn.functional.pad(after_end, (1, 0)).cummax(dim=1).values
@@ -254,7 +254,7 @@ class AttendedLength:
         self.tokens += ends.numel()
 
     def add_whole(self, sequences: int, length: int) -> None:
-        """Add sequences that are one document each, without work on the GPU."""
+        """Count the pairs of sequences that are one document each, without work on the GPU."""
         self.keys = self.keys + sequences * (length * (length + 1) // 2)
         self.tokens += sequences * length
 
@@ -297,7 +297,7 @@ def document_bounds(ends: Tensor, capacity: int) -> Tensor:
 
 
 def cumulative_lengths(bounds: Tensor) -> Tensor:
-    """Convert bounds (batch, capacity) to cumulative lengths in the batch's folded row of tokens.
+    """Convert document bounds (batch, capacity) to cumulative lengths in the flattened batch.
 
     The result is (batch * capacity + 1,) int32, ascending from 0 to batch * length; unused capacity
     becomes empty documents.
