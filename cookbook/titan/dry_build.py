@@ -151,7 +151,7 @@ class Build(NamedTuple):
 
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
-    """Return one rank's answer; its entry `active` has features that a job reports after step 1."""
+    """Return one rank's answer; `active` has the active options that are known without a step."""
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.families.parts")
     parts = build.trainer.model_parts
@@ -172,7 +172,7 @@ def warm_up(stack: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    # Parse arguments once here: tyro reads the source code of all option classes and caches it.
+    # Parse arguments once: tyro then has the option classes' source code in its cache.
     ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
     # FSDP checks the mesh's layout for every parameter. Layouts are few, so cache the results.
     layout: Any = _MeshLayout
@@ -226,7 +226,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     spec = get_train_spec(config.model.name)
     spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(config.model.name) is not spec:
-        # Built-in models get a new spec at each call, so register the one changed above.
+        # For a built-in model each call returns a new spec, so register the one changed above.
         register_train_spec(config.model.name, spec)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:
@@ -242,7 +242,7 @@ def _keep_parameters_on_meta() -> None:
     for one in [one for module in _own_modules() for one in vars(module).values()]:
         if isinstance(one, type) and issubclass(one, nn.Module) and "init_weights" in vars(one):
             one.init_weights = lambda self, *args, **kwargs: None  # type: ignore[attr-defined]
-    # Fused optimizers refuse the meta device, which stands in for one that they support.
+    # Make fused optimizers accept the meta device, which stands in for the GPU or CPU of the job.
     optimizer: Any = sys.modules["torch.optim.optimizer"]
     optimizer._get_fused_kernels_supported_devices = lambda: ["cpu", "cuda", "meta"]
 

@@ -28,8 +28,8 @@ BF16 = Bound(0.006, 0.012)
 # E4M3 has 3 mantissa bits: a product of two quantized operands has an error of about 0.036, whether
 # there is one scale per row or one per block of 32.
 FP8 = Bound(0.048, 0.09, least=0.008)
-# Only one of two operands is rounded to E4M3. In a sum over 8 experts, rounding errors partly
-# cancel, and a third of the error remains.
+# If only one operand is rounded to E4M3, the error is smaller. In a sum over 8 experts, rounding
+# errors may cancel all but a third of it, so `least` is smaller too.
 FP8_ONCE = Bound(0.036, 0.06, least=0.004)
 
 
@@ -127,10 +127,10 @@ def error_of(
     """Return the errors of a whole tensor and of its worst part.
 
     Each tuple in `parts` names the dimensions that index the parts: (0,) for rows, (0, 1) for each
-    matrix's rows. Errors are divided by a norm: that of `expected`, or of `sizes` if the sums in
-    `expected` may cancel to zero. So that tiny parts do not dominate, a part's squared norm is
-    taken as at least `floor` times the mean squared norm of the parts along the tuple's last
-    dimension. A part whose reference is zero must be zero.
+    matrix's rows. Errors are divided by the norm of `expected` or, if given, of `sizes`: the
+    magnitudes that the sums in `expected` would have if their terms did not cancel. So that tiny
+    parts do not dominate, a part's squared norm is raised to at least `floor` times the mean along
+    the tuple's last dimension. If that mean is zero, all parts over which it is taken must be zero.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
@@ -188,7 +188,7 @@ def generator(device: str, seed: int) -> torch.Generator:
 
 
 def random_rows(rows: int, columns: int, device: str, seed: int) -> Tensor:
-    """Return normal random values, (rows, columns) BF16, with the same scale everywhere."""
+    """Return random values (rows, columns) BF16 from the standard normal distribution."""
     return torch.randn(rows, columns, device=device, generator=generator(device, seed)).bfloat16()
 
 

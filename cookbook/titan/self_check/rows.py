@@ -38,25 +38,25 @@ from cookbook.titan.self_check import (
 
 # A row is rounded to BF16 three or four times on its way to the expert, and three on its way back.
 MOVED = Bound(0.006, 0.012)
-# A score's gradient is a dot product whose terms nearly cancel. So its error is divided by no less
-# than the root mean square of all tokens' gradients. SCORES_FP8 is for rows sent in FP8.
+# A score's gradient is a dot product whose terms nearly cancel. So each row's error is divided by
+# at least the root mean square over all rows (`floor=1.0`). SCORES_FP8 is for rows sent in FP8.
 SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
 # The gradient of an expert's factor sums terms of both signs over the expert's rows. On a rank with
-# one expert, it is a single number, whose error varies widely. So the bounds are eight times the
-# usual error, which is 0.0025, or 0.05 with FP8.
+# one expert, it is a single number, whose error varies widely. The usual error is 0.0025, or 0.05
+# with FP8; the bounds of the whole are eight times that.
 FACTOR = Bound(0.02, 0.04)
 FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
 
 
 def expert_factors(experts: int, device: str) -> Tensor:
-    """Return factors (experts,) float32, different if expert indices differ by a power of two."""
+    """Return float32 factors (experts,), unequal for indices that differ by a power of two."""
     return 0.5 + (torch.arange(experts, device=device) * 5 % 13) / 8
 
 
 def weighted_sum(x: Tensor, scores: Tensor, factors: Tensor) -> Tensor:
-    """Multiply each token (..., features) by the sum of its scores times factors, (..., top k)."""
+    """Multiply tokens (..., features) by the dot product of their scores and factors."""
     return x * (scores * factors).sum(-1, keepdim=True)
 
 
@@ -70,12 +70,12 @@ def row_errors(
     counted: bool,
     device: str,
 ) -> Iterator[Error]:
-    """Yield errors of a round trip: move tokens to their groups, scale each group, move them back.
+    """Yield errors of a round trip: copy tokens to groups, scale each group, sum up the copies.
 
-    In between, padding rows get large values, so a sum that includes one is clearly wrong.
-    Scores multiply rows in their groups if `on_activations`, otherwise on their way back. With
-    `counted`, as in DeepEP, the host knows each expert's number of rows, and a third of the copies
-    belong to other ranks' experts. Without it, all experts are local, and tokens are float32.
+    Before the sum, padding rows are set to large values, so a sum that includes one is clearly
+    wrong. Scores multiply the rows in their groups if `on_activations`, otherwise in the sum. With
+    `counted`, as in DeepEP, the host knows each expert's number of rows, and about a third of the
+    experts are on other ranks. Without it, all experts are local, and tokens are float32.
     """
     others = num_experts // 2 + 1 if counted else 0
     experts, scores = random_routing(tokens, num_experts + others, top_k, device, 11)
@@ -106,7 +106,7 @@ def row_errors(
         outputs = outputs.bfloat16().masked_fill(fill[:, None], _POISON)
         return collect(outputs, None if on_activations else scores, plan, base=base)
 
-    # A copy for another rank's expert has index -1, which selects the appended factor 0.
+    # An expert on another rank has index -1, which selects the zero appended to the factors.
     factor = nn.functional.pad(local_experts.factor.detach(), (0, 1))[experts]
     reference = partial(weighted_sum, factors=factor)
     (out, wanted), dx, ds = run_both(round_trip, reference, [x, scores], grad)
@@ -207,10 +207,10 @@ def exchange_inputs(
 
 def exchange_errors(
     given: Exchanged,
-    layer: nn.Module,  # parallelized, with `FixedRouter(given.scores, ...)` and `FactorExperts`
-    part: slice,  # this TP rank's positions of every sequence
+    layer: nn.Module,  # parallelized; it has a `FixedRouter` for `given`, and `FactorExperts`
+    part: slice,  # this TP rank's positions in every sequence
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
-    quantized: tuple[bool, bool],  # whether dispatch's forward, combine's backward use FP8
+    quantized: tuple[bool, bool],  # use of FP8 in (dispatch's forward, combine's backward)
 ) -> Iterator[Error]:
     """Yield the errors of the layer's output and gradients, for the inputs `given`."""
     num_experts = layer.router.num_experts
