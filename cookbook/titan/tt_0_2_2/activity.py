@@ -1,8 +1,8 @@
 """The active options: observed per rank, merged over ranks, compared with what overlays declare.
 
 The quantization of GEMMs is read from the model's weights and layers: TorchAO's scaling type of the
-routed experts (`mxfp8`, ...), the kind of linear layer (`mx`, `float8`), or `bf16`. This module's
-sets record the options whose code runs.
+routed experts (`mxfp8`, ...), the kind of linear layer (`mx`, `float8`), or `bf16`. Other options
+add their names to this module's sets when their code runs.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,8 @@
 """The EP backend `deepep`: an MoE layer that overlaps dispatch and combine with shared experts.
 
 TorchTitan waits for each transfer right after starting it, except for the forward's combine. Here
-start and wait are separate autograd nodes, with half of the shared experts' work between them:
+one autograd node starts a transfer and the next node waits for it, with half of the shared experts'
+work in between. Only the forward's dispatch is started and awaited by the same node:
 
     node        forward                          backward
     leave       records when rows are ready      waits for the rows' gradients
@@ -12,10 +13,10 @@ start and wait are separate autograd nodes, with half of the shared experts' wor
       second half of the shared experts
     arrive      waits for the rows               starts to send their gradients
 
-A row is the hidden state of a token. The first half is queued on the GPU before the host waits for
-DeepEP's counts of received rows. In the backward, autograd runs the most recent node first, so read
-the table from the bottom up. Another order would be slower but still correct, because each node
-waits for the data that it reads. Each chunk of tokens has its own dispatch and combine.
+A row is the hidden state of a token. In the forward, the first half is queued on the GPU before the
+host waits for DeepEP's row counts. In the backward, autograd runs the most recent node first, so
+read the table from the bottom up. Another order would be slower but still correct, because each
+node waits for the data that it reads. Each chunk of tokens has its own dispatch and combine.
 """
 
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def leave(
 ) -> tuple[Tensor, Routing]:
     """Mark the point where `rows` (tokens, features) and their routing are ready to send.
 
-    A token is not sent to an expert that it scores 0.
+    A token is not sent to an expert for which its score is 0.
     """
     exchange = Exchange()
     # DeepEP needs contiguous tensors and float32 scores. Convert before `ready` is recorded,
@@ -214,8 +215,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
-        # Pass the gradients to `_Combine` through the exchange. Autograd would reject them here,
-        # because they have the shape of the received rows, not of this node's input.
+        # Hand the gradients to `_Combine` in the exchange object. Autograd would reject them as the
+        # result here: they have the shape of the received rows, not of the forward's input.
         exchange.received_gradients, *_, exchange.sent = deepep._buffer.dispatch(
             x=rows.contiguous(), handle=exchange.handle, previous_event=_now(), **_STREAMS
         )
@@ -268,10 +269,10 @@ class SendingExperts(nn.Module):
 
 
 class HalvedFeedForward(FeedForward):
-    """TorchTitan's shared experts, split into two halves that overlap dispatch and combine."""
+    """TorchTitan's shared experts, computed in two halves: during dispatch and during combine."""
 
     def forward(self, x: Any = None, halves: Any = None) -> Any:
-        """Return gate and up of `x` (tokens, features) or, if `halves` holds them, the output."""
+        """Return the gate and up projections of `x`. Given these as `halves`, return the output."""
         if x is not None:
             return self.w1(x), self.w3(x)
         gate, up = halves

@@ -137,7 +137,7 @@ def _claim(to: Path, request: Request) -> None:
 
 
 def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
-    """Divide the exported tensors into files, in state-dict order; return each file's parts."""
+    """Divide the exported tensors into files, in state-dict order; return each file's Parts."""
     parts = FAMILIES[request.model]
     args = parts.flavors[request.flavor]
     # In training, TorchTitan sets `moe_impl` from the job's options; an export has no job.

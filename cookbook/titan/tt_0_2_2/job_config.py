@@ -186,7 +186,7 @@ class Quantize:
 
 @dataclass
 class JobConfig:
-    """Adds options to TorchTitan's sections, and the sections cookbook, data, deepep and loss."""
+    """Options added to TorchTitan's sections, and new sections: cookbook, data, deepep and loss."""
 
     cookbook: Cookbook = field(default_factory=Cookbook)
     model: Model = field(default_factory=Model)
@@ -202,7 +202,7 @@ class JobConfig:
 
 
 def option_table() -> dict[str, dict[str, Any]]:
-    """Return tables by option name: defaults, types (if None is allowed), choices (if limited)."""
+    """Return all defaults, types of options that may be None, and choices of Literal options."""
     merged = ConfigManager._merge_configs(TitanJobConfig, JobConfig)
     table: dict[str, dict[str, Any]] = {"options": {}, "optional": {}, "choices": {}}
     for name, kind, default in _options(merged(), ""):

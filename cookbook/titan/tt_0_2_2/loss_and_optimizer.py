@@ -71,7 +71,7 @@ class HandingOn(nn.Linear):
     """TorchTitan's output layer without its GEMM, which the chunked loss computes."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` itself, (batch, length, dim), with the weight as an attribute."""
+        """Return `hidden` (batch, length, dim) itself, with this layer's weight as an attribute."""
         hidden.output_weight = self.weight
         return hidden
 

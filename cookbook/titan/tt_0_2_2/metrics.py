@@ -1,7 +1,8 @@
 """TorchTitan's metrics, plus metrics.jsonl, the router's load and a report of the first step.
 
-After the first optimizer step the options that ranks found active are merged and compared with the
-overlays' declaration (`activity.py`); one log line and `environment.json` record them.
+After the first optimizer step, the active options that ranks observed are merged and compared with
+those that the overlays declare (`activity.py`). One log line and `environment.json` record the
+merged options.
 
 `attempt-<k>/metrics.jsonl` has one JSON object per logged step. `cookbook.observe.metrics` reads
 it; in a notebook use `pandas.read_json("metrics.jsonl", lines=True)`.
@@ -140,7 +141,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         return torch.distributed.get_rank() == metrics_rank(self.parallel_dims, self.job_config)
 
     def _report(self) -> None:
-        """Gather, check and log the options that ranks found active; all ranks must call this."""
+        """Gather, check and log the active options of all ranks, each of which must call this."""
         views: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(views, self._observe())
         found = activity.merge(views)

@@ -107,8 +107,8 @@ class PrepareMoE(PrepareModuleInputOutput):
 class SequenceShardReorderer(ParallelStyle):
     """Splits the standard backend's tokens over TP along the sequence.
 
-    TorchTitan's ReordererSequenceParallel splits the folded (batch * sequence) dimension instead.
-    If a batch has several sequences, a rank then sends tokens outside its shard of the sequence,
+    TorchTitan's ReordererSequenceParallel splits the flattened batch (batch * sequence) instead. If
+    a batch has several sequences, a rank then sends tokens outside its shard of the sequence,
     and the backward of the gather along the sequence drops their gradients.
     """
 
@@ -140,7 +140,7 @@ def without_hooks(name: str) -> type[ParallelStyle]:
 
 
 def _remember_length(moe: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Pass the sequence length to the reorderer, which gets only folded tokens."""
+    """Pass the sequence length to the reorderer, whose inputs are flattened over the batch."""
     moe.reorderer.cookbook_length = inputs[0].shape[1]
 
 
@@ -193,8 +193,8 @@ def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
     # Without ETP, EP also spans the TP ranks, and each TP rank sends only its shard of the tokens.
     is_sharded = ep_mesh is not None and etp_mesh is None
     for moe in layers:
-        # If TP shards every expert, a rank has one term of the output; if not, it sends only its
-        # shard of the tokens. Either way, its gradient of the scores is one term of a sum over TP.
+        # If TP shards every expert, a rank has a partial sum of the output; if not, it sends only
+        # its shard of the tokens. Either way, its gradient of the scores must be summed over TP.
         moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
         activity.patches_applied.add("router-gradients-summed-over-tp")
         if moe.shared_experts is not None:

@@ -1,7 +1,7 @@
 """Selective recomputation with a recipe's own list of operators to save.
 
 TorchTitan's `selective_ac_option=op` saves operators from a fixed list, which lacks grouped GEMMs.
-In a compiled region the list matches operators that Inductor calls, but not kernels that Inductor
+In a compiled region, either list matches operators that Inductor calls, but not kernels that it
 generates, such as FlexAttention. Inductor passes dense GEMMs an output buffer, and results of such
 calls cannot be saved. So if a recipe saves dense GEMMs, the forward calls `cookbook::mm` instead.
 """
@@ -48,7 +48,7 @@ OPERATORS = {
 # Operators that recomputation skips if no gradient needs their results. `aten.mm` is not skipped,
 # because TorchTitan counts its calls in order to save every second one.
 _SKIPPED = {f"{name}.default" for name in (*OPERATORS["grouped_mm"], "cookbook.mm")}
-# True while operators run whose results no gradient needs.
+# True inside `not_saved`: no gradient needs the results of operators that run there.
 _is_needless = False
 
 

@@ -200,7 +200,7 @@ def route_at_random(
             generator = torch.Generator(device).manual_seed(seed)
             tables.append(deal_experts(moe.router, num_tokens, generator, device))
         moe.router.cookbook_dealt = torch.cat(tables)
-        # Patch the method that the router calls if routing is forced.
+        # With forced routing, the router calls this method to choose experts, so patch it.
         moe.router._debug_force_load_balance_routing = MethodType(_look_up, moe.router)
 
 

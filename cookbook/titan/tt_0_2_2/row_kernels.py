@@ -1,14 +1,14 @@
-"""Routed experts that score activations instead of outputs, and row kernels for two EP backends.
+"""Routed experts that multiply activations by the scores, and row kernels for two EP backends.
 
 An expert's output is linear in its activation. Multiplying the activation by the routing score thus
-gives the same sum over a token's experts, up to rounding, and no gradient needs the outputs: they
-are not kept, and recomputation skips the last GEMM. Megatron Core has had this since v0.13, as
+gives the same sum over a token's experts, up to rounding. Then no gradient needs the outputs, so
+they are not kept, and recomputation skips the last GEMM. Megatron Core has had this since v0.13, as
 "probs on activations". The option is `deepep.score_activations` for the EP backend `deepep`, and
 `cookbook.row_kernels` for `standard` and `mxfp8_a2a`.
 
-With `standard` and `mxfp8_a2a`, TorchTitan gathers rows by one index, scores outputs by a batched
-GEMM in float32, and scatters them by another index. The row kernels move rows to the experts'
-groups in one pass and back in another.
+With `standard` and `mxfp8_a2a`, TorchTitan gathers rows by one index, multiplies outputs by their
+scores in a batched GEMM in float32, and scatters them by another index. The row kernels move rows
+to the experts' groups in one pass and back in another.
 """
 
 import functools
@@ -60,7 +60,7 @@ class RowExperts(nn.Module):
     cookbook_precisions: Precisions
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """Return scored outputs (rows, features); their values are undefined in recomputation."""
+        """Return outputs times scores (rows, features); recomputation may leave them undefined."""
         if self.cookbook_ep is None:
             return self._compute(rows, groups)
         group, ranks = self.cookbook_ep.get_group(), self.cookbook_ep.size()
@@ -87,7 +87,7 @@ class RowExperts(nn.Module):
     def _compute(self, rows: Tensor, groups: Groups) -> Tensor:
         experts: Any = self
         if not hasattr(experts, "w1"):
-            # The self-check's experts have no weights: run their own forward and score its output.
+            # The self-check's experts have no `w1`: run their own forward, then multiply by scores.
             return super().forward(rows, groups.sizes) * groups.scores.to(rows.dtype)
         w1, w2, w3 = local_weights(experts)
         ends, grouped = groups.ends, experts.use_grouped_mm
@@ -124,8 +124,8 @@ class RowMoE(MoE):
             whole = tokens, scores, chosen
             mine, scores, chosen = (shard_tokens(one, length, tp_mesh) for one in whole)
         if experts.cookbook_tp is not None:
-            # Each TP rank has one term of the tokens' gradient. Sum the terms here, at one row per
-            # token: after `spread` there are `top_k` rows per token.
+            # Each TP rank has a partial sum of the tokens' gradient. Add these up here, at one row
+            # per token: after `spread` there are `top_k` rows per token.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
         # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
@@ -184,7 +184,7 @@ class ProbsOnActivations:
             self._project = torch.compile(group_products, backend=backend, fullgraph=True)
 
     def __call__(self, experts: Any, rows: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
-        """Return scored outputs (rows, features); their values are undefined in recomputation.
+        """Return outputs times scores (rows, features); recomputation may leave them undefined.
 
         Rows are in padded groups, one per expert, ending at `ends`; `scores` (rows, 1) are float32.
         """

@@ -88,7 +88,7 @@ def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResu
     alone, skip all collective cases: the other ranks could hang in them.
     """
     with _without_traces(cell.device):
-        # In a function of its own: only then do the cases free their tensors before the exit.
+        # A separate function, which frees the cases' tensors before the context empties the cache.
         return _run_cases(cell, skip)
 
 

@@ -312,7 +312,7 @@ def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
     layer.tokens_per_expert = torch.zeros(experts, device=cell.device)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
-    # The test experts have no activations to multiply by scores, so score their outputs.
+    # The test experts have no activations, so multiply their outputs by the scores.
     deepep = replace(cell.job_config.deepep, score_activations=False)
     apply_moe_ep_tp(
         replace(cell.job_config, deepep=deepep),

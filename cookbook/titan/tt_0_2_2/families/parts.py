@@ -1,8 +1,9 @@
 """Code that the model families share: the choice of attention, model arguments, and `FamilyParts`.
 
 TorchTitan builds the cookbook's model class, gets masks from it, and splits it into pipeline stages
-like its own. All layers are TorchTitan's. Under FlashAttention-4 (`common/varlen_attention.py`) the
-mask is a tensor that marks where documents end, by the same rule as TorchTitan's own mask.
+as it does its own models. All layers are TorchTitan's; only their attention kernel may be replaced.
+Under FlashAttention-4 (`common/varlen_attention.py`) the mask is a tensor that marks where
+documents end, by the same rule as TorchTitan's own mask.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -81,7 +82,7 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
 
 
 class DocumentMask(BlockMask):
-    """Cumulative document lengths of a folded batch, typed as the BlockMask that layers require."""
+    """Cumulative document lengths of a flattened batch; a BlockMask because layers require that."""
 
     def __init__(self, cu_seqlens: Tensor) -> None:
         self.cu_seqlens = cu_seqlens
@@ -213,7 +214,7 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
-    """Return copies of TorchTitan's flavors as `kind`; `shorter` {"16B": 8} adds `16B_8layers`."""
+    """Copy TorchTitan's flavors as instances of `kind`; `shorter` {"16B": 8} adds `16B_8layers`."""
     found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()
@@ -224,7 +225,7 @@ def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) 
 
 
 class CookbookArgs:
-    """A mixin for TorchTitan's model arguments, where the cookbook first sees a job's options.
+    """A mixin for TorchTitan's model arguments; it applies a job's options before a model is built.
 
     Each family's class adds `own_sizes`, the sizes whose argument names differ between families,
     and `transformers_config(seq_len)`, the family's keys of `config.json`. `seq_len` is the
