@@ -47,7 +47,7 @@ class YamlFile:
     texts: Mapping[Keys, str] = field(repr=False)  # numbers as typed (`3.10`, not 3.1), by key path
 
     def place(self, *keys: str) -> str:
-        """Return the file, line and key of `keys`: `recipes/debug.yaml:12: training.steps`."""
+        """Return where the key at path `keys` is: `recipes/debug.yaml:12: training.steps`."""
         known = keys
         while known and known not in self.lines:
             known = known[:-1]
@@ -148,8 +148,8 @@ def fill(
 ) -> T:
     """Make a `cls` from the mapping in `file` at the path `within`, and from the fields `given`.
 
-    The mapping's keys set the fields that are not in `given`. Any other key is ignored if its part
-    before the first dot is in `beside`, and is an error if not.
+    The mapping's keys set the fields that are not in `given`. A key that names no such field is an
+    error, unless the part before its first dot is in `beside`: such keys are ignored.
     """
     fields = {
         field.metadata.get("key", field.name): field.name

@@ -1,6 +1,6 @@
-"""Check cells by the rules and by TorchTitan's own build; predict their memory, work and time.
+"""Check cells by rules and by building TorchTitan's Trainer; predict their memory, work and time.
 
-`submit.py` does not import torch, so a subprocess builds all cells, with fake process groups.
+`submit.py` does not import torch, so a subprocess builds the Trainers, in fake process groups.
 """
 
 import contextlib

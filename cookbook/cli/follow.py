@@ -71,7 +71,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 def _pending_scripts() -> list[str]:
     """Return a line for each pending job that was submitted with plain sbatch.
 
-    Such a job creates its run folder only when it first starts, so no run lists it before.
+    Such a job creates its run folder only when it first starts, and no run lists it until then.
     """
     jobs, lines = list[slurm.JobInfo](), []
     with contextlib.suppress(JobError):
@@ -179,7 +179,7 @@ class Watcher:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # Tolerate a damaged record: `report` explains it; here only the step total is missing.
+        # If a record is damaged, go on without its number of steps; `report` names the damage.
         self._records = {cell.name: earlier_record(cell) or CellRecord() for cell in run.cells}
         self._tails: dict[Path, Tail] = {}
 
@@ -280,7 +280,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
     except OSError as error:
         if form == "html":
             raise
-        # Only warn: the results are printed. Saving fails in a colleague's run or on a full disk.
+        # Only warn: the results were printed above. The disk may be full, or the folder read-only.
         path = Path(error.filename or run.folder / MARKDOWN)
         print(f"submit.py: not saved: {shown_path(path)}: {error.strerror}", file=sys.stderr)
     else:

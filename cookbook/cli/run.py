@@ -57,7 +57,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def judged_cells(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> list[Cell]:
-    """Validate the cells, print the plan, and return the cells; `refused` says why one cannot run.
+    """Validate the cells and print the plan; set `refused` in the returned cells that cannot run.
 
     Warnings go to stderr. A trial build with TorchTitan is made only for jobs that will wait in a
     Slurm queue: a dry run must answer at once, and a local job shows TorchTitan's errors at once.
