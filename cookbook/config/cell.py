@@ -57,7 +57,7 @@ class Cell:
     published: float | None = None  # tokens/s/GPU published for exactly this cell
     baseline: str | None = None
     prediction: str | None = None  # text from the sweep: expected speed, and what a deviation means
-    left_out: tuple[str, ...] = ()  # names of sweep options dropped because `recipe` is a stand-in
+    left_out: tuple[str, ...] = ()  # sweep options dropped because `recipe` replaces another
     repeat_of: str | None = None  # name of the cell that this one repeats
     repeat: int = 1  # number of the repeat, from 1
 
@@ -95,12 +95,12 @@ class Cell:
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """How tokens reach their experts; STANDARD if only dispatch or only combine uses MXFP8."""
+        """How tokens reach their experts; `mxfp8` only if both dispatch and combine use MXFP8."""
         return EXCHANGES.get(implied(self.options)["dispatch"], STANDARD)
 
     @property
     def own_pair(self) -> str:
-        """The recipe's `precision+EP backend` if this cell uses another pair; otherwise empty."""
+        """The recipe's `precision+EP backend` (`mxfp8+deepep`); empty if this cell has the same."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         # A recipe that sets neither `precision` nor `ep_backend` suits any pair.
         return "" if own in (self.pair, "bf16+standard") else own

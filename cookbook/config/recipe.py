@@ -122,7 +122,7 @@ class Exchange:
     sizes: tuple[int, ...] = ()  # supported EP degrees; empty for any
     ranks_per_node: int = 0  # required ranks per node if EP spans nodes; 0 for any number
     has_etp: bool = True  # whether it works with expert tensor parallelism
-    # Whether the hooks have an MoE layer for it, which overlaps dispatch with the shared experts.
+    # Whether the cookbook runs it in its own MoE layer, overlapped with the shared experts.
     has_own_layer: bool = False
     sends_once_per_rank: bool = False  # whether a token is sent once per rank, not per expert
 

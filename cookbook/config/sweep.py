@@ -32,7 +32,7 @@ Pair = tuple[Overlay, Overlay]
 class Point:
     """A pair of precision and EP backend in a sweep, with its own settings."""
 
-    pair: Pair | None = None  # None for the recipe's own pair
+    pair: Pair | None = None  # None for the recipe's own precision and EP backend
     recipe: Recipe | None = None  # the only recipe that uses the point; None for all recipes
     name: str = ""  # suffix for the names of the point's cells
     settings: Settings = field(default_factory=dict)  # settings that override the sweep's
@@ -123,7 +123,7 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
 
 
 def requested_pair(recipe: Recipe, request: CellRequest, pair: Pair | None = None) -> Pair:
-    """Return `pair` (default: the recipe's), with parts replaced by the command line's choices."""
+    """Return `pair` or the recipe's own; `request` may replace its precision and its EP backend."""
     cluster = request.cluster
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         recipe = load_recipe(recipe.stand_in)

@@ -112,7 +112,7 @@ def _undivided(short: str, degree: int, total: int, things: str) -> list[_Proble
 
 
 def _degrees(layout: Layout) -> Iterator[_Problem]:
-    """Yield the first problem of the parallel degrees that does not depend on the model."""
+    """Yield the first error in the parallel degrees that can be found without knowing the model."""
     product = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
     # TorchTitan forms EP groups from the ranks of DP shard and CP, and of TP too if ETP is 1.
     ranks = layout.dp_shard * layout.cp * layout.tp

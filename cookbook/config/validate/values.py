@@ -68,7 +68,7 @@ def bounds(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def names(cell: Cell) -> Problems:
-    """TorchTitan ignores unknown compile components; other unknown names stop the running job."""
+    """Refuse unknown names: TorchTitan ignores some, and stops the running job at others."""
     for option, known in {**_NAMES, "training.dataset": cell.options.stack.datasets}.items():
         value = cell.options[option]
         for name in [value] if isinstance(value, str) else value:
@@ -106,7 +106,7 @@ def pinned_memory(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
-    """TorchTitan checks `selective_ac_option` only in mode selective, and 0 means every layer."""
+    """Require `op` or n above 0 in every mode; TorchTitan would take 0 to mean every layer."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
