@@ -107,7 +107,7 @@ class Finding:
 
 
 class Fault(NamedTuple):
-    """Why a node cannot train: the failed check, its finding, and hours to exclude the node."""
+    """Why a node cannot train: the failed check, its finding, and how many hours to exclude it."""
 
     check: str
     reason: str
@@ -133,8 +133,8 @@ class Check:
         return Finding(self.name, *verdict) if verdict else None
 
 
-PASSING_H = 1.0  # hours to exclude a node for a temporary fault
-HARDWARE_H = 24.0  # hours to exclude a node for broken hardware
+PASSING_H = 1.0  # hours for which a node with a temporary fault is excluded
+HARDWARE_H = 24.0  # hours for which a node with broken hardware is excluded
 
 # The checks in report order: by `doctor/__init__.py`'s imports, then by position in the module.
 CHECKS: list[Check] = []

@@ -106,8 +106,8 @@ def _ability(gpu: Gpu) -> str:
 
 # An idle B200 or H200 has less than 1 GiB in use.
 _IDLE_MIB = 2048
-# XIDs of hardware errors in NVIDIA's catalogue, without errors that a program causes (13, 31, 43,
-# 45) and corrected errors (63, 92).
+# XIDs of hardware errors in NVIDIA's catalogue. Not listed: errors that a program causes (13, 31,
+# 43, 45), remapped memory rows (63) and corrected errors (92).
 _HARDWARE_XIDS = {
     48: "uncorrectable memory error",
     64: "a memory row could not be remapped",

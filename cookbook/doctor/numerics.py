@@ -101,7 +101,7 @@ def _prove_on(cluster: Cluster, output: Path | None) -> int:
 
 
 def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
-    """Return cells for `machine` to test all precisions, all EP backends, TP and FlashAttention-4.
+    """Return cells that test all precisions, all EP backends, TP and FlashAttention-4 on `machine`.
 
     Each cell comes with the reason why it cannot run, or None if it can.
     """
@@ -113,7 +113,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     first, second = _RECIPES["gpu" if machine.gpu else "cpu"]
     choices: list[tuple[str, str, str, dict[str, Any]]] = [
         *((first, precision, "standard", {}) for precision in names_in("precision")),
-        # Try EP backends in MXFP8 too, for which they pad an expert's rows to a larger multiple.
+        # Test EP backends in MXFP8 too: it pads an expert's rows to a larger multiple than BF16.
         *((first, one, backend, {}) for backend, one in product(others, ("bf16", "mxfp8"))),
         (first, "bf16", "standard", flash),
         *((first, "mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in with_tp),
@@ -122,7 +122,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     degrees = {
         DEGREES["tp"]: 1,
         DEGREES["pp"]: 1,
-        # The EP degree must divide the rank count and the expert count, which on GPUs is 64 or 128.
+        # EP must divide the number of ranks and that of experts: 64 or 128 in the GPU recipes.
         DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
         "training.local_batch_size": 4,
     }

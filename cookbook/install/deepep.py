@@ -47,7 +47,7 @@ def torch_cuda(path: Sequence[str] = sys.path) -> str:
 def find_nvshmem(path: Sequence[str] = sys.path) -> tuple[Path, str] | None:
     """Return the folder and version of the NVSHMEM wheel that torch depends on, if installed."""
     folder = package_folder("nvidia.nvshmem", path)
-    # DeepEP links the device library statically, so the wheel must contain it.
+    # DeepEP links NVSHMEM's device library statically, so the NVSHMEM wheel must contain it.
     if folder is None or not (folder / "lib/libnvshmem_device.a").is_file():
         return None
     found = find_distribution(f"nvidia-nvshmem-cu{torch_cuda(path).split('.')[0]}", path)
