@@ -99,7 +99,7 @@ _NETWORK = (
 
 
 def hardware_of(cell: Cell) -> Hardware:
-    """Return the facts about the cell's GPU; raise InputError without a GPU or a file about it."""
+    """Return the speeds of the cell's GPU and links; raise InputError if any of them is unknown."""
     place, gpu = f"cluster {cell.cluster.name}", cell.cluster.gpu
     if gpu is None:
         wrong = "has no GPU, and times are predicted for GPUs only"

@@ -82,14 +82,14 @@ def _attention(s: Shapes) -> LayerBytes:
         elements += s.tokens * (readers * s.dim + 3 * norm_inputs)
     softmax = 4.0 * s.tokens * s.heads
     # Selective recomputation saves attention and every second matrix product. In compiled code,
-    # count only FlashAttention-4, a custom operator; `layer_bytes` adds the GEMMs saved there.
+    # count only FlashAttention-4, a custom operator; `layer_bytes` adds the saved matrix products.
     selected = 0.0
     if not s.compiled and "mm" in s.saves:
         selected += s.act * s.tokens * matrix_products / 2
     if (s.padded_tokens is not None or not s.compiled) and "attention" in s.saves:
         selected += s.act * s.tokens * out + softmax
-    # FlashAttention-4 accumulates query gradients in FP32, plus two numbers per query and head. It
-    # does the same with gradients of keys and values that several query heads share.
+    # FlashAttention-4 accumulates gradients in FP32: those of queries and, if several query heads
+    # share keys and values, those of keys and values. It also keeps two numbers per query and head.
     shared = keys + values if s.kv_heads < s.heads else 0
     summed = 4.0 * (s.padded_tokens or 0) * (queries + 2 * s.heads + shared)
     return LayerBytes(
@@ -133,8 +133,8 @@ def _moe(s: Shapes) -> LayerBytes:
         # autocast it also copies the weights of the down projection, to cast them to BF16.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-        # Saved: the experts' input, gate, up, SwiGLU's output times the scores, and the copies of
-        # the weights. Quantized weights are not saved: the backward quantizes them again.
+        # Saved: the experts' input, gate, up, SwiGLU's output times the scores, and these
+        # copies of the weights. Quantized weights are not saved: the backward quantizes them again.
         saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
         exchanges = s.ep > 1 and "communication" in s.saves
         return LayerBytes(
@@ -173,7 +173,7 @@ def _moe(s: Shapes) -> LayerBytes:
             freed_again=(rows,) * 2 + (hidden,) * 3,
             between=between + outputs,
         )
-    # One row per (token, expert) pair. TorchTitan's own layer has rows for all TP ranks' tokens.
+    # The rank dispatches `sent_rows`; the unsorted output has rows for all TP ranks' tokens.
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
     # A batched FP32 product multiplies the outputs by scores, and saves the outputs in FP32.
@@ -208,7 +208,7 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return a layer's LayerBytes, how many bytes are kept, and how many are recomputed."""
+        """Return a tuple: the layer's LayerBytes, its bytes kept, and its bytes recomputed."""
         cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
         layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
         mode = options["activation_checkpoint.mode"]
@@ -227,10 +227,10 @@ class RankLayers:
         return sum(self._cost(layer)[1] for layer in part.layers)
 
     def freed_in_forward(self, smallest: float) -> float:
-        """Return the most bytes that a layer frees in blocks too small for `smallest` bytes.
+        """Return the largest sum of blocks below `smallest` bytes that one layer's forward frees.
 
         The allocator does not join blocks that it took from the driver at different times. So a
-        tensor of `smallest` bytes cannot reuse these blocks and needs new memory.
+        tensor of `smallest` bytes or more cannot reuse these blocks and needs new memory.
         """
         unused = [0.0]
         for layer in self._rank.layers:

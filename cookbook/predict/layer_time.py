@@ -164,16 +164,16 @@ class Kernels:
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # Count each row once and each token twice, both before and after the experts. With EP
-            # the rows are sorted again on arrival.
+            # Memory traffic before the experts, and again after them: each row once, each token
+            # twice. With EP, the receiving rank also sorts its rows by expert, and later back.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
-            # Under TP each rank has rows for all TP ranks' tokens. Those it did not send are zeros.
             every = float(s.act * s.tokens * s.top_k * s.dim)
             # A gather copies each token to one row per chosen expert. Two more gathers permute the
             # rows to expert order and back. Then the rows are scattered into a zero-filled tensor,
-            # cast to FP32 (twice the bytes) and multiplied by the scores.
+            # which has rows for all TP ranks' tokens. This tensor is cast to FP32 (twice the bytes)
+            # and multiplied by the scores.
             moved = 4 * sent + 4 * rows + 6 * every
             if backward:
                 # The gradient of a gather is a scatter-add, which adds rows serially.
@@ -187,7 +187,7 @@ class Kernels:
         return {LOSS: self.bytes_ms(float(passes) * s.tokens * s.vocab)}
 
     def optimizer(self, rank: Rank) -> float:
-        """Return the time of gradient norm, clipping and Adam, at 40 bytes per stored parameter."""
+        """Return the time of clipping and Adam, which move 40 bytes per stored parameter."""
         return self.bytes_ms(40.0 * rank.local_parameters)
 
     def copies(self, rank: Rank, gathers: int, reduces: int, sums: int) -> float:
@@ -205,9 +205,9 @@ class Kernels:
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
-# How often a layer gathers or reduces hidden states over TP in its forward and backward. With
-# DeepEP the backward gathers twice, all-reduces once (counted as two) and reduce-scatters once. The
-# profiled version all-reduced three times, 8 operations in all, and compute hid 3 of them.
+# The number of TP collectives on hidden states in a layer's forward and backward. An all-reduce
+# counts as two. DeepEP's backward has two all-gathers, an all-reduce and a reduce-scatter. When it
+# was profiled, it had two all-gathers and three all-reduces (8), of which compute hid 3.
 _TP_FORWARD, _TP_BACKWARD = 4, 5
 # Compiled attention gathers its input again when it is recomputed, whatever the save list says.
 _TP_COMPILED = 1
@@ -298,7 +298,7 @@ class LayerTimes:
         terms = add(self._backward[layer.moe], again)
         if not layer.moe:
             return terms
-        # Full or selective recomputation overlaps the dispatches at the start of the backward.
+        # Full or selective recomputation runs during the dispatches that start the backward.
         whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 

@@ -36,7 +36,7 @@ FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
 # As shares of the GPU's memory: the largest predicted peak that counts as fitting, and the largest
 # that counts as tight. A tight cell may fit, because predictions are off by several percent.
 MOST_FITS, MOST_TIGHT = 0.92, 1.05
-# Lower than MOST_FITS: one pipeline needed 12% more than predicted, other cells at most 8% more.
+# MOST_FITS for pipelines: one needed 12% more than predicted, all other cells at most 8% more.
 MOST_FITS_PIPELINE = 0.88
 
 
@@ -133,7 +133,7 @@ def state_gib(rank: Rank) -> float:
 
 
 def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
-    """Return the bytes kept until the backward or, in a pipeline, for the whole step, by cause."""
+    """Return, by cause, the bytes kept until the backward and, in pipelines, for the whole step."""
     if rank.num_stages == 1:
         return {"activations": float(layers.kept(rank.parts[0]))}
     hidden = shapes.hidden_bytes
@@ -184,8 +184,8 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
             # Fused loss: the logits and their gradient, both in the model's precision.
             size = 2 * s.act
         else:
-            # Eager loss, in FP32: log-softmax, its gradient and the loss's gradient. With loss
-            # parallelism: log-softmax, the scattered labels, softmax and their sum.
+            # Eager loss, in FP32: log-softmax, its gradient and the logits' gradient. With loss
+            # parallelism: log-softmax; softmax, zeros with -1 at labels, and the sum of these two.
             size = 16 if s.loss_parallel else 12
             # A pipeline's last stage keeps the logits; without a pipeline they are already freed.
             size += s.act if rank.num_stages > 1 else 0

@@ -19,7 +19,7 @@ from cookbook.predict.rank import model_of
 # How many tokens the fullest EP rank gets under real routing, as a multiple of the mean. This is
 # typical of early training, before the bias of auxiliary-loss-free balancing has settled.
 UNEVEN_ROUTING = 1.2
-# The number of tokens whose routing `destinations` simulates; its result is accurate to 0.1%.
+# `destinations` simulates the routing of this many tokens, so its result is accurate to 0.1%.
 _TOKENS = 16_384
 # The number of queries per block in FlashAttention-4's backward.
 FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64

@@ -109,7 +109,7 @@ class Exchanges:
             return Traffic(), Traffic()
         if backend == "deepep":
             one = self.deepep()
-            # If the scores scale the activations, recomputation does not repeat the combine.
+            # With scored activations no gradient needs the combine's result: it is not recomputed.
             return one.times(4), one.times(1 if s.scored_activations else 2)
         # The forward's dispatch and the backward's gradient of the combine may be quantized.
         first = self.all_to_all(MXFP8_BYTES if backend == "mxfp8_a2a" else s.act)
@@ -212,7 +212,7 @@ class Links(Exchanges):
         return hw.deepep_latency_ms + sent_ms / chunks
 
     def unit_ms(self, unit: Unit, beside_compute: bool = False) -> tuple[float, float]:
-        """Return the times of an FSDP module's gather and of its reduction with the all-reduce."""
+        """Return an FSDP module's times: all-gather, and reduce-scatter plus all-reduce."""
         gather, reduce, replicas = (self.nccl_ms(sent, beside_compute) for sent in self.unit(unit))
         return gather, reduce + 2 * replicas
 
