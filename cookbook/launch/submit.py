@@ -69,7 +69,6 @@ class CellSlurmExecutor(SlurmExecutor):
 
     def __init__(self, run: Run, cells: Sequence[Cell]) -> None:
         self.run, self.cells, self.choice = run, cells, leave_out(cells[0])
-        # A job with only one cell keeps its files in the cell's folder.
         alone = run.cell(cells[0].name).job_files
         super().__init__(folder=alone if len(cells) == 1 else run.folder / "job")
 
@@ -176,14 +175,13 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
             paths = (folder.status, folder.job, folder.record, folder.script)
             before[folder] = {path: path.read_bytes() for path in paths if path.exists()}
             attempts = folder.attempts()
-            # Until the cell has a job, `status` shows it as queued, since the submit lock is held.
+            # While the submit lock is held, `status` shows a cell without a job as queued.
             folder.job.unlink(missing_ok=True)
             write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
             keep_request(folder, cell.job_record(), render_script(cell))
         job_ids = submit_run(run, cells)
     except BaseException:
         for folder, files in before.items():
-            # A cell that has a job was submitted, so put back the old files of the others only.
             if not folder.job.exists():
                 for path, content in files.items():
                     path.write_bytes(content)
@@ -193,7 +191,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
 
 
 def leave_out(cell: Cell) -> Choice:
-    """Choose the nodes on the exclusion list that a new job must not get.
+    """Choose which nodes on the exclusion list to exclude from a new job, and its earliest start.
 
     Raise JobError if too few nodes are left and the recipe says not to wait for more.
     """

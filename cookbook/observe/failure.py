@@ -74,7 +74,7 @@ _LINES = (
     (_SLURM, re.compile(r"DUE TO (?:TIME LIMIT|NODE FAILURE|PREEMPTION)|oom[_-]kill")),
     (_LINE, re.compile(r"Watchdog caught|Unrecognized options:|error: (?:argument|unrecognized)")),
     (_LINE, re.compile(r"^srun: error: (?!.*(?:Exited with exit code|\btasks? [0-9]))")),
-    # Lines of train.sh, of our validation, and of bash about a script or sbatch's copy of it.
+    # Errors from train.sh, `cookbook.supervise` and bash; bash names the script or Slurm's copy.
     (_SCRIPT, re.compile(r"^(?:\S*/)?[\w.+-]+(?:\.sh|: line [0-9]+): |^cookbook\.supervise: ")),
     # Exit code -15 marks ranks that torchrun itself ended.
     (_EXIT, re.compile(r"failed \(exitcode: (?!-15)-?[0-9]+\) local_rank")),
@@ -132,7 +132,7 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
     if not findings:
         return None, False
     sort = min(finding.sort for finding in findings)
-    # Of a script's lines, the last says why it failed. Of other findings, take the first: it
+    # A script's last message says why it failed. Among other findings, take the first: it
     # usually caused the rest.
     best = [finding for finding in findings if finding.sort == sort]
     _, rank, text = best[-1] if sort == _SCRIPT else best[0]

@@ -136,7 +136,7 @@ def logged_seconds(log: Path) -> float | None:
     """Return the seconds from TorchTitan's first log line to its last; None without two lines."""
     times = [moment for line in lines_of(log) if (moment := _time_of(line))]
     seconds = times[-1] - times[0] if times else 0.0
-    # Lines of ranks may be out of order by milliseconds, and a clock may have been set back.
+    # Lines from different ranks may be out of order by milliseconds, or a clock was set back.
     return seconds if seconds > 0 else None
 
 

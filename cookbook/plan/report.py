@@ -168,7 +168,7 @@ def _row(place: str, one: Candidate, base: Candidate | None) -> list[str]:
 
 
 def render_walk(stops: Sequence[Stop]) -> str:
-    """Return a walk between layouts as a table: a column per stop, a row per term of step time."""
+    """Return the result of `walk` as a table: a column per layout, a row per term of step time."""
     columns = [stop.us_per_token for stop in stops]
     rows = {name: [f"{one.get(name, 0.0):.1f}" for one in columns] for name in add(*columns)}
     rows["step"] = [f"{sum(column.values()):.1f}" for column in columns]
@@ -192,7 +192,6 @@ def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
         axes.set_xlabel("GiB a GPU", color=QUIET)
         axes.set_ylabel("tokens/s/GPU", color=QUIET)
         axes.yaxis.set_major_formatter("{x:,g}")
-        # Many slow layouts overlap: draw only the fastest.
         draw(found.ranked()[:_MOST_POINTS], ".", "layouts", "#b9c2cb", 3)
         draw(front, "o-", "front", "#c2500a", 5)
         for place, one in enumerate(front[:_LABELS], 1):
@@ -207,7 +206,6 @@ def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
             words, box = f"{gpu.memory_gib:g} GiB, the card", {"ha": "right", "va": "bottom"}
             axes.text(gpu.memory_gib, 1, words, box, transform=axes.get_xaxis_transform())
         small = {"fontsize": 9, "linespacing": 1.4}
-        # Put the legend at the lower right: few layouts are both slow and large in memory.
         axes.text(0.95, 0.02, "\n".join(names), small, transform=axes.transAxes, ha="right")
         axes.set(xlim=(0, None), ylim=(0, None))
 

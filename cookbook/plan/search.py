@@ -1,4 +1,4 @@
-"""Predict memory and speed of layouts, and of each stop on a walk from one layout to another."""
+"""Predict memory and speed of layouts; compare two by changing one group of options at a time."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -94,8 +94,8 @@ def search(
 ) -> Found:
     """Evaluate every cell; Ctrl-C stops the search and keeps the candidates found so far.
 
-    Skip a layout, and count it as too large, if a variant that needs no more memory did not fit:
-    one with an equal or smaller batch, and either the same recomputation or full recomputation.
+    Skip a layout, and count it as too large, if it did not fit even with an equal or smaller batch
+    and either the same recomputation or full recomputation.
     """
     found, too_large = Found(), dict[tuple[str, str], int]()
     try:
@@ -131,11 +131,11 @@ def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
 
 
 _OVERLAYS = "precision and EP backend"
-# The order in which `walk` changes options: those that free memory come first, since a larger batch
-# or less recomputation may fit only then. Options in no group change with precision and EP backend.
+# Groups of options, as prefixes of their names, in the order in which `walk` changes them. Groups
+# that free memory come first, since a larger batch or less recomputation may fit only after that.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
-    _OVERLAYS: (),
+    _OVERLAYS: (),  # and every option that matches no prefix
     "TP": (DEGREES["tp"],),
     "data parallelism": ("parallelism.data_parallel_",),
     "EP": (DEGREES["ep"], DEGREES["etp"], EP_CHUNKS, SCORE_ACTIVATIONS),
@@ -146,7 +146,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Stop:
-    """A layout on the walk from one layout to another, with the change that led to it."""
+    """One of the layouts that `walk` returns, and the change that led to it."""
 
     changed: str
     fits: bool
@@ -160,7 +160,10 @@ class Stop:
 
 
 def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Stop]:
-    """Turn `start` into `end`, one option group per stop, or several if one alone is invalid."""
+    """Turn `start` into `end`, one group of options at a time; return the layouts on the way.
+
+    If changing a group makes the layout invalid, change the next group together with it.
+    """
 
     def stop(changed: str, cell: Cell) -> Stop:
         candidate = evaluate(cell, documents)

@@ -62,7 +62,7 @@ _WORKER: dict[str, Any] = {
     "training.dataloader.persistent_workers": True,
 }
 OVERLAYS = ("precision", "ep_backend")
-# Local batch sizes to try without a pipeline and with one. A pipeline also tries the recipe's own.
+# Local batch sizes to try without a pipeline and with one. With one, also try the recipe's own.
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
 # To explain why a requested value makes all layouts invalid, look at no more layouts than this.
@@ -219,7 +219,7 @@ def space_of(
 
 
 def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
-    """Return `OPTION=VALUE: reason` for each value in `space` that none of its valid `cells` has.
+    """Return `OPTION=VALUE: reason` for each value in `space` that none of the valid `cells` has.
 
     Values that are invalid on their own come before values that conflict with other options.
     """

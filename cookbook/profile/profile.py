@@ -28,7 +28,7 @@ _TRACE = re.compile(r"rank[-_]?(\d+).*\.json(\.gz)?")
 
 @dataclass(frozen=True)
 class Profile:
-    """How the ranks whose traces were read spend a step; ordered by stage, then by rank number."""
+    """The profiles of all ranks whose traces were read, ordered by stage, then by rank number."""
 
     source: str
     ranks: Sequence[RankProfile]
@@ -90,7 +90,7 @@ def _newest(folder: Path) -> dict[int, Path]:
 def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
     """Return the traces selected by `asked`: `all`, rank numbers separated by commas, or None.
 
-    None selects all traces or, if there are more than `MOST_TRACES`, each stage's first rank's.
+    None selects all traces, unless there are more than `MOST_TRACES` (see there).
     """
     if asked is None and len(traces) > MOST_TRACES:
         first = min(traces)

@@ -24,7 +24,7 @@ _QUEUED_US = 1000.0
 _MOST_KERNELS = 25
 _MOST_CAUSES = 8
 _BLOCKED = re.compile(r"Synchronize|Memcpy")
-# Strip modules, region numbers and graph hashes from names, so that equal causes of idling merge.
+# Strip module names, region numbers and graph hashes, so that a cause of idle time has one name.
 _PARTICULAR = re.compile(r"\s+\(.*\)|\s+for \S+|(?<=[\w)])#.*|:?\s*\d+/\d+|\bf[0-9a-z]{20,}|#+")
 _IS_COMMUNICATION = np.array([category.kind == COMMUNICATION for category in CATEGORIES])
 
@@ -71,7 +71,7 @@ class KernelTime:
 class RankProfile:
     """How one rank spends a step; times are milliseconds per step, averaged over traced steps.
 
-    The fields up to `longest_kernels` are the JSON's keys.
+    The fields up to `longest_kernels` are also the keys of a rank in the JSON report.
     """
 
     rank: int | None
@@ -194,7 +194,6 @@ def divide(
     np.add.at(changes, (kernels.category, np.searchsorted(edges, first)), 1)
     np.add.at(changes, (kernels.category, np.searchsorted(edges, last)), -1)
     runs = changes.cumsum(axis=1)[:, :-1] > 0
-    # The first category that runs in each interval between edges, or NOTHING.
     counts_for = np.where(runs.any(axis=0), runs.argmax(axis=0), NOTHING)
     times = {
         category.name: (float(lengths[counts_for == number].sum()), float(lengths[own].sum()))

@@ -72,7 +72,6 @@ class Header:
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         info: Mapping[str, Any] = content.get("distributedInfo") or {}
         named = re.search(r"rank[-_]?(\d+)", path.name)
-        # The GPU's name; None on a CPU.
         self.gpu: str | None = (content.get("deviceProperties") or [{}])[0].get("name")
         self.rank: int | None = info.get("rank", int(named[1]) if named else None)
         # Maps each process group's description to its ranks (empty for a group of one rank).
@@ -86,7 +85,7 @@ class Header:
             own = [] if self.rank is None else [self.rank]
             self.pipeline = self.groups["mesh_pp"] or own
         elif any(mesh.startswith("mesh_") for mesh in self.groups):
-            # No `mesh_pp`: only a mesh of all ranks has no group of its own, so PP spans all ranks.
+            # A mesh of all ranks has no group of its own. So without `mesh_pp`, PP spans all ranks.
             self.pipeline = [*range(info.get("world_size", 0))]
         self.stage = self.pipeline.index(self.rank) if self.rank in self.pipeline else None
 
@@ -131,7 +130,7 @@ class Trace:
         self.parent = np.array(parent)
         # For each event: itself or, if it is a CUDA call, the operation that made the call.
         self.operation = np.array(operation)
-        # The outermost GEMM around each event: a CPU's grouped GEMM calls dense ones.
+        # The outermost GEMM around each event. On a CPU, grouped GEMMs call dense GEMMs.
         self.gemm = np.array(gemm)
 
     @property
@@ -280,8 +279,8 @@ def _gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int
     bits = 8 if kind.startswith("Float8") else _BITS.get(kind, 0)
     if operation in ("aten::bmm", "aten::baddbmm"):
         return 2.0 * math.prod(left) * right[-1], bits
-    # Dense: (M, K) x (K, N). Grouped: (M, K) x (groups, K, N) if the groups split M; weight
-    # gradients (M, K) x (K, N) if they split K; (groups, M, K) x (K, N) if they split N.
+    # Dense: (M, K) x (K, N). Grouped, if the groups split M: (M, K) x (groups, K, N). If they
+    # split K, as for weight gradients: (M, K) x (K, N). If they split N: (groups, M, K) x (K, N).
     return 2.0 * left[-2] * left[-1] * right[-1], bits
 
 
@@ -313,7 +312,7 @@ def kernels_of(trace: Trace) -> Column:
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
     """Assign each moment of CPU time to the innermost operation of its thread.
 
-    Return the resulting pieces as columns of DEVICE, and the index of each piece's operation.
+    Return the pieces as one column per field of DEVICE, and the index of each piece's operation.
     """
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))

@@ -95,7 +95,7 @@ def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
         if table not in column.tables.split():
             continue
         texts = [column.text(row) for row in rows]
-        # Omit attention, attended tokens and routing if all cells agree: the report says them once.
+        # Omit each of these columns if all cells agree: a line of the report then states the value.
         fewest = 1 if column.heading in ("attention", "attended tokens", "routing") else 0
         if len(shown) < 2 or len({*texts} - {UNKNOWN}) > fewest:
             shown[column] = texts

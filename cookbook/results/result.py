@@ -23,7 +23,7 @@ class LoadSummary:
     busiest_over_mean: float  # ratio of the busiest expert's load to the mean in `layer`; 1 is even
     layer: int  # the layer in which this ratio (the median over the steps) is highest
     median_over_layers: float  # the median of the layers' ratios
-    starved_experts: int  # number over all layers: experts below a tenth of their layer's mean
+    starved_experts: int  # experts of all layers with less than a tenth of their layer's mean load
     layers: int
     is_forced: bool  # whether balance was forced, so that the load says nothing about the router
     steps: tuple[int, int]  # first and last training step of this summary
@@ -33,7 +33,7 @@ class LoadSummary:
 class Result:
     """The result of one cell; an unknown value is None, never 0.
 
-    The fields up to `profiled` are the JSON's keys. Only comparisons set the last four fields.
+    The JSON report has the fields up to `profiled`. Only comparisons set the last four fields.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Result:
         return self.recipe == base.recipe and own == of_base
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return the fields as plain values; repeats and the values of each step are left empty."""
+        """Return the fields as plain values, but leave `repeats`, `curve` and `loads` empty."""
         return asdict(replace(self, repeats=(), curve=(), loads=()))
 
 

@@ -46,7 +46,7 @@ def batches(values: Sequence[float]) -> list[Sequence[float]]:
 def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) -> Spread:
     """Return the standard error of `figure`, a statistic of `num` correlated values.
 
-    `parts`: the same statistic of each batch. `alike`: the values' lag-1 autocorrelation.
+    `parts`: this statistic of each of the `batches`. `alike`: the values' lag-1 autocorrelation.
     """
 
     def variance_of_mean(num: float) -> float:
@@ -185,7 +185,8 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
 def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None:
     """Return the ratio of the medians of two runs' speeds, with its interval.
 
-    The interval comes from pairs of batches on the same texts, so that the texts' cost cancels.
+    The interval comes from five ratios, one per pair of `batches`. If both runs read the same
+    texts in each step, differences between texts cancel.
     """
     if not own or not reference:
         return None
@@ -198,7 +199,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
         # Autocorrelation of the steps' speed ratios or, if steps do not pair up, of each run's
-        # speeds. Use only whether each is above the medians' value, so that stalls do not dominate.
+        # speeds. Use only the signs of deviations from the medians, so that stalls do not dominate.
         usual = [[one / medians[0] for one in own], [one / medians[1] for one in reference]]
         if len(own) == len(reference):
             usual = [[one / other for one, other in zip(*usual, strict=True)]]

@@ -20,7 +20,7 @@ _OF_SCRIPTS = {"job.custom_config_module", "experimental.custom_import", "job.de
 
 @dataclass(frozen=True)
 class CellRecord:
-    """The request for a cell; an unknown value is None."""
+    """What was requested for a cell; an unknown value is None."""
 
     name: Text | None = None
     recipe: Text | None = None
@@ -44,7 +44,7 @@ class CellRecord:
     max_restarts: Natural = 3  # maximum number of restarts of the cell within one job
     environment: Words = field(default_factory=Words)
     options: dict[str, Any] = field(default_factory=dict)  # TorchTitan's options, by dotted name
-    # Paths of the user's own YAML files, by `recipe`, `cluster`, ...; the rest are in `recipes/`.
+    # Paths of the user's own YAML files, by part (`recipe`, ...). Other parts are in `recipes/`.
     files: Words = field(default_factory=Words)
     too_few_nodes: Text | None = None  # if too few nodes are healthy: `wait` in the queue or `stop`
     # The content of the cluster's YAML file, so that a job never reads the file again.

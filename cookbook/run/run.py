@@ -46,7 +46,7 @@ class RunRecord:
 class Run:
     folder: Path
     record: RunRecord
-    # First the cells in `run.json`, then cells that plain sbatch has added since.
+    # First the cells in `run.json`, then cells whose scripts were started without submit.py.
     cells: tuple[CellFolder, ...]
 
     @property

@@ -52,7 +52,7 @@ class JobInfo:
 
 
 def submit_environment() -> dict[str, str]:
-    """Return the environment without variables that would alter a new job or hide jobs."""
+    """Return the environment without the variables that set options of Slurm's commands."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -265,7 +265,7 @@ _PAUSE_S = 5.0
 # Each task prints this line first. The Slurm step's time limit counts from the first such line.
 _STARTED = "cookbook: task started"
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
-_GRACE_S = 3.0  # seconds that srun has to end its tasks after SIGTERM
+_GRACE_S = 3.0  # seconds that srun gets to end its tasks after SIGTERM
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def run_step(
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
-    """Run `module` with `question` on `nodes`; stop `limit_s` after the start of the first task."""
+    """Run `module QUESTION` on `nodes`; stop it `limit_s` seconds after the first task starts."""
     venv = os.environ.get("VENV")
     python = f"{venv}/bin/python" if venv else sys.executable
     cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE") or "1"

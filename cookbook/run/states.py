@@ -19,8 +19,8 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, is_submit_locked
 from cookbook.run.status import Job, Status, read_job, read_json_as, write_json
 
-# Environment variable with the run's folder, which all processes of a job inherit. Command lines
-# cannot identify them: the user's editor may have the folder on its command line too.
+# Environment variable with the run's folder, to find a local job's processes: all inherit it. A
+# search of command lines would also find other programs, such as an editor of the run's files.
 RUN_VARIABLE = "COOKBOOK_RUN"
 
 
@@ -38,7 +38,7 @@ def process_job(pid: int) -> Job:
 
 
 def is_alive(job: Job) -> bool:
-    """Whether the job's process still runs here, by boot and start time, since ids are reused."""
+    """Return whether the job's process still runs here, with the same boot and start time."""
     now = process_job(int(job.job_id))
     return now.started is not None and (now.boot, now.started) == (job.boot, job.started)
 
@@ -55,14 +55,16 @@ def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
 
 
 def stop_processes(folder: Path, job: Job | None = None) -> int:
-    """Send SIGTERM to the job's process, else the run's supervisors, else all its processes."""
+    """Send SIGTERM to the job's process; return how many processes were signalled.
+
+    If that process is gone, signal the run's supervisors or, if there are none, all its processes.
+    """
     if job is not None and is_alive(job):
         targets = [psutil.Process(int(job.job_id))]
     else:
         left = run_processes(folder)
         targets = [process for process, cell in left.items() if cell is None] or [*left]
     for process in targets:
-        # The process may have ended since it was listed.
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
     return len(targets)
@@ -154,10 +156,10 @@ def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
 def _settle_end(
     cell: CellFolder, job: str, written: Status, info: slurm.JobInfo | None
 ) -> slurm.JobInfo | None:
-    """Return Slurm's answer or the saved end, whichever is newer; save the answer if final."""
+    """Return the job's state from Slurm or `cell.end`, whichever is newer; save it if final."""
     with contextlib.suppress(InputError):
         kept = read_json_as(slurm.JobInfo, cell.end)
-        # If the job's status has more restarts than the saved end, the job was requeued since.
+        # If `written` counts more restarts than `kept`, Slurm requeued the job after that end.
         is_newest = kept.job_id == job and kept.restarts >= written.restarts
         # Compare states, not reasons: accounting and slurmctld phrase the same reason differently.
         is_same = info is None or (info.state == kept.state and info.restarts <= kept.restarts)

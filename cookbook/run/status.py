@@ -83,7 +83,7 @@ class Status:
     exit_code: int | None = None
     started: float | None = None
     ended: float | None = None
-    restarts: int = 0  # how often Slurm had requeued the job when this was written
+    restarts: int = 0  # how many times Slurm had requeued the job when this was written
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Job:
     # Set only for a process: its id alone does not identify it, since ids are reused.
     host: str | None = None
     boot: str | None = None
-    started: str | None = None  # the start time, in clock ticks since that boot
+    started: str | None = None  # the process's start time, in clock ticks since the machine's boot
 
 
 def read_status(cell: CellFolder) -> Status:

@@ -39,8 +39,9 @@ class Timeouts:
     """How long an attempt may go without a step before it counts as hung.
 
     Attributes:
-        steps: while training, wait for this many usual step times. If only every n-th step is
-            logged, wait for n - 1 more. For a save, add this many times the longest earlier one.
+        steps: while training, wait for this many usual step times, plus n - 1 step times if only
+            every n-th step is logged. During a checkpoint save, wait for this many step times plus
+            this many times the duration of the longest earlier save.
         more_s: seconds to wait in addition, since a short file-system pause is not a hang.
         start_s: seconds to wait for a new log line before the first steps, since a large model
             compiles for many minutes.
@@ -83,10 +84,10 @@ class StepClock:
         self._step: StepMetrics | None = None
         self._phase: Phase | None = None
         self._looked_at: float | None = None
-        self._num_looks, self.silent = 0, 0.0  # calls with a new step; seconds without progress
+        self._num_looks, self.silent = 0, 0.0  # `look` calls with a new step; seconds of silence
 
     def look(self, tail: Tail, lines: Sequence[bytes], now: float) -> None:
-        """Update the clock; call this after each `tail.read()`, with the `lines` it returned."""
+        """Update the seconds of silence; call this after each `tail.read()`, with its `lines`."""
         gap = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         # Count at most 5 s per call: a longer gap means that the job was suspended, not hung.
@@ -94,11 +95,10 @@ class StepClock:
         step, before = tail.step, self._step
         is_new_step = step is not None and (before is None or step.step > before.step)
         self._num_looks += is_new_step
-        # Do not trust the step time before several calls saw a new step: one call may see several
-        # fast steps, while a later step still takes long because it compiles.
+        # Trust the step time only once several calls have seen a new step: one call may see several
+        # fast steps at once, and a later step may still be slow because it compiles.
         if self._num_looks > 3 and (usual := step_seconds(tail.recent)) is not None:
             self.usual = usual
-        # Any log line counts as progress while no step time is known.
         is_new_line = bool(lines) and (before is None or self.usual is None)
         if is_new_step or is_new_line or tail.phase != self._phase:
             self.silent = 0.0
@@ -122,7 +122,6 @@ class StepClock:
             return max(long, timeouts.least_save_s)
         if self._step is None or phase is not Phase.TRAINING:
             return timeouts.start_s
-        # With a log_freq of 10, nine of ten steps print nothing.
         return limit + (self._log_freq - 1) * usual
 
     @property

@@ -35,10 +35,11 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """The action for a cause; stop after more than `most_idle` attempts in a row without progress.
+    """What to do after an attempt that ended for a certain cause.
 
     `remedy` is the user's fix before the run can continue, None if there is nothing to fix.
-    `is_counted`: whether an end by this cause counts towards the recipe's max_restarts.
+    `is_counted`: whether such an end counts towards the recipe's max_restarts.
+    `most_idle`: how many attempts in a row may make no progress; after one more, stop.
     """
 
     action: Action
@@ -49,7 +50,7 @@ class Rule:
 
 RULES = {
     Cause.FINISHED: Rule(Action.STOP, is_counted=False),
-    # Cancelled by the user, or ended by Slurm. If Slurm requeues the job, it also restarts it.
+    # Cancelled by the user, or ended by Slurm. If Slurm requeues the job, Slurm starts it again.
     Cause.STOPPED: Rule(Action.STOP, is_counted=False),
     Cause.SAVED: Rule(Action.REQUEUE, is_counted=False),
     Cause.LOST_NODE: Rule(Action.REQUEUE),
@@ -185,7 +186,7 @@ def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attemp
 
 
 def _read_stopped(attempt: Attempt) -> tuple[str, str]:
-    """Return the job id and step of the save made on request; two empty strings without one."""
+    """Return the job's id and the step it saved when asked to stop; two empty strings if none."""
     with contextlib.suppress(OSError, ValueError):
         job_id, step = attempt.stopped.read_text(encoding="utf-8").split()
         return job_id, step
@@ -198,7 +199,7 @@ def restarts() -> int:
 
 
 def restarts_after_failure(cell: CellFolder) -> int:
-    """Return how often Slurm requeued this job, not counting requeues after a requested save."""
+    """Return how many times Slurm requeued this job, except after it saved when asked to stop."""
     job_id = os.environ.get("SLURM_JOB_ID")
     saved = [one for one in cell.attempts() if job_id and _read_stopped(one)[0] == job_id]
     return restarts() - len(saved)

@@ -51,17 +51,17 @@ class RankGroups:
         return [list(range(start + offset, start + block, stride)) for start, offset in groups]
 
 
-# The nodes, in rank order, whose ranks run the collectives together.
+# A team: nodes, in rank order, whose ranks run the collectives together.
 Team = tuple[str, ...]
 
 
 @dataclass
 class Outcome:
-    """Each collective's lowest GB/s, each faulty team's fault, and whether communication failed."""
+    """A test's result: each collective's lowest GB/s, and the fault of each team that failed."""
 
     slowest: dict[str, float] = field(default_factory=dict)
     faults: dict[Team, str] = field(default_factory=dict)
-    is_broken: bool = False
+    is_broken: bool = False  # whether the ranks of a team could not communicate
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
     if len(nodes) % 2:
         teams[-1] += (nodes[-1],)
     if len(teams) == 1:
-        # Three nodes form only one team, with no other to compare it with: test each node alone.
+        # Three nodes form one team, so no node is known to be good: test each node alone first.
         teams = [(node,) for node in nodes]
     faults = _test(teams, groups).faults
     good = [team for team in teams if team not in faults]
@@ -123,7 +123,7 @@ def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
     plan = {
         "device": groups.device,
         "num_bytes": _NUM_BYTES[groups.device],
-        # Team sizes may differ by one node, so use the smallest's rank groups: all teams have them.
+        # One team may have an extra node: use the smallest team's rank groups, which all have.
         "groups": groups.groups(world),
         "timeout_s": _COLLECTIVE_S,
     }

@@ -135,7 +135,7 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
 
 
 def ask_nodes(job: JobNodes) -> None:
-    """Collect reports from all healthy nodes; exclude those that are faulty or unlike the rest."""
+    """Collect reports from the nodes without a known fault; exclude faulty or differing nodes."""
     asked, reports, ahead = job.healthy, dict[str, Report](), dict[str, float]()
     if not asked:
         return
@@ -215,7 +215,7 @@ def differing(reports: Sequence[Report]) -> dict[str, Fault]:
 
 
 def skewed(ahead: Mapping[str, float]) -> dict[str, Fault]:
-    """Return a fault for each node whose clock (`ahead`, in seconds) is far from the median."""
+    """Return a fault for each node whose clock offset (`ahead`, seconds) is far from the median."""
     middle, faults = statistics.median(ahead.values() or [0.0]), {}
     for node in ahead:
         if abs(off := ahead[node] - middle) > _MOST_SKEW_S:
@@ -225,10 +225,10 @@ def skewed(ahead: Mapping[str, float]) -> dict[str, Fault]:
 
 
 def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
-    """Return a fault that more than half of the nodes share, and at least two; else None.
+    """Return a fault that more than half of the nodes, and at least two, share; else None.
 
-    The cluster, the profile or the job causes such a fault; excluding its nodes would empty the
-    cluster.
+    Such a fault comes from the cluster, its profile or the job. Excluding the nodes that have it
+    would empty the cluster.
     """
     found = [(one.check, f"{node}: {one.reason}") for node in faults for one in faults[node]]
     for check, count in Counter(check for check, _ in found).items():
@@ -273,7 +273,7 @@ def decide(job: JobNodes) -> None:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
         raise JobError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
-    # Keep only exclusions by the user or profile: nodes on the list may be healthy at the restart.
+    # Keep only nodes that the user or the profile excludes: others may be healthy at the restart.
     of_list = set(job.listed())
     for attempt in job.cell.attempts():
         of_list.update(read_json(attempt.preflight).get("for_slurm", ()))
@@ -309,7 +309,7 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
     known = [node for node in known if node not in of_user]
     for node, faults in job.faults.items():
         hours = max(fault.hours for fault in faults)
-        # Include nodes that could not be written to the exclusion list.
+        # Also exclude faulty nodes that could not be written to the exclusion list.
         if hours and node not in listed:
             listed[node] = Excluded(node, now + hours * 3600, job.reasons[node])
     if job.record.too_few_nodes == "stop":

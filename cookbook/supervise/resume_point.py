@@ -31,7 +31,7 @@ class Found:
 
 
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
-    """Find the checkpoint that TorchTitan should load and newer, damaged ones; move no files."""
+    """Find the checkpoint that TorchTitan should load, and damaged newer ones; move no files."""
     options = _options_of(record)
     wanted, place = options[_LOAD_STEP], folder.path / str(options["checkpoint.folder"])
     if not options["checkpoint.enable"]:

@@ -173,9 +173,9 @@ class Supervisor:
     def _attempt(
         self, cell: CellFolder, record: CellRecord, ends: Sequence[AttemptEnd]
     ) -> tuple[AttemptEnd, Decision | None]:
-        """Run the next attempt, or wait for one that still runs; return its end.
+        """Run the next attempt, or wait for one that still runs; return how it ended.
 
-        Also return the decision if preflight made one before the script was started.
+        If preflight requeues the job before the script starts, also return its decision.
         """
         if self.running is None:
             attempt = cell.next_attempt()
