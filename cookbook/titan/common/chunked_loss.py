@@ -120,8 +120,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
     """Return each token's logsumexp and its label's logit, stacked to (2, tokens).
 
-    `logits` (tokens, vocabulary rows) belong to one chunk; `columns` (tokens,) are the labels'
-    columns, out of range for labels in another rank's shard. Such a label's logit counts as 0.
+    `logits` (tokens, vocabulary) are one chunk's; `columns` (tokens,) are the labels' columns in
+    them. The column of a label in another rank's shard is out of range, and its logit counts as 0.
     """
     words = logits.shape[-1]
     values = logits.to(_precise(logits.dtype))
@@ -151,7 +151,7 @@ def _passes(backend: str | None) -> tuple[Callable[..., Tensor], Callable[..., N
 def _multiply(out: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
     """Write `left @ right` to `out` or, with `add`, add it; accumulate in the dtype of `out`."""
     if left.is_cuda and left.dtype != out.dtype:
-        # Only cuBLAS multiplies BF16 matrices into a float32 output, and only without autograd.
+        # Only on CUDA does PyTorch multiply BF16 matrices into a float32 output.
         torch.addmm(out, left, right, beta=int(add), out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=int(add), out=out)

@@ -56,7 +56,7 @@ def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan
 def _place(
     experts: Tensor, sizes: Tensor, ends: Tensor, num_rows: int, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `copies` and `slots` of a GroupPlan; `sums` is from `triton_kernels.count`, if any."""
+    """Return a GroupPlan's `copies` and `slots`; pass `sums` if `triton_kernels.count` has run."""
     if experts.is_cuda:
         sums = _triton().count(experts, len(sizes)) if sums is None else sums
         return _triton().place(experts, sums, sizes, ends, num_rows)
@@ -129,7 +129,7 @@ def _collect(
 
 
 def _dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
-    """Return each token's dot products with its copies' rows, (tokens, top k); 0 for slot -1."""
+    """Return each token's dot products with its rows in `grouped`, (tokens, top k); 0 if no row."""
     if tokens.is_cuda:
         return _triton().dot(tokens, grouped, slots)
     copies = _exact(grouped[slots.clamp_min(0).long()])

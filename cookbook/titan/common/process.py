@@ -109,7 +109,7 @@ class StallAlarm:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w")
         elif os.fstat(self._file.fileno()).st_size:
-            # Erase the stacks of a false alarm, for example during a long save.
+            # Erase the stacks that a false alarm wrote, for example during a long save.
             os.ftruncate(self._file.fileno(), 0)
             os.lseek(self._file.fileno(), 0, os.SEEK_SET)
         seconds = STEPS * statistics.median(self._times) + MORE_S

@@ -151,8 +151,8 @@ def _weights(scores: Tensor | None) -> Tensor | None:
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """Return each expert's running count after each 1,024 copies, (experts, parts) int32."""
-    # Even without tokens there is one part: `plan_on_device` reads the last column.
+    """Count each expert's copies up to the end of each 1,024-copy part, (experts, parts) int32."""
+    # Make one part even if there are no tokens: `plan_on_device` reads the last part's counts.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
     _count_kernel[(parts,)](_ready(experts), counts, experts.numel(), num_experts, _COPIES)
@@ -164,7 +164,7 @@ def place(
 ) -> tuple[Tensor, Tensor]:
     """Return `copies` (rows,) and `slots` (tokens, top k) of a GroupPlan, both int32.
 
-    `sums`, from `count`, tells how far earlier parts, of 1,024 copies each, fill each group.
+    `sums` is the result of `count`. In each group, one part's copies follow those of earlier parts.
     Together, `count` and `place` launch 4 kernels. A sort would launch about 20, and the GPU would
     have to wait for the host.
     """
@@ -215,7 +215,7 @@ def collect(
 
 
 def dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
-    """Return each token's dot products with its copies' rows, (tokens, top k) float32."""
+    """Return each token's dot products with its rows in `grouped`, (tokens, top k) float32."""
     num_tokens, top_k = slots.shape
     products = torch.empty(num_tokens, top_k, dtype=torch.float32, device=tokens.device)
     given = _ready(tokens), _ready(grouped), slots, products
