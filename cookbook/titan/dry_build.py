@@ -151,7 +151,7 @@ class Build(NamedTuple):
 
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
-    """Return one rank's answer; `active` has the active options that are known without a step."""
+    """Describe one rank's build: the options active before any step, warnings, and notes."""
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.families.parts")
     parts = build.trainer.model_parts
@@ -172,7 +172,7 @@ def warm_up(stack: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    # Parse arguments once: tyro then has the option classes' source code in its cache.
+    # Parse arguments once: tyro reads the option classes' docstrings from source and caches them.
     ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
     # FSDP checks the mesh's layout for every parameter. Layouts are few, so cache the results.
     layout: Any = _MeshLayout

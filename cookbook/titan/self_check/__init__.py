@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest allowed error of a whole tensor and of each part."""
+    """The largest allowed error of a whole tensor and of each of its parts, such as its rows."""
 
     whole: float
     part: float
@@ -28,8 +28,8 @@ BF16 = Bound(0.006, 0.012)
 # E4M3 has 3 mantissa bits: a product of two quantized operands has an error of about 0.036, whether
 # there is one scale per row or one per block of 32.
 FP8 = Bound(0.048, 0.09, least=0.008)
-# If only one operand is rounded to E4M3, the error is smaller. In a sum over 8 experts, rounding
-# errors may cancel all but a third of it, so `least` is smaller too.
+# If only one operand is rounded to E4M3, the error is smaller. So is `least`: in a sum over 8
+# experts, rounding errors partly cancel, and as little as a third of the error may remain.
 FP8_ONCE = Bound(0.036, 0.06, least=0.004)
 
 
@@ -129,8 +129,8 @@ def error_of(
     Each tuple in `parts` names the dimensions that index the parts: (0,) for rows, (0, 1) for each
     matrix's rows. Errors are divided by the norm of `expected` or, if given, of `sizes`: the
     magnitudes that the sums in `expected` would have if their terms did not cancel. So that tiny
-    parts do not dominate, a part's squared norm is raised to at least `floor` times the mean along
-    the tuple's last dimension. If that mean is zero, all parts over which it is taken must be zero.
+    parts do not dominate, a part's squared norm counts as at least `floor` times the mean squared
+    norm of the parts along the tuple's last dimension. If that mean is 0, these parts must be 0.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
@@ -188,12 +188,12 @@ def generator(device: str, seed: int) -> torch.Generator:
 
 
 def random_rows(rows: int, columns: int, device: str, seed: int) -> Tensor:
-    """Return random values (rows, columns) BF16 from the standard normal distribution."""
+    """Return a BF16 tensor (rows, columns), drawn from the standard normal distribution."""
     return torch.randn(rows, columns, device=device, generator=generator(device, seed)).bfloat16()
 
 
 def uneven_values(rows: int, columns: int, device: str, seed: int) -> Tensor:
-    """Return random values (rows, columns) BF16, scaled by powers of two per row and block.
+    """Return a random BF16 tensor (rows, columns), scaled by powers of two per row and block.
 
     A block is 32 columns. A kernel that uses another row's or block's scale has a large error.
     """

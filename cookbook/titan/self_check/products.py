@@ -36,7 +36,8 @@ from cookbook.titan.self_check import (
 RANDOM = Bound(0.01, 0.05)
 # Wider bounds: with peaked scores, as after training, gradients are differences of large numbers.
 TRAINED = Bound(0.02, 0.1)
-# Number of scores the reference computes at once: 1 GiB in float32, more if query heads share keys.
+# Number of attention scores that the reference computes at once: 1 GiB in float32. Query heads that
+# share a key head are computed together, even if they have more scores.
 SCORES = 1 << 28
 # Document lengths: the shortest, and those around FlashAttention-4's tiles (64, 96, 128 rows) and
 # their common multiples.
@@ -115,7 +116,7 @@ def attention_errors(
     attend_by: Callable[[AttentionShape, Tensor], Attend],
     device: str,
 ) -> Iterator[Error]:
-    """Yield errors for one packing; `attend_by(shape, ends)` returns the function to be tested."""
+    """Yield the errors of the attention `attend_by(shape, ends)` for one packing of documents."""
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
     *leaves, grad = attention_inputs(shape, like_trained, device)
@@ -170,7 +171,7 @@ BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
     "fp8_rowwise": (FP8, FP8, FP8),
-    # Linear layers. A `float8` recipe may leave weight gradients in BF16: accept errors near 0.
+    # Linear layers. A `float8` recipe may leave weight gradients in BF16, so their `least` is 0.
     "mx": (FP8, FP8, FP8),
     "float8": (FP8, FP8, replace(FP8, least=0)),
     # Wider bounds: one scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
@@ -205,7 +206,6 @@ def grouped_errors(
     x = uneven_values(starts[-1], k, device, 1)
     grad = uneven_values(starts[-1], n, device, 2)
     for (start, stop), count in zip(groups, counts, strict=True):
-        # As in training, padding rows are zero in the input and in the output's gradient.
         x[start + count : stop] = 0
         grad[start + count : stop] = 0
     weight = torch.stack([uneven_values(n, k, device, 100 + e) for e in range(experts)])
@@ -221,7 +221,7 @@ def grouped_errors(
 
 
 def linear_errors(layer: nn.Module, rows: int, kind: str, device: str) -> Iterator[Error]:
-    """Yield errors of the output and gradients of `layer`, a bias-free linear layer on `meta`."""
+    """Give a bias-free linear layer test weights; yield the errors of its output and gradients."""
     layer = layer.to_empty(device=device).bfloat16()
     weight = next(layer.parameters())
     n, k = weight.shape

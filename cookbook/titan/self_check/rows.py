@@ -42,21 +42,21 @@ MOVED = Bound(0.006, 0.012)
 # at least the root mean square over all rows (`floor=1.0`). SCORES_FP8 is for rows sent in FP8.
 SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
-# The gradient of an expert's factor sums terms of both signs over the expert's rows. On a rank with
-# one expert, it is a single number, whose error varies widely. The usual error is 0.0025, or 0.05
-# with FP8; the bounds of the whole are eight times that.
+# The gradient of a test expert's factor sums terms of both signs over the expert's rows. On a rank
+# with one expert, this gradient is a single number, whose error varies widely. The usual error is
+# 0.0025, or 0.05 with FP8; the bounds of the whole gradient are eight times that.
 FACTOR = Bound(0.02, 0.04)
 FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
 
 
 def expert_factors(experts: int, device: str) -> Tensor:
-    """Return float32 factors (experts,), unequal for indices that differ by a power of two."""
+    """Return float32 factors (experts,), equal only for indices that differ by a multiple of 13."""
     return 0.5 + (torch.arange(experts, device=device) * 5 % 13) / 8
 
 
 def weighted_sum(x: Tensor, scores: Tensor, factors: Tensor) -> Tensor:
-    """Multiply tokens (..., features) by the dot product of their scores and factors."""
+    """Multiply each token (..., features) by the sum of its experts' factors times scores."""
     return x * (scores * factors).sum(-1, keepdim=True)
 
 
@@ -207,10 +207,10 @@ def exchange_inputs(
 
 def exchange_errors(
     given: Exchanged,
-    layer: nn.Module,  # parallelized; it has a `FixedRouter` for `given`, and `FactorExperts`
+    layer: nn.Module,  # parallelized; a `FixedRouter` routes `given` to `FactorExperts`
     part: slice,  # this TP rank's positions in every sequence
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
-    quantized: tuple[bool, bool],  # use of FP8 in (dispatch's forward, combine's backward)
+    quantized: tuple[bool, bool],  # whether (dispatch's forward, combine's backward) use FP8
 ) -> Iterator[Error]:
     """Yield the errors of the layer's output and gradients, for the inputs `given`."""
     num_experts = layer.router.num_experts
@@ -218,12 +218,12 @@ def exchange_errors(
     leaves = [x, given.scores, layer.experts.factor]
     out, dx, ds, df = with_gradients(lambda x, *_: _local(layer(x)), leaves, grad)
 
-    # In the reference each copy of a token has its own factor, which thus gets its own gradient.
+    # Give each copy of a token a factor of its own, so that the reference has a gradient per copy.
     factors = expert_factors(num_experts, str(x.device))[given.experts]
     exact = [given.x.float(), given.scores, factors]
     wanted, wanted_dx, wanted_ds, by_copy = with_gradients(weighted_sum, exact, given.grad.float())
-    # The gradient of an expert's factor is often close to zero, because its terms cancel. So divide
-    # its error by the square root of the sum of the squared terms.
+    # The gradient of an expert's factor sums its copies' gradients, which nearly cancel. So divide
+    # its error by the square root of the sum of their squares.
     terms = by_copy[:, part].flatten()
     of_experts = torch.zeros(num_experts, 2, device=x.device)
     of_experts.index_add_(0, experts.flatten(), torch.stack([terms, terms.square()], 1))
