@@ -52,7 +52,8 @@ def register() -> None:
             model_cls=parts.model,
             # Adds the cookbook's flavors, and checks the job's options before the model is built.
             model_args=parts.flavors,
-            # Corrects gradients under TP and EP; adds DeepEP, MXFP8 all-to-all, plain checkpoints.
+            # Corrects gradients under TP and EP; adds DeepEP and an MXFP8 all-to-all; takes
+            # TorchAO's wrapper off the tensors in checkpoints.
             parallelize_fn=parallelize,
             # Divides a pipeline's gradients by the number of tokens.
             build_loss_fn=build_loss,
@@ -66,9 +67,9 @@ def register() -> None:
             build_lr_schedulers_fn=build_lr_schedulers,
             # Loads published weights that lack the routing bias.
             state_dict_adapter=without_missing_bias(released.state_dict_adapter),
-            # Reads the user's own texts.
+            # Trains on the user's own text files, if the job names some.
             build_dataloader_fn=build_dataloader,
-            # Uses the same batches each time. TorchTitan gives DeepSeek-V3 no validator.
+            # Validates on the same batches each time. TorchTitan gives DeepSeek-V3 no validator.
             build_validator_fn=RepeatableValidator,
         )
         try:

@@ -89,8 +89,9 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     found = {
         name: set[str]().union(*(view.found[name] for view in views)) for name in views[0].found
     }
-    # `filter_fqns` may exclude all linear layers of one pipeline stage, which then reports `bf16`.
-    # Drop this `bf16` if another stage quantizes, unless ranks of the same stage disagree.
+    # `filter_fqns` may exclude all linear layers of a pipeline stage, whose ranks report `bf16`.
+    # Leave this `bf16` out if another stage quantizes. But keep it if ranks of one stage disagree:
+    # they have the same layers, so one of them is wrong.
     by_stage = {(view.stage, view.found["linear_layers"]) for view in views}
     if len(by_stage) == len({view.stage for view in views}):
         found["linear_layers"] = found["linear_layers"] - {"bf16"} or {"bf16"}

@@ -8,10 +8,10 @@
   TorchTitan 0.2.2 saves TorchAO's wrapper, which PyTorch refuses to load with `weights_only`.
 - DCP's `CheckpointException` is a `BaseException`, for which torchrun's `@record` writes no
   `error.json`, and the first line of its message names no cause. We re-raise it as an `Exception`.
-- TorchTitan requires a routing bias. Published models whose router uses softmax (DeepSeek-V2-Lite)
-  have none because they were trained with a balance loss; their bias stays zero, as initialized.
-  If only some layers lack the bias, or if the router uses a sigmoid (DeepSeek-V3), the checkpoint
-  is damaged, and loading still fails.
+- TorchTitan requires a routing bias in DeepSeek's published weights. Models whose router uses
+  softmax (DeepSeek-V2-Lite) have none; for them, the bias keeps its initial value, zero. If only
+  some layers lack the bias, or if a router with a sigmoid (DeepSeek-V3) lacks it, the checkpoint is
+  damaged, and loading still fails.
 """
 
 import functools
@@ -69,8 +69,8 @@ class CheckpointPolicy:
             logger.info(f"{reason}; the run ends at a checkpoint of step {curr_step}")
         if self.should_save(curr_step, last_step):
             self.saved_at = time.monotonic()
-        # On an early stop `last_step` stays False: TorchTitan may save a last step without the
-        # optimizer, and it does so over NCCL, which can time out during a large save.
+        # On an early stop, leave `last_step` False. With True, TorchTitan may omit the optimizer;
+        # its ranks also wait for each other over NCCL, which can time out during a large save.
         self._save(curr_step, last_step=last_step)
         if last_step:
             # TorchTitan does not purge old checkpoints after the last step, and so keeps too many.
@@ -93,7 +93,7 @@ class CheckpointPolicy:
         """Wait until a save has copied the weights to host memory.
 
         TorchTitan calls this before the optimizer step. The first copy is slow because it pins
-        memory. The log lines keep the supervisor from mistaking the wait for a hang.
+        memory. Log the wait, so that the supervisor does not take it for a hang.
         """
         waits = self.manager.staging and not self.manager.staging_future.done()
         if waits:

@@ -185,7 +185,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """If `is_needed`, start sending rows (received, features) back; `arrive` waits for them."""
+    """Start sending rows (received, features) back, but only if the result `is_needed`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routing: Routing, is_needed: bool) -> Tensor:
@@ -215,8 +215,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
-        # Hand the gradients to `_Combine` in the exchange object. Autograd would reject them as the
-        # result here: they have the shape of the received rows, not of the forward's input.
+        # Leave these gradients for `_Combine` to return. Autograd would reject them here: they have
+        # the shape of the received rows, not of the forward's input.
         exchange.received_gradients, *_, exchange.sent = deepep._buffer.dispatch(
             x=rows.contiguous(), handle=exchange.handle, previous_event=_now(), **_STREAMS
         )

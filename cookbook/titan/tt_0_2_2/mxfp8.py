@@ -196,7 +196,7 @@ class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
 
 @dataclass(frozen=True)
 class Precisions:
-    """Whether the dispatch sends MXFP8 in the forward, and the combine in the backward."""
+    """Whether the dispatch's forward sends MXFP8, and whether the combine's backward does."""
 
     dispatch_forward: bool
     combine_backward: bool

@@ -1,8 +1,7 @@
 """TorchTitan's parallelization of a model, with MoE gradient sums corrected under TP and EP.
 
-TorchTitan's functions look up plan classes and other functions by name in their modules.
-`parallelize` and `apply_moe_ep_tp` patch these names with the cookbook's classes and functions
-during the call.
+TorchTitan's functions look up parallel styles and other functions by name in their modules.
+`parallelize` and `apply_moe_ep_tp` patch these names while they call TorchTitan's functions.
 """
 
 import warnings

@@ -86,7 +86,7 @@ def last_product() -> Iterator[None]:
 
 
 class _Unmultiplied(TorchDispatchMode):
-    """Make GEMMs return uninitialized memory; autograd still records their operands."""
+    """Skip GEMMs whose results no gradient needs, but let autograd record their operands."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -170,10 +170,10 @@ multiply.register_fake(lambda rows, weights: rows.new_empty(rows.shape[0], weigh
 
 
 def show_gemms(least_inner: int) -> None:
-    """Turn GEMMs into calls of `cookbook::mm`, in every forward compiled from now on.
+    """Turn GEMMs into `cookbook::mm`, whose results can be saved, in forwards compiled later.
 
-    Each saved element avoids as many multiplications as the inner dimension is long. If that is
-    below `least_inner`, saving is not worth the memory, and the GEMM stays unchanged.
+    Saving an element avoids as many multiplications as the GEMM's inner dimension is long. If that
+    is below `least_inner`, saving is not worth the memory, and the GEMM stays unchanged.
     """
     # Import lazily: the compiler takes seconds to import.
     import torch._inductor.config as inductor
@@ -193,7 +193,7 @@ def show_gemms(least_inner: int) -> None:
 
     class ShowGemms(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            # Skip backward graphs, recognized by their tangents: their results are never saved.
+            # Skip backward graphs, which have inputs named `tangents`: their results are not saved.
             inputs = graph.find_nodes(op="placeholder")
             if any(node.name.startswith("tangents") for node in inputs):
                 return

@@ -168,7 +168,7 @@ def chosen_routing(job_config: Any) -> str:
 def deal_experts(
     router: Any, num_tokens: int, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Draw each token's experts, (tokens, top k) int16, from as many expert groups as allowed."""
+    """Draw each token's experts, (tokens, top k) int16, within the router's expert-group limit."""
     draws = torch.rand(num_tokens, router.num_experts, generator=generator, device=device)
     if router.num_expert_groups is not None:
         shape = num_tokens, router.num_expert_groups

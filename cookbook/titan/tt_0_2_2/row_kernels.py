@@ -60,7 +60,7 @@ class RowExperts(nn.Module):
     cookbook_precisions: Precisions
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """Return outputs times scores (rows, features); recomputation may leave them undefined."""
+        """Return outputs times scores (rows, features), possibly uninitialized in recomputation."""
         if self.cookbook_ep is None:
             return self._compute(rows, groups)
         group, ranks = self.cookbook_ep.get_group(), self.cookbook_ep.size()
@@ -91,12 +91,11 @@ class RowExperts(nn.Module):
             return super().forward(rows, groups.sizes) * groups.scores.to(rows.dtype)
         w1, w2, w3 = local_weights(experts)
         ends, grouped = groups.ends, experts.use_grouped_mm
-        # FSDP may have cast the rows to the parameters' dtype: cast them for the GEMMs.
+        # Grouped GEMMs take only BF16, but FSDP may have cast the rows to float32.
         dtype = torch.bfloat16 if grouped else rows.dtype
         rows = rows.to(dtype)
         if grouped and type(w1) not in (Tensor, nn.Parameter):
-            # Quantized weights take the compiled path, which fuses the several operators of
-            # TorchAO's FP8 cast.
+            # Use the compiled path for quantized weights: it fuses the steps of TorchAO's FP8 cast.
             return experts_with_probs(experts, rows, groups.scores, ends)
         gate_up = group_products(rows, join(dtype, w1, w3), ends, grouped)
         if w2.dtype != dtype:
@@ -184,7 +183,7 @@ class ProbsOnActivations:
             self._project = torch.compile(group_products, backend=backend, fullgraph=True)
 
     def __call__(self, experts: Any, rows: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
-        """Return outputs times scores (rows, features); recomputation may leave them undefined.
+        """Return outputs times scores (rows, features), possibly uninitialized in recomputation.
 
         Rows are in padded groups, one per expert, ending at `ends`; `scores` (rows, 1) are float32.
         """

@@ -284,7 +284,6 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
     dims, args = cell.dims, cell.model_args
     if dims.ep == 1 or dims.etp > 1:
         return
-    # Use three sequences, each with a length divisible by TP.
     batch, length = 3, max(cell.limits.tokens // 3 // dims.tp, 1) * dims.tp
     backend = "mxfp8_a2a" if Precisions.of(cell.job_config).any else cell.comm_backend
     avoid = f"use EP backend {'deepep' if backend == 'standard' else 'standard'}"
@@ -312,7 +311,7 @@ def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
     layer.tokens_per_expert = torch.zeros(experts, device=cell.device)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
-    # The test experts have no activations, so multiply their outputs by the scores.
+    # The test experts have no activations to multiply by the scores: multiply their outputs.
     deepep = replace(cell.job_config.deepep, score_activations=False)
     apply_moe_ep_tp(
         replace(cell.job_config, deepep=deepep),

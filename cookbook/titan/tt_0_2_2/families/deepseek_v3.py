@@ -80,7 +80,7 @@ class ModelWithAttention(AttentionChoice, DeepSeekV3Model):
 
 
 PROXY = ModelArgs(
-    # The vocabulary size of the repository's tokenizer.
+    # The vocabulary size of the tokenizer that `cookbook.install.corpus` makes.
     vocab_size=2048,
     dim=1024,
     inter_dim=4096,

@@ -142,7 +142,8 @@ class AttentionChoice(ModelProtocol):
             _attended.add(ends)
         if not self.flash_attention_4:
             return super().get_attention_masks(input_batch, tokenizer, extra_inputs)
-        # Waiting for the GPU costs nothing here: it is idle after the step's first all-reduce.
+        # This waits for the GPU. With DP the wait is short for a step's first batch: TorchTitan has
+        # just read the result of an all-reduce, so little else is queued.
         documents = int(ends.sum(dim=1).max())
         return varlen_attention.document_bounds(
             ends, varlen_attention.bounds_capacity(documents, ends.shape[1])
