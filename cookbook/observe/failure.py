@@ -63,7 +63,6 @@ _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|Connection (?:closed|reset)|Broken pipe|DistBackendError"
     r"|DistNetworkError|RendezvousConnectionError|RendezvousClosedError|Socket Timeout|recvValue"
     r"|remote process exited|KeyboardInterrupt|CheckpointException ranks:"
-    r"|^cookbook\.base\.errors\.JobError"
 )
 # Errors in the Trainer's `__init__`, which recur with the same options.
 _BUILD_ERROR = re.compile(r"^(?:AssertionError|ValueError|NotImplementedError)\b")
