@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -42,6 +43,18 @@ def printed(
     """The lines that `logs` prints."""
     assert show_logs(Namespace(cell=cell, follow=follow)) == 0
     return capfd.readouterr().out.splitlines()
+
+
+def test_before_the_first_attempt_logs_shows_the_jobs_newest_log(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = CellFolder(run.add("first", state="queued")).job_files
+    run.write()
+    job.mkdir()
+    for number, time_s in ((1, 10), (2, 30), (3, 20)):
+        (job / f"{number}.log").write_text(f"of job {number}\n")
+        os.utime(job / f"{number}.log", (time_s, time_s))
+    assert printed(capfd, "first") == ["of job 2"]
 
 
 def test_logs_shows_the_cell_that_runs(run: Run, capfd: pytest.CaptureFixture[str]) -> None:

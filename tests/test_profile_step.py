@@ -109,7 +109,7 @@ def test_kernels_outside_the_steps_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_gemms_share_of_the_peak_follows_from_its_shapes(tmp_path: Path) -> None:
-    trace = TraceFile().step(7, 0, 10_000)
+    trace = TraceFile().step(7, 0, 10_000).step(8, 10_000, 20_000)
     half = ["c10::BFloat16", "c10::BFloat16"]
     trace.op("aten::mm", 0, 100, Input_Dims=[[4096, 2048], [2048, 1024]], Input_type=half)
     # Two kernels of one operation: its work counts once.
@@ -125,7 +125,8 @@ def test_a_gemms_share_of_the_peak_follows_from_its_shapes(tmp_path: Path) -> No
     work = 2 * 4096 * 2048 * 1024
     assert dense.tflops == pytest.approx(work / 60e-6 / 1e12)
     assert dense.peak_share == pytest.approx(work / 60e-6 / 989e12)
-    assert (dense.ms, dense.known_ms) == pytest.approx((1.06, 0.06))
+    # Milliseconds a step, of two.
+    assert (dense.ms, dense.known_ms) == pytest.approx((0.53, 0.03))
     assert experts.tflops == pytest.approx(2 * 8192 * 2048 * 1408 / 100e-6 / 1e12)
 
 
@@ -250,6 +251,14 @@ def test_the_newest_attempt_and_its_last_step_are_read(tmp_path: Path) -> None:
     assert trace.parts[-4:-1] == ("attempt-1", "profile_traces", "iteration_16")
     with pytest.raises(InputError, match="holds no trace"):
         folder_traces(cell.path / "attempt-2")
+
+
+def test_unknown_kernels_and_missing_steps_are_told(tmp_path: Path) -> None:
+    trace = TraceFile().kernel(GEMM, 0, 900).kernel("mystery", 900, 1_000)
+    trace.write(tmp_path)
+    text = render_text(make_profile("x", choose_ranks(folder_traces(tmp_path), None)), 120)
+    assert "no ProfilerStep in the trace: the whole trace is counted as one step" in text
+    assert ": 10.0% of the step is in kernels that no rule knows: mystery (0.1 ms); add" in text
 
 
 def test_of_each_stage_the_first_the_slowest_and_the_fastest_are_shown(tmp_path: Path) -> None:
