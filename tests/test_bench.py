@@ -30,6 +30,7 @@ def test_a_plan_of_faults_is_repeatable_and_has_every_kind() -> None:
     assert len(chaos.plan(20, 3)) == 20
 
 
+@pytest.mark.titan  # torch lists a pipeline's actions
 def test_documents_have_the_tables_of_their_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert make.main(["--check"]) == 0, f"{capsys.readouterr().out}; run: make docs"
     pages = "".join(path.read_text() for path in make.pages())
@@ -132,6 +133,7 @@ def test_new_predictions_leave_the_earlier_ones(tmp_path: Path) -> None:
     assert found[1]["tokens_per_second_per_gpu"] == round(predicted)
 
 
+@pytest.mark.titan
 def test_a_job_that_fits_would_fit_if_the_model_erred_as_it_did() -> None:
     worst = {True: 0.0, False: 0.0}
     for one in walked(memory.compare(memory.read_measured())):

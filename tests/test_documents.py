@@ -57,6 +57,7 @@ GUIDE = walked(
 _ELSEWHERE = re.compile(r"make demo|export COOKBOOK_CLUSTER=|python submit\.py doctor")
 
 
+@pytest.mark.titan
 @pytest.mark.parametrize("page", GUIDE, ids=lambda path: path.stem)
 def test_every_command_of_the_guide_runs_or_names_what_it_needs(page: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.S)

@@ -50,6 +50,7 @@ def test_the_documents_of_a_cell() -> None:
         documents_of(with_options(cell, other))
 
 
+@pytest.mark.titan
 def test_texts_have_the_lengths_that_the_verb_data_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

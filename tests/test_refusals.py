@@ -198,6 +198,7 @@ def test_lengths_of_documents_matter_where_attention_ends_with_them() -> None:
     assert step(whole, None).documents is None
 
 
+@pytest.mark.titan
 def test_nobody_counts_documents_for_attention_to_whole_sequences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
