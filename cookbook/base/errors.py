@@ -1,4 +1,4 @@
-"""The cookbook's exceptions, their exit statuses, and functions that word their messages."""
+"""The cookbook's exceptions, and functions that format their messages."""
 
 import contextlib
 import difflib
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-# The error for an unknown name is raised with one of these as its `place`, because the loader does
-# not know where the name was written. `named_at` knows, and corrects the `place`.
+# Placeholders for an error's `place`. A function that looks up a name does not know where the name
+# was written. It raises the error with a placeholder, which `named_at` replaces.
 _KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
 
 
@@ -37,7 +37,7 @@ class JobError(Exception):
 
 @contextlib.contextmanager
 def named_at(place: str) -> Iterator[None]:
-    """Make unknown-name errors in the `with` block start with `place`, where the name was read."""
+    """Set the `place` of errors about unknown names that the `with` block raises."""
     try:
         yield
     except InputError as error:

@@ -1,7 +1,7 @@
-"""Model families, the sizes of their flavors and their pipeline stages, without importing torch.
+"""Descriptions of model families, which `submit.py` reads without importing torch.
 
-`titan/tt_0_2_2/families` builds these descriptions from TorchTitan's own model code. `make golden`
-writes them to a JSON file in `config/tables`, which `submit.py` reads.
+`titan/tt_0_2_2/families` derives the descriptions from TorchTitan's model code. `make golden`
+writes them to a JSON file in `config/tables`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class Family:
     flavors: Mapping[str, Model]
     # Tensor shapes in published checkpoints. A dimension is a `Model` field's name; None means any.
     weights: Mapping[str, Sequence[str | None]]
-    extra_layers: int = 0  # how many more layers than the model a published checkpoint may have
+    extra_layers: int = 0  # number of additional layers that a published checkpoint may have
     has_pipelines: bool = True  # whether TorchTitan can split the model into pipeline stages
     publishes_bias: bool = True  # whether published checkpoints include the routing bias
 

@@ -118,11 +118,11 @@ def installed_gpus() -> tuple[InstalledGpu, ...]:
 def select_visible(
     installed: Sequence[InstalledGpu], chosen: str | None
 ) -> tuple[InstalledGpu, ...]:
-    """Return the GPUs that CUDA sees, in CUDA's order, if CUDA_VISIBLE_DEVICES is `chosen`.
+    """Return the GPUs that CUDA sees, in its order; `chosen` is the value of CUDA_VISIBLE_DEVICES.
 
-    If it is unset (None), CUDA sees all GPUs. Otherwise it lists indices or UUID prefixes. CUDA
-    stops at the first item that does not match exactly one GPU. If a GPU is listed twice, CUDA
-    sees no GPU at all.
+    If the variable is unset (None), CUDA sees all GPUs. Otherwise it lists indices or UUID
+    prefixes. CUDA stops at the first item that does not match exactly one GPU, and sees no GPU at
+    all if a GPU is listed twice.
     """
     if chosen is None:
         return tuple(installed)

@@ -126,7 +126,6 @@ def read_windows(file: Path, key: str) -> Iterator[list[Document]]:
 
 
 def _read_parquet(file: Path, key: str) -> Iterator[list[Document]]:
-    # pyarrow is a dependency of datasets, so it is installed wherever training runs.
     import pyarrow
     import pyarrow.parquet
 
@@ -167,7 +166,7 @@ def write_lengths(
 def read_lengths(
     sources: Sequence[TextSource], text_key: str, tokenizer: Path
 ) -> list[float] | None:
-    """Return the recorded mean and median length; None if not recorded or if files have changed."""
+    """Return the mean and median document length that `write_lengths` has recorded, if any."""
     return _read_lengths().get(_key(sources, text_key, tokenizer))
 
 
@@ -180,7 +179,7 @@ def _read_lengths() -> dict[str, list[float]]:
 
 
 def _key(sources: Sequence[TextSource], text_key: str, tokenizer: Path) -> str:
-    """Return the key of recorded lengths: a digest of the arguments, file sizes and mtimes."""
+    """Return a digest that changes with the files, their weights, `text_key` and the tokenizer."""
     total = sum(source.weight for source in sources)
     known = [text_key, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     for source in sources:

@@ -1,4 +1,4 @@
-"""Read YAML files into dataclasses, keeping each key's line number and each number as typed.
+"""Read YAML files into dataclasses.
 
 Scalars follow YAML 1.2, not 1.1: `1e-4` is a number; `12:00:00` and `on` are strings. A field
 without a default is required. A field with `metadata={"key": name}` is read from the key `name`.
@@ -121,8 +121,7 @@ Natural = Annotated[int, Field(strict=True, ge=0)]
 Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Texts = tuple[Text, ...]
 Numbers = dict[str, Annotated[float, Field(strict=True)]]
-# Environment variables or sbatch options. A number in a YAML file keeps its spelling (`3.10`, not
-# 3.1). A run's record has only the parsed number, which pydantic turns into a string.
+# Environment variables or sbatch options. `fill` keeps a number's spelling: `3.10`, not 3.1.
 Words = dict[str, str | Flag]
 
 # Descriptions of the allowed values, by the type of pydantic's error.
@@ -146,10 +145,10 @@ def fill(
     beside: Collection[str] = (),
     **given: Any,
 ) -> T:
-    """Make a `cls` from the mapping in `file` at the path `within`, and from the fields `given`.
+    """Return an instance of `cls`: `given` sets some fields, a mapping in `file` sets the others.
 
-    The mapping's keys set the fields that are not in `given`. A key that names no such field is an
-    error, unless the part before its first dot is in `beside`: such keys are ignored.
+    `within` holds the keys that lead to this mapping. A key in it that sets no field is an error,
+    unless the part before its first dot is in `beside`.
     """
     fields = {
         field.metadata.get("key", field.name): field.name

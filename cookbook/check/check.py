@@ -31,7 +31,7 @@ from cookbook.predict.traffic import Work, count_work
 
 @dataclass(frozen=True)
 class Built:
-    """What building a cell gave: its ranks' reports, an error, or why TorchTitan did not run."""
+    """The outcome of building a cell's model."""
 
     # One report per pipeline stage, from its first rank: `active`, `warnings`, `not_exercised`.
     ranks: tuple[dict[str, Any], ...] = ()

@@ -1,4 +1,4 @@
-"""Warnings and hints about cells that can run, as rules whose docstrings give the reason."""
+"""Rules that yield warnings and hints, which never keep a cell from running."""
 
 import math
 
@@ -14,9 +14,8 @@ from cookbook.predict.operators import BYTES
 from cookbook.predict.rank import count_parameters, model_of
 from cookbook.predict.shapes import destinations, routing_of
 
-# Rules for any cell, and rules for cells that TorchTitan has built and whose work can be predicted.
-ADVICE: list[Rule] = []
-BUILT_ADVICE: list[Rule] = []
+ADVICE: list[Rule] = []  # rules for all cells
+BUILT_ADVICE: list[Rule] = []  # rules for cells whose model has been built
 
 # Runs of at most this many steps only measure throughput; in longer runs the loss matters.
 _LONG_RUN = 200
@@ -30,7 +29,7 @@ _BLOG = (
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/train.py")
 def fewer_nodes(cell: Cell) -> Problems:
-    """On fewer nodes than the recipe is designed for, the global batch is smaller."""
+    """Warn if the cell has fewer nodes than its recipe is designed for."""
     wanted, layout = cell.recipe.nodes, cell.layout
     if cell.nodes >= wanted or cell.stand_in_for is not None or cell.cluster.scheduler == "local":
         return
@@ -45,14 +44,14 @@ def fewer_nodes(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT)
 def another_pair(cell: Cell) -> Problems:
-    """A recipe's layout is designed for the precision and EP backend that the recipe names."""
+    """Point out that the recipe is designed for another precision or EP backend."""
     if own := cell.own_pair:
         yield "", f"{cell.recipe.name} is made for {own}, and this cell has {cell.pair}", ""
 
 
 @rule(ADVICE, level=WARNING, reference="https://slurm.schedmd.com/sbatch.html#OPT_time")
 def short_time_limit(cell: Cell) -> Problems:
-    """sbatch reads `04:00` as four minutes, not as four hours."""
+    """Warn of a time limit like `04:00`, which sbatch reads as four minutes, not four hours."""
     limit = cell.cluster.time or ""
     if cell.cluster.scheduler == "slurm" and limit.count(":") == 1 and "-" not in limit:
         minutes = (seconds_of(limit) or 0) / 60
@@ -61,7 +60,7 @@ def short_time_limit(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference="https://github.com/pytorch/torchtitan/pull/2416")
 def released_torchtitan(cell: Cell) -> Problems:
-    """TorchTitan as released has two bugs that the cookbook's hooks fix."""
+    """Warn if the cookbook's hooks, which fix two bugs in TorchTitan, are not used."""
     hooks = cell.options.stack.hooks
     if cell.hooks != hooks:
         reason = "without the cookbook's hooks the router's gradient is wrong under TP, and "
@@ -88,7 +87,7 @@ def pipeline_bubble(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=_CHECKPOINT)
 def checkpoints_resume(cell: Cell) -> Problems:
-    """A long run needs checkpoints to resume after a lost node and to be extended after its end."""
+    """Warn of checkpoint settings that keep training from being resumed."""
     steps, options = cell.steps, cell.options
     if not options["checkpoint.enable"]:
         if steps > _LONG_RUN:
@@ -121,7 +120,7 @@ def warm_up_ends(cell: Cell) -> Problems:
     """Warn of a warm-up that is longer than the schedule, except in benchmarks."""
     options, option = cell.options, "lr_scheduler.warmup_steps"
     total = options["lr_scheduler.total_steps"] or cell.steps
-    # Exempt the published convergence experiment: 2,000 warm-up steps in a schedule of 1,500.
+    # The published convergence experiment ends after 1,500 of its 2,000 warm-up steps.
     is_published = (options[option], total) == (2000, 1500)
     if options[option] > total and not (is_published or options["debug.moe_force_load_balance"]):
         reason = f"{options[option]} steps are longer than the run, whose {total} steps all warm up"
@@ -144,7 +143,7 @@ def weights_are_read(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def balance_is_real(cell: Cell) -> Problems:
-    """Forced routing makes throughput comparable, but the loss meaningless."""
+    """Warn of forced routing in a long run, because it makes the loss meaningless."""
     routing = routing_of(cell)
     if routing != "trained" and cell.steps > _LONG_RUN:
         how = "round-robin" if routing == "round_robin" else "at random"
@@ -191,7 +190,7 @@ def tp_in_a_node(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference="https://github.com/deepseek-ai/DeepEP/blob/main/README.md")
 def exchange_within_a_node(cell: Cell) -> Problems:
-    """Point out EP within one node: a backend built for InfiniBand pays off mainly across nodes."""
+    """Point out that an EP backend built for InfiniBand gains little within one node."""
     exchange, ep = cell.exchange, cell.layout.ep
     if exchange.sends_once_per_rank and 1 < ep <= exchange.ranks_per_node:
         reason = f"at EP {ep} {exchange.title} may gain little over the all-to-all, or lose to it:"
@@ -214,7 +213,7 @@ def reference_has_no_speed(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference=_BLOG)
 def small_experts(cell: Cell) -> Problems:
-    """Small experts gain less from quantized GEMMs, while quantizing inputs costs the same."""
+    """Point out that quantized GEMMs may not pay off for small experts."""
     hidden = model_of(cell).expert_hidden
     if cell.options["model.converters"] and not cell.emulated and hidden < 2048:
         reason = f"for experts of hidden size {hidden} quantizing may cost more than faster GEMMs"
@@ -224,10 +223,7 @@ def small_experts(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def forced_balance_flatters(cell: Cell) -> Problems:
-    """Round-robin routing puts a token's experts on fewer ranks than real routing does.
-
-    Backends that send a token once per rank then look faster than they will be.
-    """
+    """Point out that the EP backend is faster with round-robin routing than with real routing."""
     ep, exchange = cell.layout.ep, cell.exchange
     if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
         return
@@ -240,7 +236,7 @@ def forced_balance_flatters(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference="https://doi.org/10.1016/j.future.2004.11.016")
 def saving(cell: Cell) -> Problems:
-    """The best save interval minimizes time lost to saves and to steps repeated after failures."""
+    """Suggest the save interval that loses the least time to saves and to failures."""
     cluster, options = cell.cluster, cell.options
     if not options["checkpoint.enable"] or cluster.node_failure_days is None:
         return
