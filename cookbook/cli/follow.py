@@ -69,10 +69,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 
 def _pending_scripts() -> list[str]:
-    """Return a line for each pending job that was submitted with plain sbatch.
-
-    Such a job creates its run folder only when it first starts, and no run lists it until then.
-    """
+    """Return a line for each pending job that was submitted with plain sbatch."""
     jobs, lines = list[slurm.JobInfo](), []
     with contextlib.suppress(JobError):
         jobs = slurm.own_jobs()

@@ -149,7 +149,7 @@ def new(arguments: argparse.Namespace) -> int:
         raise InputError(shown_path(target), "exists already", "choose another name")
     text = find_file(kind, arguments.source).read_text(encoding="utf-8")
     if kind == "":
-        # The key `name` is the prefix of cells' names. Quote it: a bare `true` would be a boolean.
+        # Quote the new name: without quotes, YAML would read the name `true` as a boolean.
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
     # `published` and `synonyms` are true of the original file only: drop them and their comments.
     block = r"(?m)^(?:#[^\n]*\n)*(?:published|synonyms):[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"

@@ -29,8 +29,6 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that prints errors as one line, like all other errors; --help shows the usage."""
-
     def error(self, message: str) -> NoReturn:
         # For a mistyped verb, argparse lists all verbs, but does not suggest the nearest one.
         wrong = re.match(r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message)

@@ -86,11 +86,8 @@ def plan(arguments: argparse.Namespace) -> int:
 def _walk(
     words: str, base: Cell, ranked: list[Candidate], documents: Documents | None
 ) -> list[Stop]:
-    """Compare two layouts term by term.
-
-    `words` are their row numbers in the table, such as `0,1`; row 0 is the recipe's layout.
-    """
     known: list[Cell] = [base, *(one.cell for one in ranked)]
+    # Two row numbers of the printed table, such as `0,1`; row 0 is the recipe's own layout.
     start, end = map(int, words.split(","))
     if 0 in (start, end) and validation_errors(base):
         raise InputError("--explain", "the recipe's own layout cannot run here", "as 1,2")

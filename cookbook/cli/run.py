@@ -222,8 +222,7 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     # A local or one-allocation job trains several cells in turn: resume none before all have ended.
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
-        # A queued cell without a job is idle, unless the holder of the submit lock is submitting it
-        # just now. Usually this process holds the lock.
+        # A queued cell without a job is idle: no other process can submit it during a resume.
         is_idle = state.state == QUEUED and state.job_id is None
         has_ended = is_idle or (state.state in ENDED and state.is_known)
         if has_ended or not (state.cell in names or state.job_id in jobs):
@@ -315,7 +314,7 @@ def check_line(arguments: argparse.Namespace) -> int:
 
 def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, list[str]]:
     """Split `NAME=VALUE ... sbatch OPTIONS SCRIPT WORDS` into its parts."""
-    # A line that the user quoted as a whole arrives as one word.
+    # If the user has quoted the whole command line, it is a single argument.
     words = shlex.split(line[0]) if len(line) == 1 and not Path(line[0]).is_file() else list(line)
     variables = {}
     while words and _VARIABLE.match(words[0]):
@@ -347,12 +346,6 @@ def _header(script: Path, lines: Sequence[str]) -> list[str]:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the sbatch options that `check_line` reads; the last `--nodes` or `--export` counts.
-
-    `gpus` in the result has a (scope, value) pair for each GPU option. The scope is `in all` or
-    `a node`. The value is a count, after a type if one is given (`b200:8`); it is empty for a
-    `--gres` that requests no GPUs.
-    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nodes", "-N", default="1")
     parser.add_argument("--export", default="")

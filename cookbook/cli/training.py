@@ -68,7 +68,7 @@ def count_texts(arguments: argparse.Namespace) -> int:
         raise InputError("--tokenizer", f"{path} is no tokenizer ({error})", remedy) from None
     sources, key = find_sources(arguments.files), arguments.text_key
     lengths: list[int] = []
-    # Each document's weight per token: its source's weight over the source's number of tokens.
+    # For each document, its source's weight divided by the number of tokens in that source.
     weights: list[float] = []
     for source in sources:
         first = len(lengths)

@@ -57,7 +57,7 @@ class Cell:
     published: float | None = None  # tokens/s/GPU published for exactly this cell
     baseline: str | None = None
     prediction: str | None = None  # text from the sweep: expected speed, and what a deviation means
-    left_out: tuple[str, ...] = ()  # sweep options dropped because `recipe` replaces another
+    left_out: tuple[str, ...] = ()  # sweep options dropped because `recipe` is a stand-in
     repeat_of: str | None = None  # name of the cell that this one repeats
     repeat: int = 1  # number of the repeat, from 1
 
@@ -100,7 +100,7 @@ class Cell:
 
     @property
     def own_pair(self) -> str:
-        """The recipe's `precision+EP backend` (`mxfp8+deepep`); empty if this cell has the same."""
+        """The recipe's precision and EP backend (`mxfp8+deepep`); empty if the cell keeps them."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         # A recipe that sets neither `precision` nor `ep_backend` suits any pair.
         return "" if own in (self.pair, "bf16+standard") else own
@@ -199,7 +199,7 @@ class Finding:
     reason: str
     remedy: str = ""
     reference: str = ""  # URL of the code or documentation that the finding is based on
-    is_input: bool = False  # whether it means wrong input (exit status 2), not just a refused cell
+    is_input: bool = False  # whether the user's input is wrong, which gives exit status 2
 
     def as_mapping(self) -> dict[str, str]:
         return {key: value for key, value in asdict(self).items() if key != "is_input"}
@@ -264,7 +264,7 @@ class Verdict:
 
     @property
     def parts(self) -> str:
-        """Text that says which parts were checked and which were not."""
+        """A text that lists the kinds of checks that were made and those that were not."""
         if self.built is None:
             return "checked: the rules, this environment; not checked: TorchTitan's build"
         return "checked: the rules, TorchTitan's build, this environment"

@@ -52,7 +52,7 @@ class Options:
 
     @property
     def family(self) -> Family | None:
-        """The model's family; None if the stack does not know it, and then `model` is None too."""
+        """The model's family; None if the stack has no family of this name."""
         return self.stack.families.get(self["model.name"])
 
     @property
@@ -112,9 +112,9 @@ def read_sections(file: YamlFile) -> Settings:
 def read_options(
     file: YamlFile, mapping: Mapping[str, Any], within: tuple[str, ...] = ()
 ) -> Settings:
-    """Read options from `mapping`, which is found in `file` at the path `within`.
+    """Read options from `mapping`, in which `a: {b: 1}` means the same as `a.b: 1`.
 
-    `a: {b: 1}` means the same as `a.b: 1`.
+    The keys `within` lead to `mapping` in `file`. Error messages name both.
     """
     stack, settings = load_stack(), dict[str, Setting]()
 
@@ -189,7 +189,7 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
     return Options(stack, settings)
 
 
-# Variables that bash makes read-only or the scripts use; tests/test_recipe.py checks the list.
+# Environment variables that users may not set, because bash or the scripts use them.
 RESERVED = frozenset(
     {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "IFS", "SECONDS", "ATTEMPT"}
     | {"CELL", "CELL_DIR", "EP_BACKEND", "EP_BACKEND_ARGS", "HEAD_ADDRESS", "LOG_RANK", "NUM_NODES"}

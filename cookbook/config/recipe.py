@@ -1,7 +1,7 @@
 """Find files in `recipes/` by name; read recipes and the overlays that modify them.
 
-A new kind of dispatch needs a row in `EXCHANGES`, a dispatcher in `titan/` and its speed in
-`predict/`. Any other precision or EP backend needs only a YAML file.
+To add a precision or an EP backend, write a YAML file. If an EP backend dispatches tokens in a new
+way, also add a row to `EXCHANGES`, a dispatcher to `titan/` and its speed to `predict/`.
 """
 
 import contextlib
@@ -117,13 +117,12 @@ COMM_BACKEND = "parallelism.expert_parallel_comm_backend"
 class Exchange:
     """How tokens travel to the ranks of their experts."""
 
-    name: str  # value of `expect.dispatch` in an EP backend's file, and name in the job's log
+    name: str  # its name in an EP backend's `expect.dispatch` and in the job's log
     title: str  # the exchange's name in messages
     sizes: tuple[int, ...] = ()  # supported EP degrees; empty for any
     ranks_per_node: int = 0  # required ranks per node if EP spans nodes; 0 for any number
     has_etp: bool = True  # whether it works with expert tensor parallelism
-    # Whether the cookbook runs it in its own MoE layer, overlapped with the shared experts.
-    has_own_layer: bool = False
+    has_own_layer: bool = False  # whether the cookbook has an MoE layer of its own for it
     sends_once_per_rank: bool = False  # whether a token is sent once per rank, not per expert
 
 
@@ -191,13 +190,13 @@ class Overlay:
     name: str
     description: Text
     needs: Needs
-    expect: Settings  # what training must report as active; keys are like `cookbook.dispatch`
+    expect: Settings  # options for the job's check of what is active, e.g. `cookbook.dispatch`
     settings: Settings
     emulated: Settings | None
     path: Path
     synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
-    environment_from: Words = field(default_factory=Words)  # variables set from other variables
+    environment_from: Words = field(default_factory=Words)  # variables, and the ones they copy
 
     def expects(self, key: str) -> Any:
         return self.expect[f"cookbook.{key}"].value
@@ -254,7 +253,7 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
 
 @functools.cache
 def _owners(kind: Kind) -> Mapping[str, list[str]]:
-    """Map each name and synonym to the overlays that have it; omit synonyms in unreadable files."""
+    """Map each name and synonym to the names of the overlays that it can stand for."""
     found = {name: [name] for name in names_in(kind)}
     for name in names_in(kind):
         with contextlib.suppress(InputError):
@@ -266,10 +265,10 @@ def _owners(kind: Kind) -> Mapping[str, list[str]]:
 
 @dataclass(frozen=True)
 class Published:
-    """Published throughput by pair of precision and EP backend (`bf16+deepep`), and its source."""
+    """A recipe's published throughput, and the source of the numbers."""
 
     source: Text
-    tokens_per_second_per_gpu: Numbers = field(default_factory=dict)
+    tokens_per_second_per_gpu: Numbers = field(default_factory=dict)  # keys like `bf16+deepep`
 
 
 @dataclass(frozen=True)

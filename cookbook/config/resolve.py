@@ -19,7 +19,7 @@ from cookbook.run.record import CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
-    """Finish and validate a cell from `merge_config`; a sweep adds `words` to the cell's name."""
+    """Complete a cell from `merge_config`, append `words` to its name, and validate it."""
     name = "-".join([cell.name, *words])
     # A folder's name may have at most 255 bytes. Leave room for a new run's temporary name.
     if len(name) > 200:
@@ -35,7 +35,6 @@ def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
 
 
 def _judged(cell: Cell) -> Cell:
-    """Apply the rules: wrong input raises InputError; any other error marks the cell as refused."""
     findings = validation_errors(cell)
     for one in findings:
         if one.is_input:
@@ -106,10 +105,10 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
 def cell_from_record(
     name: str, record: CellRecord, place: str, nodes: int | None, overrides: Settings
 ) -> Cell:
-    """Rebuild a recorded cell from its last requested options and `overrides`; validate it.
+    """Rebuild a cell from the options in its record, overridden by `overrides`, and validate it.
 
-    The options are the recorded ones, even if the recipe has changed. The overlays' `expect` blocks
-    and the environment come from the current files. `place` names the record in errors.
+    Later changes of the recipe's options have no effect. The overlays' `expect` blocks and the
+    environment are read from the current files. `place` names the record in errors.
     """
     stack, anew = load_stack(), "start a new run"
     parts = {key: str(record.files.get(key) or getattr(record, key) or "") for key in PARTS}
@@ -154,11 +153,11 @@ def cell_from_record(
 def this_machine(
     ranks: int, gpu: Gpu | None, environment: Mapping[str, str] | None = None
 ) -> Cluster:
-    """Return a one-node cluster with `ranks` GPUs or CPU ranks; it sets no TorchTitan options."""
+    """Return a one-node cluster with `ranks` GPUs or, if `gpu` is None, `ranks` CPU ranks."""
     return Cluster(
         name="this machine",
         description="the machine that this runs on",
-        # Not `local`: `merge_config` would then replace large recipes with their stand-ins.
+        # With "local", `merge_config` would replace large recipes with their stand-ins.
         scheduler="slurm",
         settings={},
         path=Path(__file__),

@@ -42,7 +42,7 @@ class Pin:
 
     @property
     def requirement(self) -> str:
-        """The requirement for pip, without the `extra` marker that excludes it by default."""
+        """The package and its pin, in the form that `pip install` accepts."""
         return f"{self.name} @ {self.source}" if self.source else f"{self.name}=={self.value}"
 
 
@@ -83,7 +83,6 @@ class Option:
             found = f"found {described(value)}, allowed: {_ALLOWED[self.kind]}"
             raise InputError(place, found, quotes_remedy(value, _ALLOWED[self.kind]))
         if self.kind == "list" and not value and self.default:
-            # TorchTitan parses an empty argument as one empty name; without it, the default holds.
             raise InputError(place, "found an empty list, which cannot be passed as an argument")
         for items in {"list": [value], "lists": value}.get(self.kind, ()):
             if any("," in item or item == "" for item in items):
@@ -175,11 +174,11 @@ class Stack:
     def option(self, place: str, name: str) -> Option:
         """Return the option called `name`; raise InputError with the nearest names if unknown."""
         if name not in self.options:
-            # If no full name is similar, compare only the parts after the last dot, or initials.
+            # If no full name is similar, compare only the parts after the last dot.
             known = [full for full in self.options if full not in _SET_BY_SCRIPTS]
             last = {full: full.rpartition(".")[2] for full in known}
             keys = nearest(name.rpartition(".")[2], last.values())
-            # `tp` stands for `tensor_parallel_degree`, whose initials are `tpd`.
+            # Let `tp` find `tensor_parallel_degree`, whose initials are `tpd`.
             initials = {key: "".join(w[:1] for w in key.split("_")) for key in last.values()}
             keys += [key for key in initials if initials[key] == f"{name}d"]
             close = nearest(name, last, 3) or [n for n in last if last[n] in keys]
@@ -199,7 +198,7 @@ class Stack:
 
 @functools.cache
 def load_stack(name: str | None = None) -> Stack:
-    """Read the stack called `name`, by default the one in this checkout's requirements."""
+    """Read the stack called `name`; the default is the one that requirements.txt names."""
     name = name or stack_name()
     tables = {path.stem: path for path in (Path(__file__).parent / "tables").glob("*.json")}
     if name not in tables:

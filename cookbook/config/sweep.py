@@ -86,15 +86,15 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             cell = resolve_cell(cell, words)
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
             if cell.name in cells:
-                # Skip a duplicate: two recipes may be replaced by the same stand-in, and
-                # --precision or --ep-backend may make two pairs equal.
+                # Skip a duplicate. Two recipes can have the same stand-in. Two points of the sweep
+                # can become equal because --precision or --ep-backend applies to both.
                 other, other_point = groups[cell.name]
                 if cell.stand_in_for or (other == group and other_point is not point):
                     continue
                 found = f"two of its cells are called {cell.name!r}"
                 remedy = "list each value of an axis once, and give each recipe its own name"
                 raise InputError(f"sweep {sweep.name}", found, remedy)
-            # A prediction holds for the unmodified cell; only the number of steps may differ.
+            # A prediction remains valid if the command line changes only the number of steps.
             is_own = pair == point.pair and cell.nodes == recipe.nodes and not cell.stand_in_for
             if is_own and request.overrides.keys() <= {"training.steps"}:
                 cell = replace(cell, prediction=point.prediction or None)
@@ -123,7 +123,7 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
 
 
 def requested_pair(recipe: Recipe, request: CellRequest, pair: Pair | None = None) -> Pair:
-    """Return `pair` or the recipe's own; `request` may replace its precision and its EP backend."""
+    """Return the precision and EP backend of `request`, else of `pair`, else of the recipe."""
     cluster = request.cluster
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         recipe = load_recipe(recipe.stand_in)

@@ -42,7 +42,7 @@ def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
 
 
 def validation_errors(cell: Cell) -> list[Finding]:
-    """Return the layout errors if there are any, else all rules' errors with wrong input first."""
+    """Return the layout errors or, if there are none, the errors that the rules find."""
     if problems := layout.layout_findings(cell.options, cell.world):
         return problems
     rules = (*values.RULES, *kernels.RULES, *layout.RULES)
@@ -58,10 +58,9 @@ def wrong_value(cell: Cell, option: str) -> list[str] | None:
 
 
 def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
-    """Return findings for the packages and files that the cell needs and this environment lacks.
+    """Return a finding for each package and file that the cell needs and this environment lacks.
 
-    They are errors if the job would run in this environment or is submitted from it. Otherwise they
-    are warnings, since planning for another cluster needs neither.
+    They are errors if a job is submitted from here or would run here; otherwise they are warnings.
     """
     found = [finding for rule in HERE for finding in rule(cell)]
     if not found or is_submitted or runs_here(cell.cluster):
@@ -99,7 +98,7 @@ def files(cell: Cell) -> Problems:
 
 @rule(HERE)
 def environment(cell: Cell) -> Problems:
-    """The job's script runs the Python in VENV, so it must exist."""
+    """Require that the virtual environment in VENV has a Python, because jobs run it."""
     venv = os.environ.get("VENV")
     if venv and not Path(venv, "bin/python").exists():
         yield "VENV", f"no Python at {venv}", "name a virtual environment, or unset VENV"
@@ -107,7 +106,7 @@ def environment(cell: Cell) -> Problems:
 
 @rule(HERE)
 def vocabulary(cell: Cell) -> Problems:
-    """A token id outside the model's vocabulary stops the job with an index error on the GPU."""
+    """Refuse a tokenizer that has token ids outside the model's vocabulary."""
     path, model = cell.options["model.hf_assets_path"], cell.options.model
     tokenizer = ROOT / (path or "") / "tokenizer.json"
     if model is None or not tokenizer.is_file():

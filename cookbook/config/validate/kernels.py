@@ -1,4 +1,4 @@
-"""Rules about the GPUs and options that a precision, EP backend or attention requires."""
+"""Rules about the GPUs and options that precisions, EP backends and attention kernels require."""
 
 from cookbook.config.cell import ATTENTION, OF_HOOKS, Cell, Problems, Rule, rule
 from cookbook.config.options import DEGREES
@@ -85,7 +85,7 @@ def expert_tensor_parallel(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe_deepep.py")
 def hooks_are_on(cell: Cell) -> Problems:
-    """TorchTitan gets the cookbook's patches and options only through `custom_import`."""
+    """Refuse cells that need the cookbook's hooks, but do not import them."""
     hooks = cell.options.stack.hooks
     if cell.hooks == hooks:
         return
@@ -110,7 +110,7 @@ def mxfp8_hardware(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_MX)
 def mxfp8_linear_compiles(cell: Cell) -> Problems:
-    """TorchAO's SM100 casts do not compile under TP, unlike emulated casts (plain PyTorch)."""
+    """Refuse compiled MXFP8 linear layers under TP, unless they are emulated."""
     name = "quantize.linear.mx"
     is_native = name in cell.options["model.converters"] and not cell.options[f"{name}.emulate"]
     if is_native and cell.is_compiled and cell.layout.tp > 1:
@@ -130,7 +130,7 @@ def flash_attention(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/context_parallel.py")
 def context_parallel_attention(cell: Cell) -> Problems:
-    """TorchTitan supports context parallelism for SDPA only; most flavors use FlexAttention."""
+    """Refuse context parallelism with any attention but SDPA, and with grouped-query attention."""
     model, title = cell.options.model, cell.options.model_title
     if cell.layout.cp == 1:
         return

@@ -16,7 +16,7 @@ from cookbook.config.stack import PIPELINING, TORCHTITAN
 # TorchTitan's default number of stages per pipeline rank, by schedule; looped schedules allow more.
 STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 STAGES_PER_RANK |= {"InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
-# Tuples of option, reason, and either a remedy or a list of values from which to suggest one.
+# An error: the option, the reason, and either a remedy or the values that could be suggested.
 _Problem = tuple[str, str, str | list[int]]
 _BATCH = "training.local_batch_size"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -112,7 +112,6 @@ def _undivided(short: str, degree: int, total: int, things: str) -> list[_Proble
 
 
 def _degrees(layout: Layout) -> Iterator[_Problem]:
-    """Yield the first error in the parallel degrees that can be found without knowing the model."""
     product = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
     # TorchTitan forms EP groups from the ranks of DP shard and CP, and of TP too if ETP is 1.
     ranks = layout.dp_shard * layout.cp * layout.tp

@@ -44,7 +44,7 @@ _BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
     (0, 2**63 - 1): ("debug.seed",),
 }
 _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
-# Valid names in options that are lists; TorchTitan stops at any other name or ignores it.
+# The valid names in options that are lists.
 _NAMES: dict[str, tuple[str, ...]] = {
     "compile.components": ("model", "loss"),
     "model.converters": (
@@ -68,7 +68,7 @@ def bounds(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def names(cell: Cell) -> Problems:
-    """Refuse unknown names: TorchTitan ignores some, and stops the running job at others."""
+    """Refuse unknown names, which TorchTitan ignores or rejects only once the job runs."""
     for option, known in {**_NAMES, "training.dataset": cell.options.stack.datasets}.items():
         value = cell.options[option]
         for name in [value] if isinstance(value, str) else value:
@@ -96,7 +96,7 @@ def kept_checkpoints(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def pinned_memory(cell: Cell) -> Problems:
-    """PyTorch needs a GPU to stage into pinned memory; without one the first save fails."""
+    """Refuse `async_with_pinned_mem` without GPUs, because the first save would fail."""
     option = "checkpoint.async_mode"
     pinned = cell.options[option] == "async_with_pinned_mem"
     if cell.options["checkpoint.enable"] and pinned and cell.cluster.gpu is None:
@@ -106,7 +106,7 @@ def pinned_memory(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
-    """Require `op` or n above 0 in every mode; TorchTitan would take 0 to mean every layer."""
+    """Require that `selective_ac_option` is `op` or a whole number above 0."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
@@ -162,7 +162,7 @@ def texts(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)
 def routing(cell: Cell) -> Problems:
-    """TorchTitan's forced load balance always routes round-robin: it excludes any other routing."""
+    """Refuse routing other than round-robin if TorchTitan's forced load balance is on."""
     option, forced = "debug.moe_routing", "debug.moe_force_load_balance"
     found = cell.options[option]
     if cell.options[forced] and option in cell.options.settings and found != "round_robin":
@@ -171,7 +171,7 @@ def routing(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_CHECKPOINT, is_input=True)
 def addresses(cell: Cell) -> Problems:
-    """TorchTitan treats a checkpoint URL as a relative path and finds no checkpoint there."""
+    """Refuse checkpoint URLs, and a checkpoint folder with `..` in its path."""
     for name in ("checkpoint.folder", "checkpoint.initial_load_path"):
         value = cell.options[name]
         if value and "://" in value:
@@ -197,7 +197,7 @@ def formats(cell: Cell) -> Problems:
     if options[in_hf] and not options[alone]:
         yield alone, "is false, and published weights hold the model alone", "set it to true"
     if options[save] and model:
-        # FP32 size in GB of the routed experts' weights: nearly all of a large model's weights.
+        # Size of the routed experts' weights in FP32, in GB; a large model has few others.
         layers = model.n_layers - model.n_dense_layers
         size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9
         # Rank 0 writes all weights. The other ranks wait in a collective, which may time out.
