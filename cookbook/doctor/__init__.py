@@ -1,3 +1,3 @@
-"""The doctor; imports the modules with its checks in the order in which it reports them."""
+"""The doctor: checks of the machine and its software, reported in the order of the imports."""
 
 from cookbook.doctor import machine, software  # noqa: F401

@@ -73,7 +73,6 @@ class Surroundings:
         self.sends_jobs = self.cluster.scheduler == "slurm" if self.cluster else self.has_slurm
         # Whether this is a node of a job that is about to train.
         self.is_in_job = self.job_folder is not None
-        # Whether jobs run on other machines and this machine's kernel has no GPU driver.
         has_driver = self.path("/proc/driver/nvidia").exists()
         self.is_login_node = self.sends_jobs and not self.is_in_job and not has_driver
         # Whether large recipes run from here, on this machine's GPUs or on a cluster.
@@ -116,17 +115,13 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """A check of `diagnose`; local runs need only those with `is_for_local`.
-
-    A check that has `node_hours` also runs on a job's nodes; a node that fails it is excluded for
-    that many hours. A check with `is_for_gpus` is skipped if no GPU is visible.
-    """
+    """One of the doctor's checks. Some checks are also made on a job's nodes before training."""
 
     name: str
     look: Callable[[Surroundings], Verdict]
-    is_for_local: bool
-    node_hours: float | None
-    is_for_gpus: bool
+    is_for_local: bool  # whether it is also made for local runs
+    node_hours: float | None  # hours to exclude a job's node that fails; None if not made on nodes
+    is_for_gpus: bool  # whether it is skipped if no GPU is visible
 
     def finding(self, here: Surroundings) -> Finding | None:
         verdict = self.look(here) if here.gpus or not self.is_for_gpus else None

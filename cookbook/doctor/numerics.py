@@ -1,8 +1,7 @@
 """Compare this machine's kernels with a reference: `submit.py doctor --numerics`.
 
-There is a cell for every precision and EP backend that can run on this machine's GPUs or, without
-GPUs, on two CPU ranks. torchrun checks the kernels of all cells. With a Slurm cluster's profile,
-the same command runs as a job of one node.
+The kernels of all precisions and EP backends that can run here are checked, on this machine's GPUs
+or, without GPUs, on two CPU ranks. With `--cluster`, Slurm runs the check on a node of the cluster.
 """
 
 import json
@@ -51,7 +50,7 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
         proved = [(cell.name, train_argv(cell)) for cell, reason in chosen if not reason]
         cells.write_text(json.dumps(proved), encoding="utf-8")
         written = output or folder / "proofs.json"
-        # Rank 0 prints the verdicts. Other output goes to files, which say why if ranks exit early.
+        # Rank 0 prints the verdicts. Other output goes to files that `find_reason` searches.
         redirects = ",".join(f"{rank}:{3 if rank else 2}" for rank in range(ranks))
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -113,7 +112,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     first, second = _RECIPES["gpu" if machine.gpu else "cpu"]
     choices: list[tuple[str, str, str, dict[str, Any]]] = [
         *((first, precision, "standard", {}) for precision in names_in("precision")),
-        # Test EP backends in MXFP8 too: it pads an expert's rows to a larger multiple than BF16.
+        # Test EP backends in BF16 and in MXFP8: MXFP8 pads an expert's rows to a larger multiple.
         *((first, one, backend, {}) for backend, one in product(others, ("bf16", "mxfp8"))),
         (first, "bf16", "standard", flash),
         *((first, "mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in with_tp),
@@ -122,7 +121,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     degrees = {
         DEGREES["tp"]: 1,
         DEGREES["pp"]: 1,
-        # EP must divide the number of ranks and that of experts: 64 or 128 in the GPU recipes.
+        # EP must divide the ranks and the experts. The GPU recipes have 64 or 128 experts.
         DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
         "training.local_batch_size": 4,
     }

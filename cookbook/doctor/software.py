@@ -73,7 +73,7 @@ def torchao_kernels(here: Surroundings) -> Verdict:
 
 @check("compiler", local=True)
 def compiler(here: Surroundings) -> Verdict:
-    """Check for a C compiler and headers: torch.compile and Triton compile C code at run time."""
+    """Check for the C compiler and the Python headers that torch.compile and Triton need."""
     missing = [] if any(map(here.which, ("gcc", "cc", "clang"))) else ["a C compiler"]
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         missing.append("Python.h")

@@ -1,4 +1,4 @@
-"""Install FlashAttention-4 at its pins.
+"""Install the pinned versions of FlashAttention-4 and its dependencies.
 
     python -m cookbook.install.attention [--local] [--plan]
 

@@ -51,8 +51,8 @@ def is_made(folder: Path) -> bool:
 def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
     """Write the corpus and the tokenizer into `folder`; return the files' sizes in bytes.
 
-    The same Python version gives the same bytes: documents are ordered by a hash of their names,
-    which mixes topics like a shuffle. A stamp file, written last, marks the others as complete.
+    The documents are Python's source files, sorted by a hash of their file names to mix topics. A
+    stamp file is written last; it shows that the other files are complete.
     """
     root = sources or Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))

@@ -220,8 +220,7 @@ def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
     # Since CUDA 13, nvcc finds cuda/std/tuple by itself, but the host compiler must be told where.
     if (cccl := toolkit.home / "include/cccl").is_dir():
         environment["CPATH"] = before(str(cccl), "CPATH")
-    # Unset NVSHMEM_DIR: DeepEP then finds torch's NVSHMEM wheel and its versioned library names.
-    # Linked with another NVSHMEM, DeepEP would clash with torch in the same process.
+    # Without NVSHMEM_DIR, DeepEP uses the same NVSHMEM as torch; two in a process would clash.
     for name in ("NVSHMEM_DIR", "DISABLE_SM90_FEATURES"):
         environment.pop(name, None)
     return environment
