@@ -87,7 +87,7 @@ def render_json(
     stops: Sequence[Stop] = (),
     rejected: Sequence[str] = (),
 ) -> str:
-    """Return the results as JSON; `rejected`: requested values that no layout has, and why."""
+    """Return the results as JSON."""
     walk = [
         {
             "changed": stop.changed,
@@ -212,8 +212,7 @@ def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
     return draw_figure("plan", 4.6, paint)["svg"].decode()
 
 
-# The new recipe does not copy these fields of the base recipe. Most are written separately.
-# Published numbers are left out, because they were measured with another layout.
+# Fields of the base recipe that `render_recipe` does not copy to the new recipe.
 _NOT_KEPT = {"name", "short_name", "description", "nodes", "precision", "ep_backend"}
 _NOT_KEPT |= {"settings", "path", "published"}
 

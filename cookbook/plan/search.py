@@ -1,4 +1,4 @@
-"""Predict memory and speed of layouts; compare two by changing one group of options at a time."""
+"""Predict the memory and speed of layouts, and explain the difference between two layouts."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -94,8 +94,8 @@ def search(
 ) -> Found:
     """Evaluate every cell; Ctrl-C stops the search and keeps the candidates found so far.
 
-    Skip a layout, and count it as too large, if it did not fit even with an equal or smaller batch
-    and either the same recomputation or full recomputation.
+    A layout counts as too large without being evaluated if it was too large even with a smaller
+    batch, with full recomputation, or with both.
     """
     found, too_large = Found(), dict[tuple[str, str], int]()
     try:
@@ -135,7 +135,7 @@ _OVERLAYS = "precision and EP backend"
 # that free memory come first, since a larger batch or less recomputation may fit only after that.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
-    _OVERLAYS: (),  # and every option that matches no prefix
+    _OVERLAYS: (),  # also gets the options that match no prefix in this table
     "TP": (DEGREES["tp"],),
     "data parallelism": ("parallelism.data_parallel_",),
     "EP": (DEGREES["ep"], DEGREES["etp"], EP_CHUNKS, SCORE_ACTIVATIONS),

@@ -1,4 +1,4 @@
-"""The search space: a recipe's cell with every combination of values of the options to vary."""
+"""The search space: the layouts that result from varying the options of a recipe's cell."""
 
 import functools
 import itertools
@@ -41,7 +41,7 @@ def _saving(*operators: str) -> dict[str, Any]:
     return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
 
 
-# For each recomputation mode: the options that it ignores, each with its only valid value.
+# The options that each recomputation mode ignores, and what to set them to.
 _RESETS: dict[str, dict[str, Any]] = {
     "full": {SAVE_LIST: []},
     "none": {SAVE_LIST: [], LAYERS_KEPT: 0},
@@ -182,9 +182,9 @@ def _changed(cell: Cell, settings: Settings) -> Cell:
 def space_of(
     base: Cell, words: Sequence[str], asked: Settings, overlays: Mapping[str, Any]
 ) -> Space:
-    """Return the space around `base`; raise InputError for an unknown key or an invalid value.
+    """Return the variants of `base` to try; raise InputError for an unknown key or invalid value.
 
-    `words`: `--vary` arguments, KEY=V1,V2, where KEY is an option, `precision` or `ep_backend`.
+    `words`: `--vary` arguments, KEY=V1,V2. KEY is `precision`, `ep_backend` or an option's name.
     `asked`: options fixed by `--set`. `overlays`: the precision and EP backend to fix, or None.
     """
     varied: dict[str, Sequence[Any]] = {name: [s.value] for name, s in asked.items()}
@@ -233,7 +233,7 @@ def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
 
 
 def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
-    """Return the option at fault and the reason why no layout has `value`."""
+    """Return which option rules out `value`, and why."""
     place = f"--vary {option}"
     alone = _changed(space.base, {option: Setting(value, place)})
     try:

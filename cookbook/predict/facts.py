@@ -43,7 +43,7 @@ else:
 class Hardware:
     """Speeds of a GPU and its links. Names end in the unit; a `_share` is a fraction, 0 to 1.
 
-    The InfiniBand fields are None if the file does not describe a network between nodes.
+    The InfiniBand fields are None if the hardware file does not describe a network between nodes.
     """
 
     name: Text = field(metadata={"key": "gpu"})
@@ -123,7 +123,7 @@ def load_hardware(path: Path) -> Hardware:
 
 
 _SEED = 42
-# How many sequences of documents to simulate, and how many times every rank draws a batch of them.
+# The number of sequences to simulate, and how many times to draw each rank's batch from them.
 _SEQUENCES, _DRAWS = 2000, 400
 
 

@@ -27,10 +27,10 @@ class LayerBytes:
     saved: float  # tensors that the backward needs, beyond the layer's input
     selected: float  # the part of `saved` that selective recomputation keeps
     temporary: float  # working memory at the peak, beyond `saved`
-    beside: float = 0.0  # outputs that selective recomputation keeps beyond `saved`
+    beside: float = 0.0  # outputs outside `saved` that selective recomputation keeps
     freed: tuple[float, ...] = ()  # large blocks that the forward allocates and frees
     freed_again: tuple[float, ...] = ()  # further such blocks if the layer is recomputed
-    between: float = 0.0  # part of `saved` between compiled graphs, kept even at memory budget 0
+    between: float = 0.0  # the part of `saved` that no memory budget reduces
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) -> LayerBytes:
@@ -64,7 +64,7 @@ def _attention(s: Shapes) -> LayerBytes:
         # Count the latents, and the normalized latents that the next matrix products read.
         latent, normed = s.q_lora + s.kv_lora + s.rope, s.q_lora + s.kv_lora
         norm_inputs, readers = normed, 2
-        # Values are a view, which keeps the projection's whole output. Keys are copied.
+        # The values are a view of a projection's output, so all of that output stays in memory.
         values = s.heads * (s.nope + s.v_head)
         matrix_products = latent + queries + values + s.dim
     else:
@@ -81,15 +81,15 @@ def _attention(s: Shapes) -> LayerBytes:
         # norm of BF16 inputs with FP32 weights is not fused: it saves input and output in FP32.
         elements += s.tokens * (readers * s.dim + 3 * norm_inputs)
     softmax = 4.0 * s.tokens * s.heads
-    # Selective recomputation saves attention and every second matrix product. In compiled code,
-    # count only FlashAttention-4, a custom operator; `layer_bytes` adds the saved matrix products.
+    # In eager mode, selective recomputation keeps the outputs of attention and of every second
+    # matrix product. In compiled code, only FlashAttention-4's output is counted here.
     selected = 0.0
     if not s.compiled and "mm" in s.saves:
         selected += s.act * s.tokens * matrix_products / 2
     if (s.padded_tokens is not None or not s.compiled) and "attention" in s.saves:
         selected += s.act * s.tokens * out + softmax
-    # FlashAttention-4 accumulates gradients in FP32: those of queries and, if several query heads
-    # share keys and values, those of keys and values. It also keeps two numbers per query and head.
+    # FlashAttention-4 accumulates the gradient of Q in FP32, and with GQA also those of K and V. It
+    # keeps two more FP32 values per token and head.
     shared = keys + values if s.kv_heads < s.heads else 0
     summed = 4.0 * (s.padded_tokens or 0) * (queries + 2 * s.heads + shared)
     return LayerBytes(
@@ -119,7 +119,6 @@ def _dense(s: Shapes) -> LayerBytes:
 
 def _moe(s: Shapes) -> LayerBytes:
     """Count the bytes of the router, dispatch, grouped GEMMs, combine and the shared expert."""
-    # The router's input is the output of a norm, which `_attention` counts.
     router = s.tokens * (2 * 4 * s.num_experts + 3 * 8 * s.top_k)
     shared = s.act * s.tokens * _activations(s) * s.shared_hidden
     # The bytes of the experts' input rows, and of one tensor with the experts' hidden width.
@@ -133,8 +132,8 @@ def _moe(s: Shapes) -> LayerBytes:
         # autocast it also copies the weights of the down projection, to cast them to BF16.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-        # Saved: the experts' input, gate, up, SwiGLU's output times the scores, and these
-        # copies of the weights. Quantized weights are not saved: the backward quantizes them again.
+        # Saved: the experts' input, the outputs of gate and up, SwiGLU's output times the scores
+        # and, unless the GEMMs are quantized, the copies of the weights.
         saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
         exchanges = s.ep > 1 and "communication" in s.saves
         return LayerBytes(
@@ -153,14 +152,14 @@ def _moe(s: Shapes) -> LayerBytes:
     # These pass between compiled graphs: outputs of norm and router, and the experts' input rows.
     between = router + s.act * s.tokens * s.dim + rows
     if s.scored_activations:
-        # The experts run as two compiled graphs, and the scored activations pass between them. In
-        # eager mode the unscored activations are saved too, for the gradient of the scores.
+        # The activations, multiplied by the scores, pass from one compiled graph to another. Eager
+        # mode also saves the activations before the multiplication.
         between += hidden
         experts += 0.0 if s.compiled else hidden
     if s.deepep:
         received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
         out, returned = float(s.act * s.tokens * s.dim), float(s.act * s.sent_tokens * s.dim)
-        # The scores' gradient needs the experts' outputs, unless the scores scale the activations.
+        # If the scores multiply the experts' outputs, the gradient of the scores needs the outputs.
         outputs = rows
         if s.scored_activations:
             outputs = saved_out = returned = 0.0
@@ -173,10 +172,10 @@ def _moe(s: Shapes) -> LayerBytes:
             freed_again=(rows,) * 2 + (hidden,) * 3,
             between=between + outputs,
         )
-    # The rank dispatches `sent_rows`; the unsorted output has rows for all TP ranks' tokens.
+    # A rank dispatches only its share of the rows, but later holds the rows of all TP ranks.
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
-    # A batched FP32 product multiplies the outputs by scores, and saves the outputs in FP32.
+    # The product of the experts' outputs and the scores saves these outputs in FP32.
     weighted = 4.0 * all_rows
     # MoE.forward holds `routed_input`, `routed_output` and the unsorted rows until it returns.
     freed = (sent, sent, s.act * all_rows, tokens)
@@ -208,7 +207,7 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return a tuple: the layer's LayerBytes, its bytes kept, and its bytes recomputed."""
+        """Return the LayerBytes, the bytes kept for the backward, and the bytes recomputed."""
         cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
         layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
         mode = options["activation_checkpoint.mode"]
@@ -227,10 +226,10 @@ class RankLayers:
         return sum(self._cost(layer)[1] for layer in part.layers)
 
     def freed_in_forward(self, smallest: float) -> float:
-        """Return the largest sum of blocks below `smallest` bytes that one layer's forward frees.
+        """Return how many freed bytes a tensor of `smallest` bytes cannot reuse.
 
-        The allocator does not join blocks that it took from the driver at different times. So a
-        tensor of `smallest` bytes or more cannot reuse these blocks and needs new memory.
+        A layer's forward frees blocks in different segments, and the allocator does not join them.
+        Add up the blocks that are smaller than the tensor, in the layer where they sum to the most.
         """
         unused = [0.0]
         for layer in self._rank.layers:
@@ -255,9 +254,9 @@ class RankLayers:
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
-        """Return the backward's peak memory, split by cause, without FSDP and without a pipeline.
+        """Return the peak memory of a backward without FSDP or a pipeline, split by cause.
 
-        TorchTitan frees gradients before each step. So during the backward the gradients grow
+        TorchTitan frees the gradients at the start of a step. They grow again during the backward,
         while the activations shrink.
         """
         (part,) = self._rank.parts

@@ -42,12 +42,12 @@ def scaled(terms: Mapping[str, float], factor: float) -> Terms:
 
 @dataclass(frozen=True)
 class Kernels:
-    """A cell's kernel times. On the slowest rank a token attends to `attended_tokens` keys."""
+    """The times of a cell's kernels."""
 
     cell: Cell
     hardware: Hardware
     shapes: Shapes
-    attended_tokens: float
+    attended_tokens: float  # mean number of keys that a token attends to, on the slowest rank
 
     @property
     def is_released(self) -> bool:
@@ -73,13 +73,13 @@ class Kernels:
         """Return the time of the routed experts' GEMMs and of moving their rows."""
         terms = self.multiply(expert_operators(self.shapes), backward)
         if backward and self.chunks > 1:
-            # Add up the weight gradients of the chunks.
+            # Each chunk computes its own weight gradients, which have to be added up.
             added = 3.0 * self.shapes.act * self._expert_weights * (self.chunks - 1)
             terms = add(terms, {POINTWISE: self.bytes_ms(added)})
         return add(terms, self.move_rows(backward))
 
     def multiply(self, operators: Iterable[Operator], backward: bool) -> Terms:
-        """Return the time of matrix products: 1 per operator in the forward, 2 in the backward."""
+        """Return the time of the operators' GEMMs, of which the backward has twice as many."""
         return add(*(self._product(one, backward) for one in operators if one.is_product))
 
     def _product(self, one: Operator, backward: bool) -> Terms:
@@ -164,8 +164,8 @@ class Kernels:
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # Memory traffic before the experts, and again after them: each row once, each token
-            # twice. With EP, the receiving rank also sorts its rows by expert, and later back.
+            # In each direction, the kernels pass over the rows once and over the tokens twice. With
+            # EP, the receiving rank also sorts its rows by expert and later restores their order.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
@@ -205,9 +205,8 @@ class Kernels:
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
-# The number of TP collectives on hidden states in a layer's forward and backward. An all-reduce
-# counts as two. DeepEP's backward has two all-gathers, an all-reduce and a reduce-scatter. When it
-# was profiled, it had two all-gathers and three all-reduces (8), of which compute hid 3.
+# TP collectives on hidden states per layer, where an all-reduce counts as two. The backward of a
+# DeepEP layer has two all-gathers, an all-reduce and a reduce-scatter.
 _TP_FORWARD, _TP_BACKWARD = 4, 5
 # Compiled attention gathers its input again when it is recomputed, whatever the save list says.
 _TP_COMPILED = 1
@@ -223,10 +222,11 @@ def exchange_wait_ms(
 ) -> float:
     """Return how long one pass through a layer waits for its dispatches and combines.
 
-    They run one at a time on DeepEP's stream, each as soon as its rows are ready
-    (`titan/tt_0_2_2/deepep.py`). `exchange_ms`: the time to dispatch or combine one of the
-    `chunks`. `experts_ms`: the routed experts' compute, all chunks together. `before_ms`,
-    `after_ms`: other compute around it. `queued`: how many dispatches precede the first combine.
+    DeepEP's stream runs them one at a time, each as soon as its rows are ready.
+    `exchange_ms`: the time to dispatch or combine one of the `chunks`.
+    `experts_ms`: the routed experts' compute, all chunks together.
+    `before_ms`, `after_ms`: other compute before and after that of the routed experts.
+    `queued`: how many dispatches precede the first combine.
     """
     arrived_ms: list[float] = []
     sent_ms, computed_ms = 0.0, before_ms
@@ -241,7 +241,7 @@ def exchange_wait_ms(
 
 
 class LayerTimes:
-    """The times of a cell's layers, which are the same for all layers of a kind (dense or MoE)."""
+    """The times of a cell's dense layers and MoE layers."""
 
     def __init__(self, kernels: Kernels, links: Links, overlapped: bool = True) -> None:
         self._cell, self._kernels, self._links = kernels.cell, kernels, links
@@ -269,10 +269,7 @@ class LayerTimes:
         return add(terms, k.experts(backward)) if moe else terms
 
     def _sent_ms(self, backward: bool, hiding_ms: float = 0.0) -> float:
-        """Return how long dispatch and combine delay a layer: it waits, and its compute slows down.
-
-        `hiding_ms`: recomputation time that overlaps the dispatches at the start of the backward.
-        """
+        """Return how much longer a layer takes because of dispatch and combine."""
         if not self._overlapped:
             return self._exchange_ms
         k = self._kernels
@@ -283,8 +280,8 @@ class LayerTimes:
             for one in feed_forward_operators(k.shapes, moe=True)
             if one.module.startswith("moe.shared_experts")
         ]
-        # The shared experts run in two parts around the routed experts. In the forward a chunk's
-        # combine is queued after the next chunk's dispatch, in the backward after all dispatches.
+        # One part of the shared experts runs before the routed experts, the other after them. The
+        # first combine is queued behind two dispatches in the forward, behind all in the backward.
         before_ms, after_ms, queued = sum(shared_ms[:2]), sum(shared_ms[2:]), 2
         if backward:
             before_ms, after_ms, queued = hiding_ms + after_ms, before_ms, k.chunks
@@ -298,7 +295,7 @@ class LayerTimes:
         terms = add(self._backward[layer.moe], again)
         if not layer.moe:
             return terms
-        # Full or selective recomputation runs during the dispatches that start the backward.
+        # Full or selective recomputation runs during the backward's dispatches.
         whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 
@@ -314,7 +311,7 @@ class LayerTimes:
         if not recomputed:
             return {}
         saved, spared = self._cell.saves, set()
-        # In compiled code the save list can match FlashAttention-4, dispatch, combine and GEMMs.
+        # In compiled code, attention can be saved only if it is FlashAttention-4.
         if "attention" in saved and self._cell.uses_flash_attention:
             spared.add(ATTENTION)
         if "communication" in saved:

@@ -30,13 +30,13 @@ CUBLAS_THREADS = 2
 CUBLAS_BYTES, CUBLAS_BYTES_SM90 = (2 * 4096 + 8 * 16) * 2**10, 32 * 2**20
 # The CUDA context, cuBLAS and loaded kernels, which PyTorch's allocator does not manage.
 CONTEXT_GIB = 0.7
-# The buffers of one NCCL communicator (channels times protocols), also outside the allocator.
+# The buffers of one NCCL communicator. PyTorch's allocator does not manage these either.
 NCCL_GROUP_GIB = 0.25
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
 # As shares of the GPU's memory: the largest predicted peak that counts as fitting, and the largest
 # that counts as tight. A tight cell may fit, because predictions are off by several percent.
 MOST_FITS, MOST_TIGHT = 0.92, 1.05
-# MOST_FITS for pipelines: one needed 12% more than predicted, all other cells at most 8% more.
+# Replaces MOST_FITS for pipelines: one pipeline needed 12% more memory than predicted.
 MOST_FITS_PIPELINE = 0.88
 
 
@@ -55,7 +55,7 @@ class StageMemory:
 
     @property
     def reserved(self) -> float:
-        """The `memory` that TorchTitan will log."""
+        """The peak of the memory that PyTorch reserves, which TorchTitan logs as `memory`."""
         return sum(self.terms.values())
 
     @property
@@ -109,8 +109,8 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     fragments = FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS
     terms = {**compute, "fragments": sum(compute.values()) * fragments}
     if shapes.mixed_precision:
-        # The pools of FSDP's streams hold the gradients, and two gathered modules: the one in use
-        # and the prefetched one. With only one shard FSDP copies on the compute stream instead.
+        # The pools of FSDP's streams hold the gradients and two gathered modules: the one in use
+        # and the prefetched one. A module with a single shard is not gathered.
         sizes = [unit.size for unit in rank.units]
         terms["gradients"] = float(max(sizes) if offloads else sum(sizes))
         gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)
@@ -133,7 +133,7 @@ def state_gib(rank: Rank) -> float:
 
 
 def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
-    """Return, by cause, the bytes kept until the backward and, in pipelines, for the whole step."""
+    """Return, by cause, the bytes in memory both during the loss and during the backward."""
     if rank.num_stages == 1:
         return {"activations": float(layers.kept(rank.parts[0]))}
     hidden = shapes.hidden_bytes
@@ -177,15 +177,14 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     if s.loss_tokens is None:
         elements = float(s.tokens * s.vocab)
         if s.loss_compiled and s.loss_parallel:
-            # The logits and two FP32 tensors: zeros with -1 scattered at the labels, and their sum
-            # with the softmax. Inductor does not fuse across the scatter of `loss_parallel`.
+            # The logits and two FP32 tensors. One is -1 at the labels and 0 elsewhere, the other is
+            # the sum of the first and the softmax. Inductor does not fuse the two.
             size = s.act + 8
         elif s.loss_compiled:
             # Fused loss: the logits and their gradient, both in the model's precision.
             size = 2 * s.act
         else:
-            # Eager loss, in FP32: log-softmax, its gradient and the logits' gradient. With loss
-            # parallelism: log-softmax; softmax, zeros with -1 at labels, and the sum of these two.
+            # FP32: log-softmax, its gradient, the logits' gradient. Loss parallelism adds a tensor.
             size = 16 if s.loss_parallel else 12
             # A pipeline's last stage keeps the logits; without a pipeline they are already freed.
             size += s.act if rank.num_stages > 1 else 0
@@ -195,8 +194,8 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     else:
         elements = float(s.loss_tokens * s.vocab)
         gradients = _loss_gradients(s)
-        # In eager mode a chunk's loss allocates three more tensors, in FP32. The logits are freed
-        # before the backward writes the scaled gradients, in the model's precision.
+        # The peak is either in a chunk's loss or in the backward, which scales the gradients. In
+        # eager mode the loss allocates three FP32 tensors besides the logits.
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
         logits = gradients + max(chunk, gradients / 4 * s.act)
         weight = float(s.vocab * s.dim)
@@ -212,7 +211,6 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
 
 
 def _loss_gradients(shapes: Shapes) -> float:
-    """Return the bytes of the chunked loss's FP32 gradients of hidden states and output layer."""
     return 4.0 * (shapes.tokens + shapes.vocab) * shapes.dim
 
 

@@ -1,7 +1,7 @@
-"""The modules of a layer and their weights: the basis for predicted parameters, memory and time.
+"""The weights of a model's modules: the basis for predicted parameters, memory and time.
 
-All families share one table, from `model/model.py` and `infra/parallelize.py` (TorchTitan 0.2.2).
-The whole model's sizes give its parameter counts; a rank's sizes give the rank's matrix products.
+They follow `model/model.py` and `infra/parallelize.py` of each family in TorchTitan 0.2.2. Pass
+the sizes of the whole model to get its parameters, or those of one rank to get its GEMMs.
 """
 
 import math
@@ -104,7 +104,7 @@ def head_operators(s: Sizes) -> list[Operator]:
 
 @dataclass(frozen=True)
 class Unit:
-    """An FSDP module and the part of it that the first rank of its pipeline stage stores."""
+    """An FSDP module, and how much of it one rank stores."""
 
     name: str
     shards: int

@@ -161,8 +161,7 @@ class Rank:
     rank: int  # global rank
     parts: tuple[Part, ...]  # the part of the model on each of `stages`
     stages: Sequence[int]
-    # How many microbatches each of `stages` has in flight at the memory peak. There are several
-    # possible peaks if stages reach their maximum at different times.
+    # For each possible memory peak: how many microbatches each of `stages` has in flight.
     in_flight: Sequence[Sequence[int]]
     actions: Sequence[Action]  # the rank's pipeline schedule; empty without a pipeline
     num_stages: int
@@ -284,7 +283,7 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
 
 
 def count_parameters(model: Model) -> tuple[int, int]:
-    """Return how many parameters the model has and how many a token uses, as TorchTitan counts."""
+    """Return the number of parameters of the model, and the number that each token uses."""
     operators = [*embedding_operators(model), *head_operators(model)]
     for layer in range(model.n_layers):
         operators += layer_operators(model, model.is_moe(layer))

@@ -135,10 +135,7 @@ def routing_of(cell: Cell) -> str:
 
 @functools.cache
 def destinations(model: Model, places: int, routing: str) -> float:
-    """Return the mean number of `places` (EP ranks or nodes) that a token is sent to.
-
-    Trained routing is simulated as random: the router takes the highest of independent scores.
-    """
+    """Return the mean number of `places` (EP ranks or nodes) that a token is sent to."""
     if places <= 1:
         return 1.0
     experts, top_k, per_place = model.num_experts, model.top_k, model.num_experts // places

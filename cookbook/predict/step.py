@@ -74,10 +74,10 @@ def predict_step(
     hardware: Hardware | None = None,
     overlapped: bool = True,
 ) -> StepTime:
-    """Predict a cell's step; raise InputError if part of the cell is not modelled.
+    """Predict the time of a cell's step; raise InputError if part of the cell is not modelled.
 
-    `ranks`, `documents`, `hardware` override the cell's own. `overlapped`: whether a DeepEP layer
-    overlaps compute with dispatch and combine, as the cookbook's layer does.
+    `ranks`, `documents` and `hardware` override the cell's own. `overlapped`: whether DeepEP's
+    dispatch and combine may overlap compute.
     """
     refuse_unmodelled(cell)
     hardware = hardware or hardware_of(cell)

@@ -1,7 +1,7 @@
-"""Bytes that a GPU sends over each network, per operation and per step, and the time to send them.
+"""The bytes that a GPU sends over NVLink and InfiniBand, and the time to send them.
 
-Collectives are counted as NCCL's rings, which enter a node once and spread over its network cards.
-In an all-to-all every rank sends to every other. Context parallelism's traffic is not counted.
+Collectives are counted as NCCL's rings: each ring enters a node once, and the rings share the
+node's network cards equally. The traffic of context parallelism is not counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class Exchanges:
     shapes: Shapes
 
     def _in_node(self, ranks: int, stride: int) -> int:
-        """Return how many ranks share a node, in a group of `ranks` that are `stride` apart."""
+        """Return how many of a group's ranks share a node; their numbers are `stride` apart."""
         return max(1, min(ranks, self.cell.cluster.ranks_per_node // stride))
 
     def _gather(self, size: float, ranks: int, stride: int) -> Traffic:
@@ -53,10 +53,10 @@ class Exchanges:
         return Traffic(size * (ranks - 1) / ranks - outside if in_node > 1 else 0.0, outside)
 
     def unit(self, unit: Unit) -> tuple[Traffic, Traffic, Traffic]:
-        """Return an FSDP module's traffic: all-gather, reduce-scatter, half of the all-reduce.
+        """Return the traffic of an FSDP module: all-gather, reduce-scatter, and half an all-reduce.
 
-        The all-reduce sums the gradients over the replicas. As a ring it is a reduce-scatter and
-        an all-gather, which send the same number of bytes, so callers count the half twice.
+        The all-reduce over the replicas consists of a reduce-scatter and an all-gather. Both send
+        equally many bytes, so only one is returned, and callers double it.
         """
         layout, s = self.cell.layout, self.shapes
         is_expert = unit.name.endswith("moe.experts")
@@ -68,7 +68,7 @@ class Exchanges:
     @property
     def gathers(self) -> int:
         """All-gathers per module and accumulation round: 2 if FSDP reshards after the forward."""
-        # In a pipeline FSDP gathers a module once per accumulation round, not per microbatch.
+        # With a pipeline, FSDP gathers a module only once for all microbatches.
         keeps = self.cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
         return 1 if keeps or self.cell.layout.pp > 1 else 2
 
@@ -90,15 +90,13 @@ class Exchanges:
         return Traffic(size * (in_node - 1) / ep, size * (ep - in_node) / ep)
 
     def deepep(self) -> Traffic:
-        """Return the traffic of one DeepEP dispatch or combine.
-
-        A token crosses InfiniBand once per other node, and NVLink once per other rank.
-        """
+        """Return the traffic of one DeepEP dispatch or combine."""
         layout, s = self.cell.layout, self.shapes
         in_node = self._in_node(layout.ep, layout.etp)
         nodes = max(layout.ep // in_node, 1)
         size = float(s.sent_tokens * s.dim * s.act)
-        # In each node a token arrives at one rank. NVLink carries it to the others that need it.
+        # A token is sent once to each node that needs it, over InfiniBand if that is another node.
+        # It arrives there at one rank, and NVLink carries it to the other ranks that need it.
         within = s.ranks_per_token * (in_node - 1) / in_node
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
@@ -109,9 +107,9 @@ class Exchanges:
             return Traffic(), Traffic()
         if backend == "deepep":
             one = self.deepep()
-            # With scored activations no gradient needs the combine's result: it is not recomputed.
+            # Recomputation skips combine if no gradient needs its output.
             return one.times(4), one.times(1 if s.scored_activations else 2)
-        # The forward's dispatch and the backward's gradient of the combine may be quantized.
+        # Each pass, forward or backward, has two all-to-alls. Only the first may be quantized.
         first = self.all_to_all(MXFP8_BYTES if backend == "mxfp8_a2a" else s.act)
         forward = first + self.all_to_all(s.act)
         return forward.times(2), forward
@@ -206,7 +204,7 @@ class Links(Exchanges):
         return sum(hw.all_to_all_latency_ms + one_ms for one_ms in sent_ms)
 
     def deepep_ms(self, chunks: int = 1) -> float:
-        """Return the time of one DeepEP dispatch or combine, for one of a layer's `chunks`."""
+        """Return the time for DeepEP to dispatch or combine one of `chunks` parts of the tokens."""
         hw = self.hardware
         sent_ms = self._ms(self.deepep(), hw.deepep_nvlink_gb_per_s, hw.deepep_infiniband_share)
         return hw.deepep_latency_ms + sent_ms / chunks
@@ -223,7 +221,6 @@ class Links(Exchanges):
         return self._ms(sent, hw.nvlink_gb_per_s * share, hw.nccl_infiniband_share)
 
     def _ms(self, sent: Traffic, nvlink_gb_per_s: float, infiniband_share: float | None) -> float:
-        """Return the time to send `sent`, over both networks at the same time."""
         within = sent.nvlink / (nvlink_gb_per_s * 1e6)
         if not sent.infiniband:
             return within

@@ -65,8 +65,8 @@ _GATHERS = r"all_?gather|reduce_?scatter"
 
 # The first rule that matches a kernel applies.
 RULES = (
-    # --- Communication. Mesh names are TorchTitan's (parallel_dims.py), but a mesh of all ranks is
-    # `default_pg`: only FSDP's annotations or the kind of collective tell what it is used for.
+    # --- Communication. A process group has the name of its mesh in TorchTitan's parallel_dims.py,
+    # but a group of all ranks is always named `default_pg`, whatever it is used for.
     # DeepEP: deep_ep::intranode, internode, internode_ll, layout; also NVSHMEM's barrier.
     Rule("ep", kernel=r"\bdeep_ep::|\bnvshmem"),
     # TorchAO's quantized all-to-all: a Triton kernel over symmetric memory.
@@ -110,7 +110,7 @@ RULES = (
     # Everything that an attention operation launches, including its matrix products on a CPU.
     # The cookbook's own operation is varlen_attention.
     Rule("attention", inside=r"(?i)scaled_?dot_?product|flex_?attention|varlen_attention"),
-    # --- Optimizer and gradient norm: listed before GEMMs and copies, which they launch too.
+    # --- Optimizer and gradient norm. The optimizer's own GEMMs and copies count here too.
     Rule("optimizer", inside=r"^Optimizer\.(step|zero_grad)#"),
     # Fused AdamW, and the norms and scaling of clip_grad_norm_ (multi_tensor_apply, _foreach_*).
     # FSDP's _foreach_copy_ uses the same kernels, so its rule comes first.

@@ -90,7 +90,7 @@ def _newest(folder: Path) -> dict[int, Path]:
 def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
     """Return the traces selected by `asked`: `all`, rank numbers separated by commas, or None.
 
-    None selects all traces, unless there are more than `MOST_TRACES` (see there).
+    None selects all traces or, if there are more than `MOST_TRACES`, one per pipeline stage.
     """
     if asked is None and len(traces) > MOST_TRACES:
         first = min(traces)
@@ -110,7 +110,7 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
     """Read traces in parallel; raise InputError for a broken trace, JobError if a process died."""
     workers = min(len(paths), len(os.sched_getaffinity(0)))
     try:
-        # Ctrl-C kills the reading processes, so that they print no tracebacks.
+        # Let Ctrl-C kill the worker processes, so that they print no tracebacks.
         with ProcessPoolExecutor(
             workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL)
         ) as pool:
@@ -133,8 +133,8 @@ def set_waits(ranks: Sequence[RankProfile]) -> None:
     waited = {rank: defaultdict[str, float](float) for rank in ranks}
     for key in dict.fromkeys(key for rank in ranks for key in rank.calls):
         durations = {rank: rank.calls[key] for rank in ranks if key in rank.calls}
-        # Match the n-th calls of all ranks if they made equally many calls. Skip PP: a sender and
-        # a receiver wait for each other, so the shorter time does not show who arrived last.
+        # Calls are matched by their order, so all ranks must have made equally many. Skip PP, where
+        # the rank that arrives last does not always spend the least time in a call.
         category = str(key[0])
         if category == "pp" or len(durations) < 2 or len({*map(len, durations.values())}) > 1:
             continue
@@ -142,8 +142,8 @@ def set_waits(ranks: Sequence[RankProfile]) -> None:
         for rank, own in durations.items():
             waited[rank][category] += sum(own) - least
     for rank, waits in waited.items():
-        # Count only the exposed part of the wait. That part is not known: assume
-        # the same share as for the category's communication as a whole.
+        # Count only the exposed part of the wait. Assume that the exposed share of the wait equals
+        # the exposed share of all communication in this category.
         for name in waits:
             waits[name] *= rank.counted_ms(name) / (rank.called_us[name] or 1)
         rank.waiting_for_other_ranks_ms = waits or None

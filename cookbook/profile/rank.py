@@ -24,7 +24,7 @@ _QUEUED_US = 1000.0
 _MOST_KERNELS = 25
 _MOST_CAUSES = 8
 _BLOCKED = re.compile(r"Synchronize|Memcpy")
-# Strip module names, region numbers and graph hashes, so that a cause of idle time has one name.
+# Parts of an event's name to strip: module names, region numbers and graph hashes.
 _PARTICULAR = re.compile(r"\s+\(.*\)|\s+for \S+|(?<=[\w)])#.*|:?\s*\d+/\d+|\bf[0-9a-z]{20,}|#+")
 _IS_COMMUNICATION = np.array([category.kind == COMMUNICATION for category in CATEGORIES])
 
@@ -44,9 +44,9 @@ class CategoryTime:
     """The time of a category of kernels, in milliseconds per step."""
 
     kind: str
-    ms: float  # each moment counts only for the first running category in CATEGORIES
+    ms: float  # if several categories run at once, the first in CATEGORIES gets the time
     share: float  # share of the step
-    hidden_ms: float  # overlapping time that counts for another category
+    hidden_ms: float  # time in which this category ran, but another one got the time
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,10 @@ def _per_step(us: float, count: int) -> float:
 
 
 def step_windows(trace: Trace, kernels: Column) -> list[float]:
-    """Return the boundaries of the traced steps on the device: one more than there are steps.
+    """Return when each traced step begins on the device, and when the last one ends.
 
     The host runs ahead of the device. A step begins on the device once the host has begun it and
-    the device has finished the previous step. So the steps cover wall time without gap or overlap.
+    the device has finished the previous step.
     """
     if not trace.steps:
         source = kernels if len(kernels) else trace.host

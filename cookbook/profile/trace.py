@@ -85,7 +85,7 @@ class Header:
             own = [] if self.rank is None else [self.rank]
             self.pipeline = self.groups["mesh_pp"] or own
         elif any(mesh.startswith("mesh_") for mesh in self.groups):
-            # A mesh of all ranks has no group of its own. So without `mesh_pp`, PP spans all ranks.
+            # A mesh of all ranks uses the default group. So without `mesh_pp`, PP spans all ranks.
             self.pipeline = [*range(info.get("world_size", 0))]
         self.stage = self.pipeline.index(self.rank) if self.rank in self.pipeline else None
 
@@ -94,8 +94,8 @@ class Header:
 class Trace:
     """One rank's trace; if it has no kernels, the host's operations count as work.
 
-    For each host event, `parent`, `operation` and `gemm` give the index of a related event, or
-    NOTHING. At index NOTHING they give NOTHING too.
+    `parent`, `operation` and `gemm` map the index of a host event to the index of its parent, its
+    operation or its outermost GEMM. They give NOTHING if there is none, and at index NOTHING.
     """
 
     header: Header
@@ -130,7 +130,6 @@ class Trace:
         self.parent = np.array(parent)
         # For each event: itself or, if it is a CUDA call, the operation that made the call.
         self.operation = np.array(operation)
-        # The outermost GEMM around each event. On a CPU, grouped GEMMs call dense GEMMs.
         self.gemm = np.array(gemm)
 
     @property
@@ -207,7 +206,6 @@ class _Reader:
         self._launches: dict[int, tuple[float, float]] = {}
 
     def take(self, value: dict[str, Any]) -> dict[str, Any] | None:
-        """Store `value` and return None if it is an event; return anything else unchanged."""
         if "ph" not in value:
             return value
         if value["ph"] != "X":
@@ -240,13 +238,12 @@ class _Reader:
         name, start = event["name"], float(event["ts"])
         end = start + float(event["dur"])
         if not is_work and (step := _STEP.fullmatch(name)):
-            # Not a host event: an annotation of the whole step cannot name a cause of idle time.
             self._steps.append(Step(int(step[1]), start, end))
             return
         flops, bits = 0.0, 0
         if _GEMM.fullmatch(name):
             flops, bits = _gemm_work(name, event.get("args", {}))
-        # Gloo's work has no operation, only an annotation, so count the annotation as work.
+        # A gloo call is recorded as an annotation only, so count that annotation as work.
         is_work = is_work or name.startswith("gloo:")
         number = self._names.setdefault(name, len(self._names))
         self._host.extend((number, start, end, float(event["tid"]), is_work, flops, bits))
@@ -290,7 +287,7 @@ KERNEL = np.dtype([*DEVICE.descr, ("operation", int), ("category", int)])
 
 
 def kernels_of(trace: Trace) -> Column:
-    """Return the device's work, without operations that only wait or call other operations."""
+    """Return the device's work as KERNEL records, except work of no category (NO_WORK)."""
     device = trace.device
     if trace.on_gpu:
         columns = [device[name] for name in DEVICE.names]
@@ -310,9 +307,9 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Assign each moment of CPU time to the innermost operation of its thread.
+    """Split CPU time into pieces during which the innermost operation does not change.
 
-    Return the pieces as one column per field of DEVICE, and the index of each piece's operation.
+    Return the pieces, as one column per field of DEVICE, and the index of each piece's operation.
     """
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
