@@ -1,7 +1,7 @@
 """Render the scripts of cells and recipes, and a cell's sbatch options.
 
-The template only lays out text: Python makes every decision. Every value passes the `shquote`
-filter, so that text from YAML reaches torchrun's argv unchanged.
+Python makes every decision; the template only lays out text. The `shquote` filter quotes text from
+YAML files, so that bash passes it on unchanged.
 """
 
 import re
@@ -48,11 +48,9 @@ _ENVIRONMENT.filters["shquote"] = shquote
 
 
 def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") -> str:
-    """Render a cell's script; `submit.py render` prints the same bytes that the job runs.
-
-    In messages, the script calls itself `file_name`, or `train.sh` if bash would expand that name.
-    """
+    """Render a cell's script, which calls itself `file_name` in its comments and messages."""
     runner = "sbatch" if cell.cluster.scheduler == "slurm" else "bash"
+    # In the script's messages, bash would expand a name with special characters.
     if not re.fullmatch(r"[\w.+-]+", file_name, re.ASCII):
         file_name = "train.sh"
     parts = [
@@ -93,7 +91,7 @@ def _render(cell: Cell, header: list[str], overlays: Sequence[Overlay], **contex
     mounts = cluster.container.mounts if cluster.container else ()
     needed = [(file, True) for file in cluster.source]
     optional = [(file, False) for file in cluster.source_if_exists]
-    # In a launcher, apply an overlay's `environment_from` only if the user chooses that overlay.
+    # A launcher checks at run time whether the user chose the overlay.
     condition = '"${{{kind}}}" == {name} && ' if context["choices"] else ""
     copied = [
         (condition.format(kind=overlay.kind.upper(), name=overlay.name), name, other)

@@ -123,8 +123,8 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "1",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
-        # Start a new session: Ctrl-C in the terminal must not reach the training. Discard the
-        # output, which is logged anyway: `| tee` or ssh would keep reading it until the job ends.
+        # A new session keeps Ctrl-C in the terminal from the training. If the training kept our
+        # standard output open, `submit.py ... | tee` would not return until the training ends.
         silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         words = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
         process = subprocess.Popen(words, env=environment, start_new_session=True, **silent)
@@ -191,7 +191,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
 
 
 def leave_out(cell: Cell) -> Choice:
-    """Choose which nodes on the exclusion list to exclude from a new job, and its earliest start.
+    """Return which nodes the cell's new job must exclude, and when the job may start.
 
     Raise JobError if too few nodes are left and the recipe says not to wait for more.
     """

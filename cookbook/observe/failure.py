@@ -1,8 +1,8 @@
-"""Find why an attempt failed: the earliest `error.json`, else the most telling console line.
+"""Find why an attempt failed, from the files and the console lines that it left.
 
-torchrun writes `error.json` for every rank that raised an exception. Kills, aborts and steps that
-Slurm ended leave none, but print a console line. A rank that makes no progress for a long time
-writes its stack to `stacks/rank-<r>.txt`; a rank without that file is suspended, dead or training.
+torchrun writes an `error.json` for every rank that raised an exception. If a rank is killed, or if
+Slurm ends the training, only console lines tell why. A rank that makes no progress for a long time
+writes its stack to `stacks/rank-<r>.txt`.
 """
 
 import contextlib
@@ -57,8 +57,7 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$",
     ),
 )
-# Errors that another error caused. Below a CheckpointException, the log has each rank's own error,
-# which says more.
+# Errors that only follow from another error, often on another rank.
 _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|Connection (?:closed|reset)|Broken pipe|DistBackendError"
     r"|DistNetworkError|RendezvousConnectionError|RendezvousClosedError|Socket Timeout|recvValue"
@@ -73,7 +72,6 @@ _LINES = (
     (_SLURM, re.compile(r"DUE TO (?:TIME LIMIT|NODE FAILURE|PREEMPTION)|oom[_-]kill")),
     (_LINE, re.compile(r"Watchdog caught|Unrecognized options:|error: (?:argument|unrecognized)")),
     (_LINE, re.compile(r"^srun: error: (?!.*(?:Exited with exit code|\btasks? [0-9]))")),
-    # Errors from train.sh, `cookbook.supervise` and bash; bash names the script or Slurm's copy.
     (_SCRIPT, re.compile(r"^(?:\S*/)?[\w.+-]+(?:\.sh|: line [0-9]+): |^cookbook\.supervise: ")),
     # Exit code -15 marks ranks that torchrun itself ended.
     (_EXIT, re.compile(r"failed \(exitcode: (?!-15)-?[0-9]+\) local_rank")),
@@ -131,8 +129,7 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
     if not findings:
         return None, False
     sort = min(finding.sort for finding in findings)
-    # A script's last message says why it failed. Among other findings, take the first: it
-    # usually caused the rest.
+    # A script's last message says why it failed. Otherwise, the first finding caused the rest.
     best = [finding for finding in findings if finding.sort == sort]
     _, rank, text = best[-1] if sort == _SCRIPT else best[0]
     text = text if rank is None else f"rank {rank}: {text}"
@@ -226,7 +223,7 @@ def _ranks_missing_from_collective(attempt: Path) -> list[int]:
             return []
         reported.add(int(number[1] or number[2]))
     missing = sorted(set(range(len(folders))) - reported)
-    # If more than 8 ranks, or most of them, are silent, they were probably ended before printing.
+    # If many ranks are silent, they were probably killed before they could print an error.
     return missing if len(missing) <= min(8, len(reported)) else []
 
 

@@ -74,14 +74,14 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     ends = [read_attempt_end(attempt) for attempt in attempts]
     times = [_step_times(attempt, record) for attempt in attempts]
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
-    # The step each attempt resumed from: recorded, else one before its first logged step, else -1.
+    # If no resumption was recorded, the attempt resumed from the step before its first logged step.
     starts = [
         resumed.get(attempt.number, min((step for step, _ in own if step), default=0) - 1)
         for attempt, own in zip(attempts, times, strict=True)
     ]
     summaries: list[AttemptSummary] = []
     for position, (attempt, end, own) in enumerate(zip(attempts, ends, times, strict=True)):
-        # Training later continued from this step and lost the steps after it; None if it lost none.
+        # The attempt's steps after `kept` are lost: training resumes from `kept`.
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
             # If `checkpoint.folder` is absolute, `/` ignores the cell's path.
@@ -128,7 +128,6 @@ def usual_step_time(attempts: Sequence[Attempt]) -> float | None:
 
 
 def _step_times(attempt: Attempt, record: CellRecord) -> list[tuple[int, float]]:
-    """Return logged steps with their times (seconds); step 0 is the start of training."""
     times = [(one.step, one.time) for one in read_steps(attempt, record) if one.time is not None]
     before = seconds_to_first_step(attempt.log)
     # Console times have no time zone and may come from another node: use only differences.

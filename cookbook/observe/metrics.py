@@ -21,7 +21,7 @@ T = TypeVar("T")
 RANK = re.compile(r"\[rank([0-9]{1,7})\]:")
 COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)"
-# Validation prints `validate step:` with its own loss and tps, which is not a training step.
+# A line with `validate step:` has the metrics of a validation, not of a training step.
 _STEP = re.compile(r"(?<!validate )\bstep:\s*([0-9]{1,12})(?=\s)")
 # Metric names: on the console -> in StepMetrics.
 _NAMES = {"loss": "loss", "grad_norm": "grad_norm", "memory": "memory_gib"}
@@ -35,13 +35,10 @@ _START = b"Training starts at step "
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """The metrics of one logged step; None if a value is not logged or is `N/A`.
-
-    NaN and infinite losses are kept.
-    """
+    """The metrics of one logged step; those that were not logged are None."""
 
     step: int
-    loss: float | None = None
+    loss: float | None = None  # may be NaN or infinite
     grad_norm: float | None = None
     memory_gib: float | None = None  # peak reserved memory since the previous logged step
     tokens_per_second: float | None = None  # TorchTitan's `tps`, per GPU
@@ -59,8 +56,7 @@ class Phase(enum.StrEnum):
 
     LOADING = "loading"  # imports, process group, tokenizer and data
     BUILDING = "building"
-    # torch.compile is set up and the model is sharded; the first step compiles most kernels.
-    COMPILING = "compiling"
+    COMPILING = "compiling"  # set-up of torch.compile, then sharding of the model
     LOADING_CHECKPOINT = "loading checkpoint"
     FIRST_STEP = "first step"
     TRAINING = "training"
@@ -68,8 +64,7 @@ class Phase(enum.StrEnum):
     FINISHING = "finishing"
 
 
-# Start of a log message -> the phase that it opens. `Applied ...` is not listed, since TorchTitan
-# also prints it without torch.compile. The last two are ours (`titan/tt_0_2_2/checkpoint.py`).
+# Start of a log message -> the phase that begins with this message.
 _PHASES = {
     "Starting job: ": Phase.LOADING,
     "Building device mesh": Phase.LOADING,
@@ -136,7 +131,6 @@ def logged_seconds(log: Path) -> float | None:
     """Return the seconds from TorchTitan's first log line to its last; None without two lines."""
     times = [moment for line in lines_of(log) if (moment := _time_of(line))]
     seconds = times[-1] - times[0] if times else 0.0
-    # Lines from different ranks may be out of order by milliseconds, or a clock was set back.
     return seconds if seconds > 0 else None
 
 

@@ -1,4 +1,4 @@
-"""A run's charts: as numbers that the page's script draws, and as images drawn by Matplotlib.
+"""A run's charts, as data for the script in the HTML report and as Matplotlib images.
 
 To add a chart, add a function to CHARTS. It returns a Chart, or None if there is nothing to plot.
 """
@@ -274,7 +274,7 @@ def _chart(name: str, title: str, caption: str, unit: str, lines: Sequence[Line]
 
 
 def running_mean(values: Mapping[int, float]) -> Mapping[Any, float]:
-    """Return the centred running mean over a fortieth of the steps; a short line is unchanged."""
+    """Return the running mean of a curve over 1/40 of its steps; a short curve is unchanged."""
     if len(values) <= _FEW_STEPS:
         return values
     window = np.full(len(values) // 40, 1 / (len(values) // 40))

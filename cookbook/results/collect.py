@@ -72,7 +72,6 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         reasons.append(_EMULATED if is_low_precision_emulated else None)
         reasons.append(_BY_REFERENCE if by_reference else None)
     options = record.options
-    # Options on the sbatch command line can enable profiling too: only the traces show it.
     is_asked = bool(attempts) and options.get("profiling.enable_profiling") is True
     routing = None
     if record.name is not None or record.recipe is not None:
@@ -86,7 +85,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         steps=curve[-1].step if curve else None,
         tokens_per_second_per_gpu=throughput.median if throughput else None,
         tflops_per_gpu=median_of(step.tflops for step in measured),
-        # Ignore TorchTitan's MFU on a CPU, which is relative to the peak of an A100.
+        # On a CPU, ignore TorchTitan's MFU: it assumes the peak of an A100.
         mfu=None if record.device == "cpu" else median_of(step.mfu for step in measured),
         memory_gib=metrics.read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=curve[-1].loss if curve else None,

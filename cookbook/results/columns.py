@@ -71,7 +71,8 @@ class Column(NamedTuple):
     value: str | Callable[[Result], object]  # a path such as `throughput.num_steps`, or a function
     # A format string for the value, or a function that returns its text.
     template: str | Callable[[Any], str] = "{}"
-    baseline: str = ""  # if the baseline's row has this attribute, show `baseline`
+    # In the baseline's row, show the word "baseline" if the attribute with this name has a value.
+    baseline: str = ""
 
     def text(self, row: Result) -> str:
         """Return this column's text in `row`, or a dash if the value is unknown."""

@@ -53,10 +53,10 @@ def against_baseline(folders: Iterable[Result]) -> list[Result]:
 
 
 def merge_repeats(runs: Sequence[Result]) -> Result:
-    """Return one result for `runs`, which are all repeats of one cell, in order.
+    """Merge the results of a cell's repeats into one result.
 
-    Throughput covers the steps of all repeats; TFLOPs, MFU and final loss are medians; memory is
-    the peak; status is the first other than `finished`. Stalls, attempts and lost steps are summed.
+    Throughput is measured over the steps of all repeats. TFLOPs, MFU and final loss are medians;
+    memory is the maximum. The status is `finished` only if every repeat has finished.
     """
     first = runs[0]
     if len(runs) == 1:
@@ -131,7 +131,7 @@ def _loss_verdicts(cells: dict[str, Result]) -> dict[str, list[LossVerdict]]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rows of a comparison: each cell of the reference, then the cell compared with it."""
+    """A comparison of a run with a reference run, or with published numbers."""
 
     reference: str  # name of the reference run, or `published`
     tolerance: float  # allowed slowdown, in percent
@@ -157,7 +157,7 @@ def compare_runs(reference: RunResults, other: RunResults, tolerance: float) -> 
 
 
 def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
-    """Compare every cell that has a published number with that number."""
+    """Compare each cell's throughput with its published throughput, if there is one."""
     rows = []
     for cell in _rows_of(run):
         published = cell.published_tokens_per_second_per_gpu

@@ -33,7 +33,7 @@ from cookbook.results.run_differences import Conditions, configuration, environm
 from cookbook.run.run import Run
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
-# Report a cell that is slower than predicted by more than this share, a prediction's usual error.
+# The usual relative error of a predicted throughput. Report cells that fall short by more.
 _PREDICTION_MARGIN = 0.15
 # Limits for loss spikes; `_troubled_steps` explains them.
 _BEFORE, _SPIKE_PART, _SPIKE_SPREADS = 20, 0.1, 10
@@ -61,7 +61,7 @@ def partly_finished(results: RunResults) -> str | None:
 
 
 def headlines(results: RunResults) -> list[str]:
-    """Sum up the run in at most three sentences: fastest cell, cells not compared, losses."""
+    """Sum up the run in at most three sentences."""
     return [*_fastest(results), *_not_compared(results.cells), *_losses(results.cells)]
 
 
@@ -143,7 +143,7 @@ def _losses(cells: Sequence[Result]) -> Iterator[str]:
 
 
 def facts(results: RunResults) -> list[str]:
-    """Return the conditions of the run, and warnings."""
+    """Return lines of text that say how the run was set up."""
     run, cells = results.run, results.cells
     started = f", started {run.created}" if run.created else ""
     by = f" by {run.user}" if run.user else ""

@@ -23,9 +23,9 @@ class LoadSummary:
     busiest_over_mean: float  # ratio of the busiest expert's load to the mean in `layer`; 1 is even
     layer: int  # the layer in which this ratio (the median over the steps) is highest
     median_over_layers: float  # the median of the layers' ratios
-    starved_experts: int  # experts of all layers with less than a tenth of their layer's mean load
+    starved_experts: int  # number of experts with less than a tenth of their layer's mean load
     layers: int
-    is_forced: bool  # whether balance was forced, so that the load says nothing about the router
+    is_forced: bool  # whether balance was forced; the load then says nothing about the router
     steps: tuple[int, int]  # first and last training step of this summary
 
 
@@ -81,7 +81,7 @@ class Result:
     repeats: tuple[Self, ...] = ()  # if the cell was repeated, one result per folder
     asked: Mapping[str, str] = field(default_factory=dict)  # recipe, layout and options, as text
     seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs
-    curve: Sequence[StepMetrics] = ()  # logged steps of the loss rank, ascending
+    curve: Sequence[StepMetrics] = ()  # logged steps, ascending
     loads: Sequence[LoadStep] = ()  # logged router loads
     run: str = ""
     reference_tokens: float | None = None  # throughput of the reference cell
@@ -116,12 +116,12 @@ class RunResults:
 
     @property
     def unit(self) -> str:
-        """What throughput is counted per: `GPU`, or `rank` if every cell ran on a CPU."""
+        """The word after `tokens/s/`: `GPU`, or `rank` if every cell ran on a CPU."""
         return "rank" if {cell.device for cell in self.cells} == {"cpu"} else "GPU"
 
 
 def masks_differ(one: Result, other: Result) -> bool:
-    """Return whether both mean attended lengths are known, and too different for equal masks."""
+    """Return whether the cells' mean attended lengths differ too much for the same mask."""
     lengths = [cell.mean_attended_length for cell in (one, other) if cell.mean_attended_length]
     return len(lengths) == 2 and max(lengths) > SAME_MASK * min(lengths)
 

@@ -1,9 +1,8 @@
-"""Throughput, speed-ups and loss verdicts, each with a confidence interval.
+"""Throughput, and speed-ups and loss verdicts with confidence intervals.
 
-Neighbouring steps are correlated, so they are split into five batches of consecutive steps. The
-spread of the batches' statistics about the statistic of all steps gives the standard error
-(sectioning: Asmussen and Glynn, Stochastic Simulation, 2007, III.5). A loss verdict is a test of
-equivalence. The rules and their limits: docs/reference/statistics.md.
+Successive steps are correlated, so a run's steps are split into five batches of consecutive steps.
+The standard error of a statistic comes from its values in the five batches (sectioning: Asmussen
+and Glynn, Stochastic Simulation, 2007, III.5). docs/reference/statistics.md has the details.
 """
 
 import math
@@ -44,9 +43,10 @@ def batches(values: Sequence[float]) -> list[Sequence[float]]:
 
 
 def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) -> Spread:
-    """Return the standard error of `figure`, a statistic of `num` correlated values.
+    """Return the standard error of a statistic of `num` correlated values.
 
-    `parts`: this statistic of each of the `batches`. `alike`: the values' lag-1 autocorrelation.
+    `figure` is the statistic of all values, and `parts` has the statistic of each batch of values.
+    `alike` is the lag-1 autocorrelation of the values.
     """
 
     def variance_of_mean(num: float) -> float:
@@ -55,7 +55,7 @@ def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) 
         return (1 + 2 * (alike / (1 - alike) - ends)) / num
 
     found = spread_about(figure, parts)
-    # The factor by which batches underestimate the variance of an AR(1) series' mean.
+    # Successive batches are correlated too: correct for it as in an AR(1) series.
     of_all, of_batch = variance_of_mean(num), variance_of_mean(num / NUM_BATCHES)
     factor = max(1.0, of_all * (NUM_BATCHES - 1) / (of_batch - of_all))
     return Spread(found.error * math.sqrt(factor), found.freedom)
@@ -84,9 +84,9 @@ def pooled_spread(
 
 
 def correlation(deviations: Sequence[float]) -> float:
-    """Return the lag-1 autocorrelation of deviations from the mean, at least 0.
+    """Return the lag-1 autocorrelation of deviations from the mean, or 0 if it is negative.
 
-    The estimate r is corrected for its bias in short series, (1 + 3 r) / n (Kendall 1954).
+    The estimate is corrected for its bias in short series (Kendall 1954).
     """
     squares = sum(one * one for one in deviations)
     products = sum(one * other for one, other in pairwise(deviations))
@@ -113,9 +113,9 @@ class Throughput:
     upper_quartile: float
     mean: float  # all tokens over all seconds, so that stalls count
     num_steps: int  # number of measured steps
-    warm_up_steps: int  # number of warm-up steps, which are excluded
+    warm_up_steps: int  # number of warm-up steps, which are not measured
     stalls: tuple[int, ...]  # steps that took at least 1.5 times their run's median step time
-    stall_share: float  # share (0 to 1) of measured time that stalls took beyond a median step
+    stall_share: float  # share (0 to 1) of the measured time that was lost to stalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,8 @@ class SpeedUp:
     low: float | None  # `low`, `high` and `verdict` are None if there are too few steps
     high: float | None
     verdict: str | None  # `faster`, `slower`, or `inside the noise` if the interval contains 1
-    basis: str  # what was compared: `steps` (one run per cell) or `repeats` (of both)
-    num: int  # number of steps or repeats, of whichever cell has fewer
+    basis: str  # the values compared: `steps`, or `repeats` if both cells have several
+    num: int  # number of steps or repeats in the cell that has fewer
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
@@ -165,7 +165,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
     lower, _, upper = statistics.quantiles(several, n=4, method="inclusive")
     stalls, lost = list[int](), 0.0
     for run in runs:
-        # With one median for all runs, every step of a repeat on a slow node would be a stall.
+        # A run on a slow node is slow in every step, so use the run's own median.
         usual = statistics.median(run.values())
         stalled = {step: speed for step, speed in run.items() if speed * STALL <= usual}
         stalls += stalled
@@ -183,11 +183,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
 
 
 def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None:
-    """Return the ratio of the medians of two runs' speeds, with its interval.
-
-    The interval comes from five ratios, one per pair of `batches`. If both runs read the same
-    texts in each step, differences between texts cancel.
-    """
+    """Return the ratio of two runs' median speeds, with its confidence interval."""
     if not own or not reference:
         return None
     medians = statistics.median(own), statistics.median(reference)
@@ -198,8 +194,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             math.log(statistics.median(one) / statistics.median(other))
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
-        # Autocorrelation of the steps' speed ratios or, if steps do not pair up, of each run's
-        # speeds. Use only the signs of deviations from the medians, so that stalls do not dominate.
+        # Use only the signs of deviations from the medians, so that stalls do not dominate `alike`.
         usual = [[one / medians[0] for one in own], [one / medians[1] for one in reference]]
         if len(own) == len(reference):
             usual = [[one / other for one, other in zip(*usual, strict=True)]]
@@ -209,9 +204,9 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
 
 
 def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
-    """Return the speed-up over pairs of (own, reference) throughputs; None for fewer than two.
+    """Return the mean speed-up over pairs of throughputs, own and reference.
 
-    The runs of a pair are close in time and alternate in order, so the machine's drift cancels.
+    None for fewer than two pairs. The runs of a pair are close in time, so machine drift cancels.
     """
     ratios = [math.log(own / reference) for own, reference in pairs]
     if len(ratios) < 2:
@@ -251,7 +246,7 @@ Losses = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True)
 class LossVerdict:
-    """The difference of a cell's mean loss from its reference's, over a window of steps."""
+    """A comparison of two cells' mean losses over a window of steps."""
 
     window: str  # which steps: `whole` or `last tenth`
     verdict: str

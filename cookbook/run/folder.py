@@ -30,18 +30,18 @@ class Attempt:
     path: Path
     number: int
 
-    log = _Below("train.log")  # torchrun's output from all nodes, with only a few ranks' lines
-    # This attempt's script and request, kept here only if a later attempt has replaced them.
+    log = _Below("train.log")  # console output of torchrun, with the lines of only a few ranks
+    # This attempt's script and record, copied here only if the next attempt's differ.
     script, record = _Below("train.sh"), _Below("cell.yaml")
     # Versions, GPUs, nodes and active features, reported by the training process.
     environment = _Below("environment.json")
-    metrics = _Below("metrics.jsonl")  # one JSON object per logged step, from the loss rank
+    metrics = _Below("metrics.jsonl")  # one JSON object per logged step
     router_load = _Below("router_load.jsonl")  # tokens per layer and expert at logged steps
-    resumption = _Below("resume.json")  # where the attempt resumed (`run.status`)
+    resumption = _Below("resume.json")  # where the attempt resumed
     preflight = _Below("preflight.json")  # findings of the node checks
     stop = _Below("stop")  # request to save and exit; the ranks poll for it
-    stopped = _Below("stopped")  # the ranks' answer: job id and saved step
-    end = _Below("end.json")  # how the attempt ended (`run.status`)
+    stopped = _Below("stopped")  # the ranks' reply to `stop`: job id and saved step
+    end = _Below("end.json")  # how the attempt ended
     stacks = _Below("stacks")  # stack traces of hung ranks, one file per rank
     traces = _Below("profile_traces")  # TorchTitan's profiler: one folder per traced step
 
@@ -149,7 +149,6 @@ class _Inert:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        # Some classes pickle a tuple instead of a dictionary. Nothing here needs their content.
         self.__dict__.update(state if isinstance(state, dict) else {})
 
 

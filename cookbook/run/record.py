@@ -1,4 +1,4 @@
-"""Read and write a cell's record, `cell.yaml`: the newest request for the cell."""
+"""Read and write a cell's record, `cell.yaml`: what was last requested for the cell."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ class CellRecord:
     published_tokens_per_second_per_gpu: Number | None = None
     published_source: Text | None = None
     baseline: Text | None = None  # the cell that speed-ups are relative to
-    prediction: Text | None = None  # the sweep's text: expected speed, and what a deviation means
+    prediction: Text | None = None  # the speed that the sweep expects, in words
     repeat_of: Text | None = None  # the cell that this one repeats; `repeat` is then 2 or more
     repeat: Count = 1
     max_restarts: Natural = 3  # maximum number of restarts of the cell within one job
@@ -113,7 +113,7 @@ def earlier_record(folder: CellFolder) -> CellRecord | None:
 
 
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
-    """Write the next attempt's record and script; keep old ones in the last attempt's folder."""
+    """Write the cell's record and script; copy replaced ones to the previous attempt's folder."""
     first, attempts = earlier_record(folder), folder.attempts()
     record = asked
     if first and attempts and first.cluster == asked.cluster:

@@ -89,8 +89,8 @@ def write_run(folder: Path, asked: RunRecord) -> None:
 
 
 def publish_run(building: Path, name: str, asked: RunRecord) -> Run:
-    """Record and lock the run in `building`; rename it to `name`, or to `name-2`, ... if taken."""
-    # Lock before the run is visible: while it is locked, cells without a job count as queued.
+    """Publish the folder `building` as the run `name`, or as `name-2`, ... if that is taken."""
+    # Without the lock, cells that are not yet submitted would be shown as failed.
     take_submit_lock(building)
     folder, number = building.with_name(name), 1
     while True:
@@ -120,8 +120,7 @@ def read_run(folder: Path) -> Run:
             "cells are found by their folders"
         )
         raise InputError(error.place, error.found, remedy) from None
-    # Scripts with CELL_DIR=runs/mine/... share a run and may start in the same second. Updating the
-    # record's list of cells would be a race, so their cells are found by their folders.
+    # The record does not list the cells of scripts that were started with CELL_DIR=runs/mine/...
     found = sorted(path.parent.name for path in folder.glob("[!.]*/cell.yaml"))
     names = [*record.cells, *(name for name in found if name not in record.cells)]
     record = replace(record, run=folder.name)  # the folder may have been renamed
@@ -176,8 +175,7 @@ def commit() -> str | None:
     return None
 
 
-# A submitter holds this lock from reading the cells until it has recorded their jobs. The kernel
-# releases it when the process dies, so no cell waits for a dead submitter.
+# A submitter locks this file while it works. If it dies, the kernel releases the lock.
 _LOCK = "submit.lock"
 _held: list[int] = []  # file descriptors of the locks that this process holds
 

@@ -31,7 +31,7 @@ _PASSING = re.compile(
 )
 # squeue truncates fields without a width. The command comes last, since it may have line breaks.
 _FIELDS = "JobID:64|,State:64|,Reason:64|,RestartCnt:64|,Command:4096|"
-# Seconds that a user waits for Slurm. If the controller is down, squeue would retry for 9 s.
+# Timeout in seconds for Slurm's answer while a user waits.
 PATIENCE_S = 2.5
 _COMMAND_S = 60.0
 
@@ -123,10 +123,9 @@ def kill_steps(job_id: str, name: str) -> int:
 
 
 def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str, JobInfo]:
-    """Return each job's information from the controller, or from accounting for older jobs.
+    """Return what Slurm knows about each job, by job id; unknown jobs are left out.
 
-    The controller forgets a finished job after MinJobAge, and accounting may be off, so a job may
-    be missing from both. Raises JobError if Slurm does not answer within `patience` seconds.
+    Raises JobError if Slurm does not answer within `patience` seconds.
     """
     wanted = set(job_ids)
     if not wanted:
@@ -149,7 +148,7 @@ def own_jobs() -> list[JobInfo]:
 
 def _squeue(of: str, patience: float) -> list[JobInfo]:
     answer = _run(["squeue", "--states=all", "--noheader", of, f"--Format={_FIELDS}"], patience)
-    # squeue fails if the only id asked for is forgotten, but skips a forgotten id among several.
+    # squeue fails if it is asked about a single job and no longer knows that job.
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise JobError(f"squeue: {answer.stderr.strip() or 'no answer'}")
     infos = []
@@ -240,7 +239,6 @@ def _run(
 def _rows(
     answer: subprocess.CompletedProcess[str], columns: int, separator: str | None = None
 ) -> list[list[str]]:
-    """Split each line; return those with `columns` fields, or none if the command failed."""
     lines = [] if answer.returncode else answer.stdout.splitlines()
     rows = [line.strip().split(separator, columns - 1) for line in lines]
     return [row for row in rows if len(row) == columns]
@@ -262,7 +260,6 @@ T = TypeVar("T")
 # Slurm may not answer for minutes while its controller restarts or is busy.
 _BUSY_S = 600.0
 _PAUSE_S = 5.0
-# Each task prints this line first. The Slurm step's time limit counts from the first such line.
 _STARTED = "cookbook: task started"
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
 _GRACE_S = 3.0  # seconds that srun gets to end its tasks after SIGTERM
@@ -277,7 +274,7 @@ class StepEnd:
 
 
 def retry_while_busy(ask: Callable[[float], T]) -> T:
-    """Call `ask` with the seconds left; while Slurm is busy, retry for up to ten minutes."""
+    """Call `ask` until Slurm answers, for up to ten minutes; pass it the seconds that remain."""
     deadline, is_logged = time.monotonic() + _BUSY_S, False
     while True:
         try:
@@ -299,7 +296,7 @@ def run_step(
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
-    """Run `module QUESTION` on `nodes`; stop it `limit_s` seconds after the first task starts."""
+    """Run a Python module on each of `nodes`, for at most `limit_s` seconds."""
     venv = os.environ.get("VENV")
     python = f"{venv}/bin/python" if venv else sys.executable
     cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE") or "1"

@@ -38,13 +38,13 @@ def process_job(pid: int) -> Job:
 
 
 def is_alive(job: Job) -> bool:
-    """Return whether the job's process still runs here, with the same boot and start time."""
+    """Return whether the job's process still runs on this machine."""
     now = process_job(int(job.job_id))
     return now.started is not None and (now.boot, now.started) == (job.boot, job.started)
 
 
 def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
-    """Return the run's processes that this user owns, and the cell of each (None: a supervisor)."""
+    """Return this user's processes of the run and each one's cell; a supervisor's cell is None."""
     mark, found = str(folder.resolve()), dict[psutil.Process, Path | None]()
     for process in psutil.process_iter(["environ"]):
         variables = process.info["environ"] or {}
@@ -109,7 +109,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
         infos = slurm.job_infos(asked, patience)
     except JobError as error:
         silence = str(error)
-    # Read again to see a state that a job wrote just before Slurm saw its end.
+    # Read again: a job may write its last state just before Slurm reports its end.
     after = {cell: _read(cell)[0] for cell in run.cells}
     jobs = {cell: state.job_id or before[cell].job_id for cell, state in after.items()}
     num_cells = Counter(jobs.values())
@@ -159,7 +159,7 @@ def _settle_end(
     """Return the job's state from Slurm or `cell.end`, whichever is newer; save it if final."""
     with contextlib.suppress(InputError):
         kept = read_json_as(slurm.JobInfo, cell.end)
-        # If `written` counts more restarts than `kept`, Slurm requeued the job after that end.
+        # If `written` counts more restarts, Slurm has requeued the job since `kept` was saved.
         is_newest = kept.job_id == job and kept.restarts >= written.restarts
         # Compare states, not reasons: accounting and slurmctld phrase the same reason differently.
         is_same = info is None or (info.state == kept.state and info.restarts <= kept.restarts)
@@ -182,7 +182,7 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
     if info.state in slurm.HALTED:
         return status.RUNNING, f"suspended (Slurm: {info.state}): its processes are stopped"
     if info.state in slurm.ACTIVE:
-        # The job counts as ended only once Slurm has noticed: until then Slurm may requeue it.
+        # Until Slurm itself says that the job has ended, it may still requeue the job.
         return status.RUNNING, COMPLETING if said.state in status.ENDED else None
     if info.state == "CANCELLED":
         return status.CANCELLED, None
@@ -229,7 +229,7 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
             return replace(state, reason=words, is_known=False)
         if not is_alive(job):
             left = list(run_processes(run.folder).values())
-            state, _ = _read(cell)  # the job may have recorded its end in between
+            state, _ = _read(cell)  # the job may have recorded its end since the first read
             if state.state in status.OPEN and None not in left:
                 if num_training := left.count(cell.path.resolve()):
                     words = (

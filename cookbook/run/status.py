@@ -91,7 +91,7 @@ class Job:
     """The job of a cell: a Slurm job id, or a process on this or another machine."""
 
     job_id: Annotated[str, StringConstraints(pattern=r"^[0-9]+$")]
-    # Set only for a process: its id alone does not identify it, since ids are reused.
+    # These identify a process, since its id may be reused; they are None for a Slurm job.
     host: str | None = None
     boot: str | None = None
     started: str | None = None  # the process's start time, in clock ticks since the machine's boot
@@ -108,7 +108,7 @@ def write_status(cell: CellFolder, status: Status) -> None:
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        # A full disk cannot hold a new file, but the old one owns a disk block to overwrite.
+        # The disk is full: overwrite the old file in place, which needs no new disk block.
         with cell.status.open("r+b", buffering=0) as file:
             file.write(json.dumps(asdict(status)).encode())
             file.truncate()
@@ -156,8 +156,8 @@ class AttemptEnd:
     started: float | None = None
     seen: float | None = None  # when the failure was first noticed
     ended: float | None = None
-    job_id: str | None = None  # a requeued job keeps its id
-    first_step: int | None = None  # first step in the attempt's log
+    job_id: str | None = None
+    first_step: int | None = None
     last_step: int | None = None
     last_good_step: int | None = None  # last step with finite loss and gradient
     decision: str | None = None  # what the supervisor did next, and why
