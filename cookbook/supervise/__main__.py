@@ -93,7 +93,7 @@ def validate(start: Start) -> Cell:
 
 
 def _as_rendered(overlay: Overlay, options: Options) -> Overlay:
-    """Return `overlay` with `expect` as in the script: the overlay's file may be newer."""
+    """Replace the values in `expect` with the script's: the overlay's file may have changed."""
     expect = {name: options.settings.get(name, setting) for name, setting in overlay.expect.items()}
     return replace(overlay, expect=expect)
 

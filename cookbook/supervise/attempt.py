@@ -39,14 +39,12 @@ class Timeouts:
     """How long an attempt may go without a step before it counts as hung.
 
     Attributes:
-        steps: while training, wait for this many usual step times, plus n - 1 step times if only
-            every n-th step is logged. During a checkpoint save, wait for this many step times plus
-            this many times the duration of the longest earlier save.
+        steps: a step may take this many times as long as usual, and a checkpoint save this many
+            times as long as the longest earlier save.
         more_s: seconds to wait in addition, since a short file-system pause is not a hang.
-        start_s: seconds to wait for a new log line before the first steps, since a large model
-            compiles for many minutes.
+        start_s: seconds to wait for a new log line during startup, which includes compilation.
         save_s: seconds to wait for the first checkpoint save, and for the exit after the last step.
-        least_save_s: minimum seconds to wait for any save, however fast the earlier ones were.
+        least_save_s: minimum seconds to wait for any checkpoint save.
     """
 
     steps: float = 5.0
@@ -57,7 +55,7 @@ class Timeouts:
 
     def adjusted(self, record: CellRecord) -> Timeouts:
         pauses = any(record.options.get(name) for name in _PAUSES)
-        # An async save logs only the time to copy, but the next save also waits for the writing.
+        # The logged duration of an async save is too short: it excludes writing the files.
         is_async = record.options.get("checkpoint.async_mode", "disabled") != "disabled"
         return replace(
             self,
@@ -84,7 +82,7 @@ class StepClock:
         self._step: StepMetrics | None = None
         self._phase: Phase | None = None
         self._looked_at: float | None = None
-        self._num_looks, self.silent = 0, 0.0  # `look` calls with a new step; seconds of silence
+        self._num_looks, self.silent = 0, 0.0
 
     def look(self, tail: Tail, lines: Sequence[bytes], now: float) -> None:
         """Update the seconds of silence; call this after each `tail.read()`, with its `lines`."""
@@ -95,8 +93,8 @@ class StepClock:
         step, before = tail.step, self._step
         is_new_step = step is not None and (before is None or step.step > before.step)
         self._num_looks += is_new_step
-        # Trust the step time only once several calls have seen a new step: one call may see several
-        # fast steps at once, and a later step may still be slow because it compiles.
+        # The first steps may all be fast, and a later one slow because it compiles. So trust the
+        # step time only after several calls of this method have seen a new step.
         if self._num_looks > 3 and (usual := step_seconds(tail.recent)) is not None:
             self.usual = usual
         is_new_line = bool(lines) and (before is None or self.usual is None)
@@ -114,7 +112,7 @@ class StepClock:
             return timeouts.start_s
         limit = timeouts.steps * usual + timeouts.more_s
         if phase is Phase.SAVING_CHECKPOINT:
-            # Searching the log for earlier saves is slow, so first wait until a step is overdue.
+            # `_longest_save` is slow, as it reads whole logs: call it only if a step is overdue.
             if self.silent <= limit:
                 return limit
             longest = self._longest_save()
@@ -169,7 +167,7 @@ class RunningAttempt:
         self.process = subprocess.Popen(command, env=variables, start_new_session=True)
 
     def send(self, number: int) -> None:
-        """Signal the script's processes; from then on, `wait` only waits for the script to exit."""
+        """Signal the script's processes; afterwards, `wait` no longer looks for hangs."""
         self._is_stopped = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
@@ -182,10 +180,7 @@ class RunningAttempt:
             self._late_at = time.monotonic() + within_s
 
     def wait(self) -> AttemptEnd:
-        """Watch the script until it exits, and end it if it makes no progress.
-
-        If the script misses the time limit of `ask_to_stop`, return TOO_LATE while it still runs.
-        """
+        """Wait until the script exits; end it if it hangs, loses a rank or gets a NaN loss."""
         seen: float | None = None
         cause, reason = None, None
         while self.process.poll() is None:

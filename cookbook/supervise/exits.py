@@ -37,9 +37,10 @@ class Action(enum.Enum):
 class Rule:
     """What to do after an attempt that ended for a certain cause.
 
-    `remedy` is the user's fix before the run can continue, None if there is nothing to fix.
-    `is_counted`: whether such an end counts towards the recipe's max_restarts.
-    `most_idle`: how many attempts in a row may make no progress; after one more, stop.
+    Attributes:
+        remedy: what the user should do before continuing the run; None if nothing.
+        is_counted: whether the attempt counts towards the recipe's max_restarts.
+        most_idle: stop if more than this many failures in a row made no progress.
     """
 
     action: Action
@@ -50,7 +51,6 @@ class Rule:
 
 RULES = {
     Cause.FINISHED: Rule(Action.STOP, is_counted=False),
-    # Cancelled by the user, or ended by Slurm. If Slurm requeues the job, Slurm starts it again.
     Cause.STOPPED: Rule(Action.STOP, is_counted=False),
     Cause.SAVED: Rule(Action.REQUEUE, is_counted=False),
     Cause.LOST_NODE: Rule(Action.REQUEUE),
@@ -102,12 +102,11 @@ def decide(
         ends: how the job's attempts ended, in order; at least one.
         most: how many restarts the recipe allows.
         lost_nodes: nodes of the allocation that Slurm can no longer use.
-        is_time_over: Slurm asked the job to stop before its time limit or a preemption.
+        is_time_over: whether Slurm has warned that it will soon end the job.
     """
     cause, rule = ends[-1].cause, RULES[ends[-1].cause]
     if cause is Cause.SAVED:
         return Decision(rule.action, "requeued, to go on from there")
-    # `idle`: the number of consecutive failures, up to now, that got no further than earlier ones.
     failures = furthest = idle = 0
     for end in ends:
         step = end.last_step or 0
@@ -141,7 +140,7 @@ _FULL_DISK_BYTES = 8 << 20
 def classify_exit(
     cell: CellFolder, attempt: Attempt, record: CellRecord, started: float, code: int | None
 ) -> AttemptEnd:
-    """Return an attempt's end, with its cause taken from its exit code and logs."""
+    """Return how and why an attempt ended."""
     end = _with_steps(_end(attempt, Cause.FINISHED, None, code, started), attempt, record)
     if (step := _read_stopped(attempt)[1]).isdecimal():
         reason = f"asked to stop, it saved step {step} and ended"
@@ -157,7 +156,7 @@ def classify_exit(
 
 
 def refused_end(attempt: Attempt, reason: str) -> AttemptEnd:
-    """Return the end of an attempt that was refused before its script was started."""
+    """Return an AttemptEnd for an attempt whose script was never started."""
     cause = cause_of(reason)
     if cause not in (Cause.MISSING_FILE, Cause.BAD_NODES, Cause.DISK_FULL):
         cause = Cause.WRONG_OPTION
@@ -174,7 +173,6 @@ def _end(
 
 
 def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
-    """Add the attempt's first, last and last good step to `end`; good: finite loss and gradient."""
     first = last = good = None
     for metrics in read_steps(attempt, record):
         first = first or metrics.step
@@ -199,7 +197,10 @@ def restarts() -> int:
 
 
 def restarts_after_failure(cell: CellFolder) -> int:
-    """Return how many times Slurm requeued this job, except after it saved when asked to stop."""
+    """Return how many times Slurm has requeued this job after a failure.
+
+    This excludes requeues after the job was asked to stop and saved a checkpoint.
+    """
     job_id = os.environ.get("SLURM_JOB_ID")
     saved = [one for one in cell.attempts() if job_id and _read_stopped(one)[0] == job_id]
     return restarts() - len(saved)
@@ -238,10 +239,10 @@ _TAIL_BYTES = 1 << 16
 
 
 def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -> tuple[str, str]:
-    """Return the state and the reason for a job that received this signal.
+    """Return the state and the reason to record when a signal ends this job.
 
     Args:
-        started: seconds since the epoch; older log lines belong to attempts before a requeue.
+        started: ignore log lines from before this time (seconds since the epoch).
         log: the batch step's standard error, by default that of this process.
     """
     text = ""
@@ -258,7 +259,7 @@ def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -
 
 
 def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
-    """Return the end of an attempt that this signal stopped, and the new state of its cell."""
+    """Return `end` with the reason why the job was stopped, and the cell's new state."""
     state, reason = stop_reason(signal_name, end.started)
     if end.cause is Cause.SAVED and state == QUEUED:
         return end, state
@@ -267,7 +268,7 @@ def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
 
 
 def note_killed_attempt(cell: CellFolder, record: CellRecord) -> None:
-    """Write the newest attempt's end if its supervisor was killed before writing it."""
+    """Record the end of the newest attempt if its supervisor was killed before it could."""
     attempts, now = cell.attempts(), status.read_status(cell)
     if not attempts or attempts[-1].end.exists():
         return

@@ -23,7 +23,7 @@ from cookbook.run.slurm import node_addresses, run_step
 
 _COLLECTIVES = "cookbook.titan.common.collectives"
 _MEASURED, _ENDED = "cookbook-link", "cookbook-links"
-# Seconds per test; a cold import of torch and NCCL's start on hundreds of ranks are slow.
+# Seconds allowed per test, including the import of torch and the start of NCCL.
 _LIMIT_S = 60.0
 _COLLECTIVE_S = 30.0
 # Message sizes: large on GPUs, so that bandwidth dominates latency; small on CPUs, as gloo is slow.
@@ -57,11 +57,11 @@ Team = tuple[str, ...]
 
 @dataclass
 class Outcome:
-    """A test's result: each collective's lowest GB/s, and the fault of each team that failed."""
+    """The result of network tests that ran at the same time, each in its own team of nodes."""
 
-    slowest: dict[str, float] = field(default_factory=dict)
+    slowest: dict[str, float] = field(default_factory=dict)  # lowest GB/s of each collective
     faults: dict[Team, str] = field(default_factory=dict)
-    is_broken: bool = False  # whether the ranks of a team could not communicate
+    is_broken: bool = False  # whether a test ended in an error, not just with a low bandwidth
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
     if len(nodes) % 2:
         teams[-1] += (nodes[-1],)
     if len(teams) == 1:
-        # Three nodes form one team, so no node is known to be good: test each node alone first.
+        # A test of all three nodes cannot tell which one is bad, so test each node alone.
         teams = [(node,) for node in nodes]
     faults = _test(teams, groups).faults
     good = [team for team in teams if team not in faults]
@@ -123,7 +123,7 @@ def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
     plan = {
         "device": groups.device,
         "num_bytes": _NUM_BYTES[groups.device],
-        # One team may have an extra node: use the smallest team's rank groups, which all have.
+        # All teams use the same rank groups, so these must fit into the smallest team.
         "groups": groups.groups(world),
         "timeout_s": _COLLECTIVE_S,
     }
@@ -144,8 +144,8 @@ def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
             measured.append(json.loads(text))
 
     def is_enough() -> bool:
-        # Once a node fails, its team's other nodes would only time out. A closed connection may be
-        # reported before the error that closed it, so keep waiting after such a report.
+        # Stop waiting for a team when one of its nodes reports an error of its own. A closed
+        # connection is not such an error: it follows from the failure of another node.
         return all(
             any(ended.get(n) and not is_consequence(ended[n]) for n in team)
             or all(n in ended for n in team)
@@ -173,14 +173,11 @@ def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
 
 def run_ranks(
     teams: Sequence[Sequence[str]],
-    addresses: Sequence[str],
+    addresses: Sequence[str],  # MASTER_ADDR for each team
     ranks_per_node: int,
     plan: dict[str, Any],
 ) -> None:
-    """Run this node's ranks, and print the first error among them.
-
-    `addresses` has the address of each team's first node, which runs the team's rank 0.
-    """
+    """Run this node's ranks, and print the first error among them."""
     node = os.environ["SLURMD_NODENAME"]
     number, team = next((index, team) for index, team in enumerate(teams) if node in team)
     command = [sys.executable, "-m", _COLLECTIVES, json.dumps(plan)]

@@ -135,7 +135,7 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
 
 
 def ask_nodes(job: JobNodes) -> None:
-    """Collect reports from the nodes without a known fault; exclude faulty or differing nodes."""
+    """Ask each node for a report; exclude nodes that are faulty or do not answer."""
     asked, reports, ahead = job.healthy, dict[str, Report](), dict[str, float]()
     if not asked:
         return
@@ -158,7 +158,7 @@ def ask_nodes(job: JobNodes) -> None:
     }
     module, text = "cookbook.supervise.node_report", json.dumps(question)
     left, waiting, silent = REPORT_S, list(asked), dict[str, str]()
-    # If a node cannot start its task, Slurm also ends the tasks of slower nodes: ask those again.
+    # If one node cannot start its task, Slurm ends all unfinished tasks: run those again.
     for _ in range(2):
         if not waiting or left < 1:
             break
@@ -238,7 +238,7 @@ def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
 
 
 def check_network(job: JobNodes) -> bool:
-    """Test the network among the nodes to train on; return False if bad nodes were excluded."""
+    """Test the network and exclude bad nodes; return False if there were any."""
     record, cluster = job.record, job.cluster
     # Skip the test if training uses a container: torch is only in its image, which starts slowly.
     if cluster.bandwidth is None or cluster.container or record.world < 2:
@@ -258,11 +258,11 @@ def check_network(job: JobNodes) -> bool:
 
 
 def decide(job: JobNodes) -> None:
-    """Return if enough nodes are healthy; else raise an error to requeue or stop the job.
+    """Check that the job has enough healthy nodes.
 
     Raises:
-        RequeueNeededError: the job can start without its bad nodes, now or later.
-        JobError: the job must not wait for healthy nodes, or was restarted too often.
+        RequeueNeededError: it has too few, but will get enough once requeued, now or later.
+        JobError: it has too few, and must not wait or was restarted too often.
     """
     missing = job.record.nodes - len(job.healthy)
     if missing <= 0:
@@ -273,7 +273,7 @@ def decide(job: JobNodes) -> None:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
         raise JobError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
-    # Keep only nodes that the user or the profile excludes: others may be healthy at the restart.
+    # Keep the exclusions by the user and the profile. Those by earlier checks may have expired.
     of_list = set(job.listed())
     for attempt in job.cell.attempts():
         of_list.update(read_json(attempt.preflight).get("for_slurm", ()))

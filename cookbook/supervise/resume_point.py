@@ -31,7 +31,7 @@ class Found:
 
 
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
-    """Find the checkpoint that TorchTitan should load, and damaged newer ones; move no files."""
+    """Find the checkpoint to load and the damaged checkpoints that are newer."""
     options = _options_of(record)
     wanted, place = options[_LOAD_STEP], folder.path / str(options["checkpoint.folder"])
     if not options["checkpoint.enable"]:
@@ -39,7 +39,6 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
     saved = [one for one in saved_steps(place) if wanted in (-1, one[0])]
     damaged: list[Checkpoint] = []
     end = read_attempt_end(folder.attempts()[-1]) if folder.attempts() else None
-    # The last finite step of the newest attempt, if its loss became NaN.
     good = (end.last_good_step or 0) if end and end.cause is Cause.NAN_LOSS else None
     for step, path in saved:
         checkpoint = read_checkpoint(step, path)
@@ -102,7 +101,8 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
     options = _options_of(record)
     saved, steps = folder.path / str(options["checkpoint.folder"]), options["training.steps"]
     attempt.path.mkdir(parents=True, exist_ok=True)
-    # Not in the checkpoint folder: there, TorchTitan takes any name with `step-N` as a checkpoint.
+    # A damaged checkpoint cannot stay here under another name: TorchTitan loads any folder whose
+    # name contains `step-N`.
     aside, passed = saved.with_name(f"{saved.name}-damaged"), []
     for one in found.damaged:
         aside.mkdir(parents=True, exist_ok=True)

@@ -161,7 +161,7 @@ class Supervisor:
             if decision.action is Action.REQUEUE:
                 return 0
             if end.cause is Cause.TOO_LATE:
-                # The attempt still runs, and may save a checkpoint before the time limit.
+                # The attempt is still running: keep waiting for it.
                 continue
             ends.append(end)
             if decision.action is Action.STOP:
@@ -173,10 +173,7 @@ class Supervisor:
     def _attempt(
         self, cell: CellFolder, record: CellRecord, ends: Sequence[AttemptEnd]
     ) -> tuple[AttemptEnd, Decision | None]:
-        """Run the next attempt, or wait for one that still runs; return how it ended.
-
-        If preflight requeues the job before the script starts, also return its decision.
-        """
+        """Run the next attempt, or wait for the one still running; return how it ended."""
         if self.running is None:
             attempt = cell.next_attempt()
             now = Status(RUNNING, attempt.number, started=time.time(), restarts=exits.restarts())
@@ -236,7 +233,6 @@ class Supervisor:
         return environment
 
     def _write(self, cell: CellFolder, end: AttemptEnd, state: str, reason: str | None) -> None:
-        """Write an attempt's end, and the cell's state after it."""
         if not cell.record.exists():
             # The cell was deleted. Training may have recreated its folder, but not its record.
             raise FileNotFoundError(errno.ENOENT, "its folder was deleted", str(cell.path))
@@ -269,8 +265,8 @@ class Supervisor:
             return Decision(Action.STOP, f"stopped; to go on: {GO_ON}")
         before = status.read_status(cell)
         self._write(cell, replace(end, decision=wanted.words), QUEUED, wanted.words)
-        # Slurm signals this job between the two commands of `requeue`, so block signals for both.
-        # Check for an earlier signal once they are blocked: a requeue would revive a cancelled job.
+        # Slurm signals this job in the middle of `requeue`, so block signals until that is done.
+        # If a signal has already arrived, the job may have been cancelled: do not requeue it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             if not self.signal_number:
