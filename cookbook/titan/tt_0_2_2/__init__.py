@@ -8,13 +8,14 @@ and add one line below. Nothing in site-packages is edited; other TorchTitan ver
 
 TorchTitan has no extension point for the following. Each is patched in one file:
 
-- names that a family's `parallelize_fn` and its `apply_moe_ep_tp` look up: `parallelize.py`, only
-  while these functions run
-- the converters called `quantize.*.mx`: `mxfp8.py`, when a job starts that trains one of `families`
-- functions that TorchAO's emulation calls: `mxfp8.py`, if the job uses them
+- functions and classes that TorchTitan's `parallelize_fn` and `apply_moe_ep_tp` use:
+  `parallelize.py`, only while these two run
+- the converters `quantize.*.mx`: `mxfp8.py`, in jobs that train one of `families`
+- functions that TorchAO calls to emulate MXFP8: `mxfp8.py`, in jobs that emulate it
 - the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
-- when to save, whether to continue training, and the error messages of saves: `checkpoint.py`
-- gradient clipping, to record the norm: `loss_and_optimizer.py`, if the job allows skipped steps
+- when to save, when to stop training, and the errors of saves and loads: `checkpoint.py`
+- gradient clipping, to record the norm: `loss_and_optimizer.py`, in jobs that may skip steps
+- which rank logs the metrics: `metrics.py`
 - the exit of the process: `common/process.py`
 """
 
@@ -57,8 +58,7 @@ def register() -> None:
             parallelize_fn=parallelize,
             # Divides a pipeline's gradients by the number of tokens.
             build_loss_fn=build_loss,
-            # Reports the active options after the first step; stops a job if they are not those
-            # that its overlays declare; writes metrics and router load at each logged step.
+            # Checks the active options after the first step, and writes metrics and router load.
             build_metrics_processor_fn=CookbookMetrics,
             # Updates the routing bias, which TorchTitan never does for Qwen3; can skip steps whose
             # gradients are not finite.
@@ -69,7 +69,6 @@ def register() -> None:
             state_dict_adapter=without_missing_bias(released.state_dict_adapter),
             # Trains on the user's own text files, if the job names some.
             build_dataloader_fn=build_dataloader,
-            # Validates on the same batches each time. TorchTitan gives DeepSeek-V3 no validator.
             build_validator_fn=RepeatableValidator,
         )
         try:

@@ -1,8 +1,7 @@
-"""The active options: observed per rank, merged over ranks, compared with what overlays declare.
+"""Which options are active: observed on each rank, merged, and checked against the overlays.
 
-The quantization of GEMMs is read from the model's weights and layers: TorchAO's scaling type of the
-routed experts (`mxfp8`, ...), the kind of linear layer (`mx`, `float8`), or `bf16`. Other options
-add their names to this module's sets when their code runs.
+`observe_model` inspects the model to find how its GEMMs are quantized. The code of some other
+options adds a name to one of the sets below when it runs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,7 +36,7 @@ KINDS = {"precision": "precision", "ep_backend": "EP backend"}
 
 @dataclass(frozen=True)
 class RankActivity:
-    """One rank's observations in its first step."""
+    """What one rank observed about the active options in its first step."""
 
     stage: int  # the rank's pipeline stage
     found: dict[str, frozenset[str]]  # aspect, such as `dispatch` -> observed values
@@ -82,16 +81,15 @@ def observe_dispatch() -> frozenset[str]:
 
 
 def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
-    """Merge the ranks' observations; differing values are joined as `a and b`.
+    """Merge the ranks' observations, joining different values, as in `bf16 and mxfp8`.
 
-    An aspect that no rank observed is None; `mean_attended_length` is in tokens.
+    A value that no rank observed is None.
     """
     found = {
         name: set[str]().union(*(view.found[name] for view in views)) for name in views[0].found
     }
-    # `filter_fqns` may exclude all linear layers of a pipeline stage, whose ranks report `bf16`.
-    # Leave this `bf16` out if another stage quantizes. But keep it if ranks of one stage disagree:
-    # they have the same layers, so one of them is wrong.
+    # A pipeline stage may have no linear layer to quantize: ignore its `bf16` if another stage
+    # quantizes. If ranks of the same stage differ, keep `bf16`, so that `check` finds the fault.
     by_stage = {(view.stage, view.found["linear_layers"]) for view in views}
     if len(by_stage) == len({view.stage for view in views}):
         found["linear_layers"] = found["linear_layers"] - {"bf16"} or {"bf16"}

@@ -6,8 +6,8 @@
   loop already waits for an all-reduce in each step, so this adds no wait.
 - A checkpoint holds plain tensors, so an MXFP8 run can be resumed, even in another precision.
   TorchTitan 0.2.2 saves TorchAO's wrapper, which PyTorch refuses to load with `weights_only`.
-- DCP's `CheckpointException` is a `BaseException`, for which torchrun's `@record` writes no
-  `error.json`, and the first line of its message names no cause. We re-raise it as an `Exception`.
+- If DCP fails, it raises a `BaseException`, for which torchrun's `@record` writes no `error.json`.
+  An `Exception` is raised in its place, with the root cause in the message.
 - TorchTitan requires a routing bias in DeepSeek's published weights. Models whose router uses
   softmax (DeepSeek-V2-Lite) have none; for them, the bias keeps its initial value, zero. If only
   some layers lack the bias, or if a router with a sigmoid (DeepSeek-V3) lacks it, the checkpoint is
@@ -69,8 +69,7 @@ class CheckpointPolicy:
             logger.info(f"{reason}; the run ends at a checkpoint of step {curr_step}")
         if self.should_save(curr_step, last_step):
             self.saved_at = time.monotonic()
-        # On an early stop, leave `last_step` False. With True, TorchTitan may omit the optimizer;
-        # its ranks also wait for each other over NCCL, which can time out during a large save.
+        # On an early stop `last_step` stays False: with True, TorchTitan may omit the optimizer.
         self._save(curr_step, last_step=last_step)
         if last_step:
             # TorchTitan does not purge old checkpoints after the last step, and so keeps too many.
@@ -160,7 +159,7 @@ class CheckpointFailedError(RuntimeError):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the root cause of the error on the failed rank with the lowest number."""
+    """Return the error's root cause; if several ranks failed, that of the lowest rank."""
     if isinstance(error, CheckpointException) and error.failures:
         first, _ = error.failures[min(error.failures)]
         return root_cause(first)
@@ -168,7 +167,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def name_checkpoint_causes() -> None:
-    """Make saving and loading raise CheckpointFailedError, whose message names the root cause."""
+    """Make a failed save or load raise CheckpointFailedError, whose message has the root cause."""
 
     @contextmanager
     def naming_the_cause(name: str) -> Iterator[None]:
@@ -185,7 +184,7 @@ def name_checkpoint_causes() -> None:
 
 
 def without_missing_bias(adapter: Any) -> Any:
-    """Return a subclass of `adapter` that loads softmax routers whose routing bias is missing."""
+    """Return a subclass of `adapter` that accepts softmax models' weights without routing bias."""
 
     class Adapter(adapter):
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +192,7 @@ def without_missing_bias(adapter: Any) -> Any:
             return self._asked
 
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-            # TorchTitan then loads the keys that `to_hf` returned: delete those of missing biases.
+            # TorchTitan loads every key in `_asked`: delete the biases if the checkpoint has none.
             reader = super().get_hf_storage_reader(path, from_quantized)
             if self.model_args.moe_args.score_func != "softmax":
                 return reader

@@ -67,12 +67,12 @@ def prepare_cpu() -> None:
     """Make TorchTitan use the CPU; call this once, before a Trainer exists."""
     own = {"device_type": "cpu", "device_module": CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")}
     for name, module in list(sys.modules.items()):
-        # Modules keep copies of the device, so patch all. Later imports copy the patched device,
-        # except `dual_pipe_v`, which looks for a device itself and is therefore imported above.
+        # Each module has its own reference to the device, so patch every module. Modules imported
+        # later get the patched device, but `dual_pipe_v` would not, so it is imported above.
         if name.startswith("torchtitan."):
             vars(module).update({key: own[key] for key in own if hasattr(module, key)})
-        # Below SM90, models fall back to a Python loop over experts, but quantization hooks only
-        # into torch._grouped_mm. The CPU supports this operation too, so it takes the GPU's path.
+        # Make models use torch._grouped_mm, as on GPUs of SM90 or later. Otherwise they would loop
+        # over the experts in Python, where quantization has no effect.
         if name.startswith("torchtitan.models.") and hasattr(module, "has_cuda_capability"):
             vars(module)["has_cuda_capability"] = lambda major, minor: True
 

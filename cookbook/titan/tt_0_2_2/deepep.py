@@ -185,8 +185,6 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Start sending rows (received, features) back, but only if the result `is_needed`."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routing: Routing, is_needed: bool) -> Tensor:
         global _current
@@ -237,7 +235,7 @@ class SendingExperts(nn.Module):
     def forward(
         self, rows: tuple[Tensor, ...], routings: tuple[Routing, ...]
     ) -> tuple[Tensor, ...]:
-        """Return each chunk's combined rows (tokens, features), which `arrive` must wait for."""
+        """Return each chunk's combined rows (tokens, features), to be read only after `arrive`."""
         returned: list[Tensor] = []
         computed: Tensor | None = None
         for index, (part, routing) in enumerate(zip(rows, routings, strict=True)):
@@ -272,7 +270,7 @@ class HalvedFeedForward(FeedForward):
     """TorchTitan's shared experts, computed in two halves: during dispatch and during combine."""
 
     def forward(self, x: Any = None, halves: Any = None) -> Any:
-        """Return the gate and up projections of `x`. Given these as `halves`, return the output."""
+        """Given `x`, return its gate and up projections; given these as `halves`, the output."""
         if x is not None:
             return self.w1(x), self.w3(x)
         gate, up = halves
@@ -296,11 +294,9 @@ class SplitMoE(DeepEPMoE):
     cookbook_chunks: int
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output for this rank's tokens.
+        """Return the layer's output for `x` (batch, length, features).
 
-        Under TP, `x` and the output are this rank's shard of every sequence, (batch, length / TP,
-        features). The routed experts get this shard; router and shared experts get the gathered
-        sequence, whose gradient is summed over TP once, during the transfer of the rows' gradients.
+        Under TP, `x` and the output are this rank's shard of each sequence, length / TP tokens.
         """
         tp_mesh = getattr(self, "cookbook_tp_mesh", None)
         mine = x.to_local() if isinstance(x, DTensor) else x
@@ -325,7 +321,8 @@ class SplitMoE(DeepEPMoE):
         rows, routings = zip(*left, strict=True)
         shared = self.shared_experts
         if shared is not None and tp_mesh is not None:
-            # Keep this after `leave`, so that the backward starts the TP sum before `leave` waits.
+            # Keep this after `leave`. The backward runs in reverse order, so it starts the TP sum
+            # before it waits for the rows' gradients.
             tokens = token_shard.with_partial_gradient(whole, mine, tp_mesh).view(-1, features)
         halves = None if shared is None else shared(tokens)
         returned = self.experts(rows, routings)

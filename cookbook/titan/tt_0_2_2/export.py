@@ -47,12 +47,12 @@ class Request:
 
 
 class Part(NamedTuple):
-    """The tensors exported from one checkpoint tensor, or from a range of the experts it stacks."""
+    """Exported tensors that the checkpoint stores together in one tensor."""
 
-    fqn: str  # the tensor's name in the checkpoint
-    names: tuple[str, ...]  # the exported names
-    first: int  # index of this part's first expert in the checkpoint tensor
-    shape: tuple[int, ...]  # the shape of each exported tensor
+    fqn: str  # name of the checkpoint tensor
+    names: tuple[str, ...]  # names of the exported tensors
+    first: int  # if they are experts, the index of the first one in the checkpoint tensor
+    shape: tuple[int, ...]  # shape of each exported tensor
     dtype: torch.dtype
 
     @property
@@ -173,7 +173,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
 
 
 def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[str, torch.Tensor]:
-    """Read the tensors of `part` in its dtype; return them keyed by exported name."""
+    """Return the tensors of `part`, converted to `part.dtype` and keyed by exported name."""
     # The checkpoint stacks experts along a first dimension, even a single expert.
     is_stacked = ".experts." in part.fqn
     shape = torch.Size([len(part.names), *part.shape] if is_stacked else part.shape)

@@ -1,15 +1,15 @@
-"""The loss, skipped steps for non-finite gradients, and the learning rate beyond its schedule.
+"""Changes to TorchTitan's loss, optimizer step and learning-rate schedule.
 
-- TorchTitan divides the summed loss by the tokens of the global batch. A pipeline schedule runs the
-  backward before this division. In 0.2.2 its gradients are thus too large by a factor equal to the
-  number of tokens, and every step is clipped (pytorch/torchtitan#2972).
+- TorchTitan 0.2.2 divides the summed loss by the number of tokens in the global batch. A pipeline
+  runs the backward before this division, so its gradients are too large, and every step is clipped
+  (pytorch/torchtitan#2972). Here a pipeline's gradients are divided by the same number.
 - With `loss.num_chunks` the output layer returns its input with its weight attached, and the loss
   function multiplies by the weight, one chunk at a time (`common/chunked_loss.py`).
 - TorchTitan takes the optimizer step even if the gradient norm is not finite. Here its clipping
   function is patched to record the norm, and the optimizers' `step` is wrapped to skip the update
   of weights, moments and routing bias.
 - A run that is resumed with more steps keeps its original schedule (`lr_scheduler.total_steps`).
-  After the schedule's end, TorchTitan's own learning rate would turn negative or rise again.
+  After its end the learning rate is constant; TorchTitan's would turn negative or rise again.
 """
 
 import math
@@ -38,7 +38,7 @@ LossFunction = Callable[..., Tensor]
 
 
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
-    """Build the token-summed cross-entropy; under PP, divide its gradient by the token count."""
+    """Build the cross-entropy, summed over tokens; under PP, with the gradient of the mean."""
     if num_chunks := job_config.loss.num_chunks:
         name, loss_fn = f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config)
     else:
@@ -68,7 +68,7 @@ def scale_gradient(loss: Tensor, factor: float) -> Tensor:
 
 
 class HandingOn(nn.Linear):
-    """TorchTitan's output layer without its GEMM, which the chunked loss computes."""
+    """An output layer that returns its input, because the chunked loss computes the logits."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return `hidden` (batch, length, dim) itself, with this layer's weight as an attribute."""
@@ -98,10 +98,7 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 class HandingOnColwiseParallel(ColwiseParallel):
-    """TorchTitan's TP plan for the output layer, which shards the vocabulary over the TP ranks.
-
-    A `HandingOn` layer gets the hidden states gathered from all TP ranks, as a plain tensor.
-    """
+    """ColwiseParallel that gives `HandingOn` layers gathered hidden states, as a plain tensor."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, HandingOn):

@@ -1,8 +1,7 @@
-"""TorchTitan's metrics, plus metrics.jsonl, the router's load and a report of the first step.
+"""TorchTitan's metrics, plus metrics.jsonl, the router's load and a report of the active options.
 
-After the first optimizer step, the active options that ranks observed are merged and compared with
-those that the overlays declare (`activity.py`). One log line and `environment.json` record the
-merged options.
+After the first step, the ranks' active options are merged, and checked against the overlays
+(`activity.py`). One log line and `environment.json` record them.
 
 `attempt-<k>/metrics.jsonl` has one JSON object per logged step. `cookbook.observe.metrics` reads
 it; in a notebook use `pandas.read_json("metrics.jsonl", lines=True)`.
@@ -190,9 +189,9 @@ class CookbookMetrics(metrics.MetricsProcessor):
 
 
 def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
-    """Return the rank that logs the metrics: one that has the last pipeline stage, hence the loss.
+    """Return the rank that logs the metrics: one whose pipeline stage computes the loss.
 
-    TorchTitan handles only one V-shaped schedule; for others its logging rank lacks the loss.
+    TorchTitan's own choice is wrong for V-shaped schedules other than ZBVZeroBubble.
     """
     schedule = job_config.parallelism.pipeline_parallel_schedule
     return loss_rank(schedule, parallel_dims.pp, parallel_dims.world_size)

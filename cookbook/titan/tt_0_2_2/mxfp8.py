@@ -80,7 +80,6 @@ class MXGroupedMMConverter(_Converter):
         super().__init__(job_config, parallel_dims)
         self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
         if self.emulate:
-            # TorchAO calls its emulation by name and has no extension point, so patch that name.
             scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d = emulated_weight_gradient
         # Pad each expert's tokens to whole scale blocks of 32: in the weight gradient's GEMM, which
         # contracts over tokens, a block is 32 tokens.
@@ -219,7 +218,7 @@ class Precisions:
         return exchange(rows.contiguous(), here, there, group)
 
     def receive(self, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
-        """Send rows back to the ranks they came from; `there` and `here` are as in `send`."""
+        """Send rows back to the ranks they came from; the lists are those passed to `send`."""
         exchange = _Combine.apply if self.combine_backward else all_to_all_single_autograd
         return exchange(rows.contiguous(), there, here, group)
 

@@ -1,7 +1,7 @@
-"""TorchTitan's parallelization of a model, with MoE gradient sums corrected under TP and EP.
+"""Parallelize a model as TorchTitan does, but with correct MoE gradients under TP and EP.
 
-TorchTitan's functions look up parallel styles and other functions by name in their modules.
-`parallelize` and `apply_moe_ep_tp` patch these names while they call TorchTitan's functions.
+`parallelize` and `apply_moe_ep_tp` call TorchTitan's functions. Only while these run, some parallel
+styles and functions in TorchTitan's modules are replaced with the cookbook's.
 """
 
 import warnings
@@ -35,8 +35,6 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     parts, layers = FAMILIES[job_config.model.name], routing.moe_layers([model]).values()
     if any(moe.score_before_experts for moe in layers):
         raise ValueError("score_before_experts is on; set it to False: outputs are scored here")
-    # Patch these functions, which TorchTitan looks up by name. It calls `apply_moe_ep_tp` after it
-    # applies TP to the other layers, and `apply_ac` before compile and FSDP wrap the layers.
     names: dict[str, Any] = {
         "apply_moe_ep_tp": partial(apply_moe_ep_tp, job_config),
         "apply_ac": apply_ac,
@@ -92,8 +90,7 @@ class PartialOutputRowwiseParallel(RowwiseParallel):
 class PrepareMoE(PrepareModuleInputOutput):
     """Gathers an MoE layer's input along the sequence and sums its output over TP ranks.
 
-    A DeepEP layer does both itself, but not for its routed experts: each TP rank sends them only
-    its own shard of the tokens and gets the same shard back.
+    A DeepEP layer only gets the TP mesh, because its own forward does the communication.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -139,7 +136,6 @@ def without_hooks(name: str) -> type[ParallelStyle]:
 
 
 def _remember_length(moe: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Pass the sequence length to the reorderer, whose inputs are flattened over the batch."""
     moe.reorderer.cookbook_length = inputs[0].shape[1]
 
 
@@ -184,7 +180,7 @@ def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
             moe.experts.register_forward_pre_hook(lambda *_: activity.dispatches.add("standard"))
     # Patch only during the call: other model families use TorchTitan's function unpatched.
     with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():
-        # TorchTitan's plan names a reorderer, which DeepEP's layer lacks: hide the warning.
+        # Hide the warning that a DeepEP layer lacks the reorderer in TorchTitan's TP plan.
         warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
         llama4_parallelize.apply_moe_ep_tp(model, **options)
     if tp_mesh is None:

@@ -1,9 +1,9 @@
 """Selective recomputation with a recipe's own list of operators to save.
 
-TorchTitan's `selective_ac_option=op` saves operators from a fixed list, which lacks grouped GEMMs.
-In a compiled region, either list matches operators that Inductor calls, but not kernels that it
-generates, such as FlexAttention. Inductor passes dense GEMMs an output buffer, and results of such
-calls cannot be saved. So if a recipe saves dense GEMMs, the forward calls `cookbook::mm` instead.
+TorchTitan's `selective_ac_option=op` saves the results of a fixed list of operators, which lacks
+grouped GEMMs. In compiled code, results of kernels that Inductor generates, such as FlexAttention,
+cannot be saved. Nor can those of dense GEMMs, because Inductor passes them an output buffer. If a
+recipe saves dense GEMMs, the compiled forward therefore calls `cookbook::mm` in their place.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,7 +41,6 @@ OPERATORS = {
         "deepep.dispatch",
     ),
     "grouped_mm": ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2"),
-    # TorchTitan saves every second `aten.mm`. In compiled code `cookbook.mm` replaces `aten.mm`.
     "mm": ("aten.mm", "cookbook.mm"),
 }
 
@@ -80,7 +79,7 @@ def not_saved() -> Iterator[None]:
 
 @contextmanager
 def last_product() -> Iterator[None]:
-    """Neither save nor recompute the results of GEMMs in this context: no gradient needs them."""
+    """Skip GEMMs inside `with last_product()` in recomputation: no gradient needs their results."""
     with not_saved(), _Unmultiplied() if in_recompute() else nullcontext():
         yield
 
@@ -105,7 +104,7 @@ class _Unmultiplied(TorchDispatchMode):
 
 
 class SaveList(set[Any]):
-    """The operators to save; it records which kinds are saved, for the first step's report."""
+    """The set of operators to save, which also records their kinds in `activity.saved`."""
 
     def __init__(self, operators: Iterable[Any]) -> None:
         super().__init__(operators)
@@ -113,8 +112,7 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator) and not _is_needless
-        # Do not record during tracing: a traced layer without experts may save an operator that
-        # layers with experts still recompute, and the report would be wrong.
+        # Do not record during tracing: a dense layer may save what layers with experts recompute.
         if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved
@@ -154,7 +152,6 @@ def observe_recomputation(model_parts: Iterable[nn.Module]) -> frozenset[str]:
     for part in model_parts:
         for layer in part.get_submodule("layers").children():
             wrappers = [one for one in layer.modules() if isinstance(one, CheckpointWrapper)]
-            # `checkpoint_fn` is a functools.partial, with a `context_fn` only if selective.
             is_selective = wrappers and "context_fn" in wrappers[0].checkpoint_fn.keywords
             found.add("selective" if is_selective else "full" if wrappers else "none")
     return frozenset(found)
@@ -170,10 +167,9 @@ multiply.register_fake(lambda rows, weights: rows.new_empty(rows.shape[0], weigh
 
 
 def show_gemms(least_inner: int) -> None:
-    """Turn GEMMs into `cookbook::mm`, whose results can be saved, in forwards compiled later.
+    """Make all forwards compiled later call `cookbook::mm`, so that their GEMMs can be saved.
 
-    Saving an element avoids as many multiplications as the GEMM's inner dimension is long. If that
-    is below `least_inner`, saving is not worth the memory, and the GEMM stays unchanged.
+    GEMMs with an inner dimension below `least_inner` stay unchanged: saving them wastes memory.
     """
     # Import lazily: the compiler takes seconds to import.
     import torch._inductor.config as inductor

@@ -1,15 +1,13 @@
 """The router's choices: counts of each expert's tokens, and forced routing for benchmarks.
 
-For the expert bias, TorchTitan counts tokens in each MoE layer (`tokens_per_expert`). 0.2.2 counts
-in every forward, even in validation and in a pipeline's shape inference over zeros, and those
-tokens would change the bias and the routing. The hooks here exclude them. `tokens_per_expert`
-cannot be logged itself, because recomputation adds to it again and the optimizer resets it. Each
-layer therefore keeps a second count, at the cost of two small additions on the device per forward.
+TorchTitan updates the expert bias from each MoE layer's token counts, `tokens_per_expert`. Version
+0.2.2 also counts the tokens of validation and of a pipeline's shape inference, which runs on zeros.
+The hooks here exclude those tokens. `tokens_per_expert` does not show the router's load either,
+because recomputation adds to it again and the optimizer resets it. So layers keep a second count.
 
-TorchTitan's forced balance assigns experts 8t..8t+7 to token t, so at EP 32 each token goes to one
-rank only. Random experts spread a token over as many ranks as trained routing does. Each router
-gets its random experts once, as a table: recomputation selects the same experts, and the router
-compiles as one graph.
+TorchTitan's forced routing gives each token consecutive experts. With 256 experts, top 8 and EP 32,
+these are all on one rank. Random experts spread a token over as many ranks as trained routing does.
+Each router gets its random experts once, as a table, so that recomputation selects the same ones.
 """
 
 import json
@@ -31,12 +29,12 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 
 # An expert is starved if its load is below this fraction of its layer's mean.
 STARVED = 0.1
-# Write all experts' counts at most this many times a run: 58 layers of 256 experts take 100 KB.
+# How many times a run may write every expert's count. For DeepSeek-V3, one time takes 100 KB.
 _MOST_COUNTS = 50
 
 
 def count_tokens(model: nn.Module) -> None:
-    """Make the MoE layers of `model`, or of one stage, count tokens in training steps only."""
+    """Make the MoE layers of `model` count tokens in training steps only."""
     for moe in moe_layers([model]).values():
         moe.register_forward_pre_hook(_before)
         moe.register_forward_hook(_after)
@@ -75,7 +73,7 @@ class RouterLoad:
     """The tokens routed to each expert of the whole model since the metrics were last logged."""
 
     def __init__(self, processor: Any, first_step: int, writes: bool) -> None:
-        """Read settings from `processor`, a CookbookMetrics; `writes` is true on a single rank."""
+        """Read settings from `processor`, a CookbookMetrics. Exactly one rank `writes` the load."""
         job_config, model_args = processor.job_config, processor.model_args
         self._own = moe_layers(processor.model_parts)
         self._device = next(processor.model_parts[0].parameters()).device
@@ -127,7 +125,7 @@ class RouterLoad:
         }
 
     def take_counts(self) -> Tensor:
-        """Return each expert's tokens on all ranks, (layers, experts); reset this rank's counts."""
+        """Return token counts (layers, experts) over all ranks, and reset this rank's to zero."""
         table = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         for layer, moe in self._own.items():
             if (load := getattr(moe, "cookbook_load", None)) is not None:
@@ -183,11 +181,10 @@ def deal_experts(
 def route_at_random(
     model: nn.Module, parallel_dims: Any, job_config: Any, device: torch.device
 ) -> None:
-    """Give routers of `model`, or of one stage, a table of random experts; call before compiling.
+    """Give each router of `model` a table of random experts; call this before compiling.
 
-    Each sequence of the global batch has its own seed. TP ranks, which route the same tokens, get
-    the same table, and the tables do not depend on how DP ranks split the batch. All microbatches
-    of a pipeline use the experts of the rank's first microbatch.
+    Each sequence of the global batch has its own seed, so the experts do not depend on how DP ranks
+    split the batch, and TP ranks, which route the same tokens, get the same table.
     """
     mesh = parallel_dims.get_optional_mesh("loss")
     rank = 0 if mesh is None else mesh.get_local_rank()
@@ -205,7 +202,7 @@ def route_at_random(
 
 
 def _look_up(router: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
-    # A pipeline's microbatch has fewer tokens than the table has rows.
+    # Every microbatch of a pipeline uses the first rows of the table.
     experts = router.cookbook_dealt[: scores.shape[0]].long()
     return experts, scores.gather(1, experts)
 

@@ -60,7 +60,7 @@ class RowExperts(nn.Module):
     cookbook_precisions: Precisions
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """Return outputs times scores (rows, features), possibly uninitialized in recomputation."""
+        """Return scored outputs (rows, features); recomputation may leave them uninitialized."""
         if self.cookbook_ep is None:
             return self._compute(rows, groups)
         group, ranks = self.cookbook_ep.get_group(), self.cookbook_ep.size()
@@ -123,8 +123,8 @@ class RowMoE(MoE):
             whole = tokens, scores, chosen
             mine, scores, chosen = (shard_tokens(one, length, tp_mesh) for one in whole)
         if experts.cookbook_tp is not None:
-            # Each TP rank has a partial sum of the tokens' gradient. Add these up here, at one row
-            # per token: after `spread` there are `top_k` rows per token.
+            # Sum the gradient over TP here, where each token has one row. After `spread` it has
+            # `top_k` rows.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
         # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
@@ -150,7 +150,7 @@ def _mixed(mixin: type[nn.Module], experts: type[nn.Module]) -> type[nn.Module]:
 
 
 def mix_in(mixin: Any, experts: Any) -> None:
-    """Add `mixin` to the class of these routed experts; other instances keep their class."""
+    """Change the class of this instance to one that combines `mixin` with its present class."""
     experts.__class__ = _mixed(mixin, experts.__class__)
 
 
@@ -183,9 +183,9 @@ class ProbsOnActivations:
             self._project = torch.compile(group_products, backend=backend, fullgraph=True)
 
     def __call__(self, experts: Any, rows: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
-        """Return outputs times scores (rows, features), possibly uninitialized in recomputation.
+        """Return scored outputs (rows, features); recomputation may leave them uninitialized.
 
-        Rows are in padded groups, one per expert, ending at `ends`; `scores` (rows, 1) are float32.
+        Each expert has one padded group of rows, ending at `ends`. `scores` (rows, 1) are float32.
         """
         w1, w2, w3 = local_weights(experts)
         if not experts.use_grouped_mm:

@@ -88,7 +88,7 @@ def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResu
     alone, skip all collective cases: the other ranks could hang in them.
     """
     with _without_traces(cell.device):
-        # A separate function, which frees the cases' tensors before the context empties the cache.
+        # Run the cases in a function, so that their tensors are freed before the cache is emptied.
         return _run_cases(cell, skip)
 
 
@@ -135,7 +135,6 @@ def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
 
 @contextmanager
 def _without_traces(device: str) -> Iterator[None]:
-    """Suppress logging. On exit, restore settings and `activity`'s records, and free GPU memory."""
     notes = (varlen_attention.ran, activity.dispatches, activity.rows, activity.losses)
     with ExitStack() as afterwards, torch.enable_grad():
         for noted in (*notes, activity.saved, activity.patches_applied):

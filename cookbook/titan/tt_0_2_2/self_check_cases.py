@@ -86,7 +86,7 @@ class Cell:
 
 
 def kernel_cases(cell: Cell) -> list[KernelCase]:
-    """Return the cases of all kernels that a rank uses, in test order; the same on every rank."""
+    """Return the cases of all the cell's kernels, in the same order on every rank."""
     makers = (_attention, _grouped_gemms, _linear_layers, _rows, _loss, _exchange)
     return [case for make in makers for case in make(cell)]
 
@@ -180,7 +180,7 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
     num_rows, n, k = min(cell.limits.rows, 512 * experts), cell.expert_hidden, cell.model_args.dim
     shapes = [(experts, num_rows, n, k), (experts, num_rows, k, n)]
     if cell.device == "cuda":
-        # Add a case with short sums, in which one wrong block scale causes a large relative error.
+        # In a small GEMM, one wrong block scale causes a large relative error.
         shapes.append((9, 700, 384, 256))
     kernel = f"grouped GEMM {kind}"
     avoid = _AVOID.get(kernel, "use precision bf16")

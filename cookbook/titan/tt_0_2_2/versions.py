@@ -11,7 +11,7 @@ logger = logging.getLogger()
 
 
 def refuse(reason: str) -> SystemExit:
-    """Log `reason` as an error, and return the exception that exits this rank."""
+    """Log `reason` as an error, and return an exception that exits this rank when raised."""
     logger.error(f"cookbook refuses: {reason}")
     return SystemExit(1)
 

@@ -42,9 +42,9 @@ _attended = varlen_attention.AttendedLength()
 
 
 def observe_attention() -> tuple[frozenset[str], float | None]:
-    """Return the first step's kinds of attention, and the mean number of keys a token attends to.
+    """Return the kinds of attention that ran, and the mean number of keys a token attends to.
 
-    This waits for the GPU and stops the counting of keys.
+    Call this once, after the first step: it waits for the GPU and stops counting.
     """
     return frozenset(varlen_attention.ran), _attended.close()
 
@@ -82,7 +82,7 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
 
 
 class DocumentMask(BlockMask):
-    """Cumulative document lengths of a flattened batch; a BlockMask because layers require that."""
+    """Cumulative document lengths, in the BlockMask type that TorchTitan's layers require."""
 
     def __init__(self, cu_seqlens: Tensor) -> None:
         self.cu_seqlens = cu_seqlens
@@ -155,7 +155,7 @@ class AttentionChoice(ModelProtocol):
         """Run TorchTitan's forward of a whole model or of one pipeline stage."""
         if self.flash_attention_4:
             cu_seqlens = varlen_attention.cumulative_lengths(attention_masks)
-            # Compile for each size of `cu_seqlens`, which depends on the number of documents.
+            # Compile once for each length of `cu_seqlens`, not once for all lengths.
             torch._dynamo.mark_static(cu_seqlens, 0)
             attention_masks = DocumentMask(cu_seqlens)
         else:
@@ -173,12 +173,12 @@ class FamilyParts:
 
     name: str  # TorchTitan's `model.name`
     title: str
-    released: Callable[[], TrainSpec]  # TorchTitan's own spec
-    infra: ModuleType  # TorchTitan's module with `parallelize_fn`; patched while that runs
+    released: Callable[[], TrainSpec]  # returns TorchTitan's own spec
+    infra: ModuleType  # the TorchTitan module that defines `parallelize_fn`
     flavors: Mapping[str, Any]  # each flavor's model arguments, as CookbookArgs
     model: type[nn.Module]  # TorchTitan's model with `AttentionChoice`
     attention: type[nn.Module]  # TorchTitan's attention layer
-    scale: str  # name of the attention layer's attribute for the softmax scale
+    scale: str  # the attribute of the attention layer that holds the softmax scale
     # See `Family` for the meaning of the fields below.
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
@@ -195,7 +195,7 @@ class FamilyParts:
         return Family(self.name, self.title, flavors, *facts)
 
     def config_json(self, flavor: str, seq_len: int, dtype: str) -> dict[str, Any]:
-        """Return transformers' `config.json` of a flavor."""
+        """Return the flavor's `config.json` for Hugging Face Transformers."""
         args = self.flavors[flavor]
         return {
             "torch_dtype": dtype,
@@ -226,11 +226,10 @@ def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) 
 
 
 class CookbookArgs:
-    """A mixin for TorchTitan's model arguments; it applies a job's options before a model is built.
+    """A mixin that applies a job's options to TorchTitan's model arguments.
 
-    Each family's class adds `own_sizes`, the sizes whose argument names differ between families,
-    and `transformers_config(seq_len)`, the family's keys of `config.json`. `seq_len` is the
-    training sequence length, which decides whether RoPE is scaled.
+    Each family's class has two more methods. `own_sizes` returns the sizes whose argument names
+    differ between families. `transformers_config` returns the family's part of `config.json`.
     """
 
     def sizes(self: Any) -> Model:
