@@ -79,8 +79,7 @@ def _read(rank: int, folder: Path, status: int) -> Answer:
 
 
 def _answer(request: Answer, rank: int, folder: Path) -> None:
-    """Build one rank in the child process, and write the answer to `folder`."""
-    # Set SIGALRM's default action: it ends the process even in a call Python cannot interrupt.
+    # SIGALRM's default action ends the process even during a call that Python cannot interrupt.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)
     folder.mkdir()
@@ -151,7 +150,7 @@ class Build(NamedTuple):
 
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
-    """Describe one rank's build: the options active before any step, warnings, and notes."""
+    """Describe one rank's build: its quantization, its attention, its warnings and its notes."""
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.families.parts")
     parts = build.trainer.model_parts
@@ -172,7 +171,7 @@ def warm_up(stack: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    # Parse arguments once: tyro reads the option classes' docstrings from source and caches them.
+    # Fill tyro's cache: tyro parses the source of the option classes to find their docstrings.
     ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
     # FSDP checks the mesh's layout for every parameter. Layouts are few, so cache the results.
     layout: Any = _MeshLayout
@@ -202,7 +201,6 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
             warnings.append(text)
         return True
 
-    # Log to standard error, where `_last_words` finds the cookbook's refusals.
     handler = logging.StreamHandler()
     handler.addFilter(note_warning)
     logging.getLogger().addHandler(handler)
@@ -226,7 +224,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     spec = get_train_spec(config.model.name)
     spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(config.model.name) is not spec:
-        # For a built-in model each call returns a new spec, so register the one changed above.
+        # For a built-in model `get_train_spec` returns a new spec each time: register this one.
         register_train_spec(config.model.name, spec)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:

@@ -40,7 +40,7 @@ def chunked_cross_entropy(
     """
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden states are {hidden.dtype}, the output layer is {weight.dtype}")
-    # `reshape` fails if the number of labels differs from the number of tokens.
+    # This `reshape` also checks that there is one label per token.
     hidden, labels = hidden.flatten(0, -2), labels.reshape(hidden.shape[:-1].numel())
     chunks = _Chunks(-(-len(hidden) // num_chunks), shard, backend)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -118,11 +118,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return each token's logsumexp and its label's logit, stacked to (2, tokens).
-
-    `logits` (tokens, vocabulary) are one chunk's; `columns` (tokens,) are the labels' columns in
-    them. The column of a label in another rank's shard is out of range, and its logit counts as 0.
-    """
+    """Return each token's logsumexp and its label's logit (0 if another rank has the label)."""
     words = logits.shape[-1]
     values = logits.to(_precise(logits.dtype))
     top = values.amax(-1, keepdim=True)

@@ -55,9 +55,8 @@ def _measure(
     work: Callable[[], object],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Print the bandwidth of `work`; an untimed call before the measurement connects the ranks."""
     wait = torch.cuda.synchronize if dist.get_backend() == "nccl" else lambda: None
-    work()
+    work()  # untimed: the first call connects the ranks
     dist.barrier(group=group)
     wait()
     started = time.monotonic()

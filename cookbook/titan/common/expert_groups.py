@@ -22,10 +22,10 @@ class GroupPlan(NamedTuple):
     Copy `i * top_k + k` is the copy of token `i` for its `k`-th expert. All tensors are int32.
     """
 
-    copies: Tensor  # (padded rows,): index of the copy in each row, -1 for padding
-    slots: Tensor  # (tokens, top k): row of each copy, -1 if another rank has the expert
-    sizes: Tensor  # (local experts,): number of rows in each padded group, on the device
-    ends: Tensor  # (local experts,): row after the last one of each padded group, on the device
+    copies: Tensor  # (padded rows,): each row's token copy, as an index; -1 for padding
+    slots: Tensor  # (tokens, top k): each copy's row; -1 if another rank has the expert
+    sizes: Tensor  # (local experts,): number of rows in each padded group
+    ends: Tensor  # (local experts,): cumulative sum of `sizes`
 
 
 def _triton() -> Any:
@@ -56,7 +56,6 @@ def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan
 def _place(
     experts: Tensor, sizes: Tensor, ends: Tensor, num_rows: int, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return a GroupPlan's `copies` and `slots`; pass `sums` if `triton_kernels.count` has run."""
     if experts.is_cuda:
         sums = _triton().count(experts, len(sizes)) if sums is None else sums
         return _triton().place(experts, sums, sizes, ends, num_rows)
@@ -113,7 +112,6 @@ def _collect(
     dtype: torch.dtype,
     base: Tensor | None = None,
 ) -> Tensor:
-    """Sum the rows of each token's copies, weighted by their scores, and add `base`."""
     copies, slots = plan.copies, plan.slots
     if grouped.is_cuda:
         return _triton().collect(grouped, scores, slots, dtype, base)
@@ -129,7 +127,6 @@ def _collect(
 
 
 def _dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
-    """Return each token's dot products with its rows in `grouped`, (tokens, top k); 0 if no row."""
     if tokens.is_cuda:
         return _triton().dot(tokens, grouped, slots)
     copies = _exact(grouped[slots.clamp_min(0).long()])
@@ -207,8 +204,8 @@ def collect(
     grouped: Tensor,
     scores: Tensor | None,  # (tokens, top k) float32, the rows' weights in the sum
     plan: GroupPlan,
-    is_needed: bool = True,  # if false, the result is uninitialized memory
-    base: Tensor | None = None,  # (tokens, features), added before the sums are rounded
+    is_needed: bool = True,  # if false, skip the sum and return uninitialized memory
+    base: Tensor | None = None,  # (tokens, features), added to the sums before rounding
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum, for each token, its rows in the padded groups; return (tokens, features) in `dtype`."""

@@ -83,10 +83,7 @@ def exit_without_teardown() -> None:
 
 
 class StallAlarm:
-    """Write the stacks and the flight recorder's trace when no step finishes in time.
-
-    Stacks go to `stacks/rank-<r>.txt` in the attempt's folder; the trace goes to `<traces><r>`.
-    """
+    """An alarm that saves the rank's stacks and flight-recorder trace if a step takes too long."""
 
     def __init__(self, attempt: Path, traces: Path, rank: int) -> None:
         self._trace_path = Path(f"{traces}{rank}")
@@ -109,7 +106,7 @@ class StallAlarm:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w")
         elif os.fstat(self._file.fileno()).st_size:
-            # Erase the stacks that a false alarm wrote, for example during a long save.
+            # The last alarm was false, for example because of a long save: empty the file.
             os.ftruncate(self._file.fileno(), 0)
             os.lseek(self._file.fileno(), 0, os.SEEK_SET)
         seconds = STEPS * statistics.median(self._times) + MORE_S

@@ -72,9 +72,9 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
 
 
 def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
-    """Return a rank's peaks of microbatches in flight; a peak is a list of counts, one per stage.
+    """Return a rank's microbatches in flight, by stage, at each possible peak of its memory use.
 
-    There are several peaks if the stages do not reach their largest counts at the same time.
+    There are several such peaks if the stages' counts are not all largest at the same time.
     """
     live = dict.fromkeys(stages, 0)
     seen: set[tuple[int, ...]] = set()

@@ -1,8 +1,7 @@
 """Each TP rank's shard of an MoE layer's tokens, so that each token is dispatched only once.
 
-Under TP an MoE layer's input is gathered along the sequence, and its output is summed over the TP
-ranks. So each rank dispatches only its shard of every sequence: the positions whose gradient it
-keeps in the gather's backward. In shapes, `part` is the number of these positions.
+Under TP every rank has an MoE layer's whole input, and the ranks' outputs are summed. So each rank
+dispatches only its shard: `part` consecutive positions of every sequence.
 """
 
 from typing import Any
@@ -24,7 +23,10 @@ def shard_of(length: int, tp_mesh: DeviceMesh) -> slice:
 
 
 def shard_tokens(folded: Tensor, length: int, tp_mesh: DeviceMesh) -> Tensor:
-    """Return this rank's rows (batch * part, features) of `folded` (batch * length, features)."""
+    """Select the tokens of this rank's shard.
+
+    `folded` is (batch * length, features); the result is (batch * length / TP degree, features).
+    """
     sequences = folded.view(-1, length, folded.shape[-1])
     return sequences[:, shard_of(length, tp_mesh)].flatten(0, 1)
 
@@ -47,7 +49,7 @@ def gather_sequence(mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
 
 
 class _PartialGradient(torch.autograd.Function):
-    """Replaces DTensor.from_local, whose backward in PyTorch 2.10 all-reduces over TP."""
+    """DTensor.from_local with a reduce-scatter in the backward, where PyTorch has an all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
@@ -94,9 +96,8 @@ class _SumGradient(torch.autograd.Function):
 def sum_gradient_over_tp(scores: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Return the same `scores`, with their gradient summed over TP.
 
-    Every TP rank scores every token. It uses only the scores of its own token shard or, if TP
-    shards the experts, all scores for its own partial sum of the output. Either way its gradient of
-    the scores is a partial sum. TorchTitan 0.2.2 does not add these up, so the router gates of the
-    TP ranks drift apart (pytorch/torchtitan#2416).
+    Every TP rank scores all tokens, but computes only a part of the layer's output. So its gradient
+    of the scores is a partial sum. TorchTitan 0.2.2 does not add up these partial sums, and the
+    router gates of the TP ranks drift apart (pytorch/torchtitan#2416).
     """
     return _SumGradient.apply(scores, tp_mesh)

@@ -151,7 +151,10 @@ def _weights(scores: Tensor | None) -> Tensor | None:
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """Count each expert's copies up to the end of each 1,024-copy part, (experts, parts) int32."""
+    """Return running counts of each expert's token copies, (experts, parts) int32.
+
+    A part is 1,024 consecutive copies. Its count includes the copies in all earlier parts.
+    """
     # Make one part even if there are no tokens: `plan_on_device` reads the last part's counts.
     parts = max(1, triton.cdiv(experts.numel(), _COPIES))
     counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
@@ -164,9 +167,8 @@ def place(
 ) -> tuple[Tensor, Tensor]:
     """Return `copies` (rows,) and `slots` (tokens, top k) of a GroupPlan, both int32.
 
-    `sums` is the result of `count`. In each group, one part's copies follow those of earlier parts.
-    Together, `count` and `place` launch 4 kernels. A sort would launch about 20, and the GPU would
-    have to wait for the host.
+    `sums` is the result of `count`. Together, `count` and `place` launch 4 kernels. A sort would
+    launch about 20, and the GPU would have to wait for the host.
     """
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)

@@ -34,11 +34,11 @@ def why_not() -> str | None:
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
-    # Only SM90, SM100 and SM103 (B300) have kernels for head dimensions 192 and 128.
+    # Other GPUs have no kernel for keys of head dimension 192 with values of head dimension 128.
     if major not in (9, 10):
         needed = "FlashAttention-4 needs a GPU of SM90 (H100, H200) or SM100 (B200)"
         return f"{needed}, this one is SM{major}{minor}"
-    with contextlib.suppress(ModuleNotFoundError):  # `find_spec` raises it without `flash_attn`
+    with contextlib.suppress(ModuleNotFoundError):
         if find_spec("flash_attn.cute"):
             return None
     return "FlashAttention-4 (flash-attn-4) is not installed here"
@@ -147,7 +147,6 @@ def _(grad_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, cu_seqlens, ctx.max_seqlen, ctx.scale = inputs
     out, lse = output
-    # The backward ignores a gradient of the logsumexp, so autograd must not compute one.
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
 
@@ -239,14 +238,14 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 @dataclass
 class AttendedLength:
-    """Accumulate the mean number of keys each token attends to, over all batches until closed."""
+    """A running mean of the number of keys that a token attends to."""
 
     keys: Tensor | int = 0  # query-key pairs, on the batches' device
     tokens: int = 0
     is_open: bool = True
 
     def add(self, ends: Tensor) -> None:
-        """Count a batch's query-key pairs from its document ends, without waiting for the GPU."""
+        """Add a batch; `ends` (batch, length) is true at the last token of each document."""
         positions = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
         after_end = torch.where(ends[:, :-1], positions[:, 1:], 0)
         starts = torch.nn.functional.pad(after_end, (1, 0)).cummax(dim=1).values
@@ -254,7 +253,7 @@ class AttendedLength:
         self.tokens += ends.numel()
 
     def add_whole(self, sequences: int, length: int) -> None:
-        """Count the pairs of sequences that are one document each, without work on the GPU."""
+        """Add a batch in which each sequence is one document."""
         self.keys = self.keys + sequences * (length * (length + 1) // 2)
         self.tokens += sequences * length
 
@@ -265,7 +264,7 @@ class AttendedLength:
 
 
 def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
-    """Mark the last token of each document, (batch, length) bool.
+    """Return a bool mask (batch, length) that is true at the last token of each document.
 
     The token `eos_id` ends a document; if it is None, each sequence is one document.
     """
@@ -275,10 +274,10 @@ def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
 
 
 def bounds_capacity(documents: int, length: int) -> int:
-    """Return how many documents to reserve per sequence of `length` tokens, a power of two.
+    """Return the number of documents per sequence to reserve room for.
 
-    Code and kernels are compiled per shape, so few different capacities should occur. Batches with
-    at most `length // 128` documents per sequence share one; others get the next power of two.
+    It is at least `documents`, has a minimum that depends on `length`, and is a power of two. Code
+    and kernels are compiled for each capacity, so few different ones should occur.
     """
     least = max(documents, length // 128, min(length, 16))
     return 1 << (least - 1).bit_length()

@@ -28,8 +28,8 @@ BF16 = Bound(0.006, 0.012)
 # E4M3 has 3 mantissa bits: a product of two quantized operands has an error of about 0.036, whether
 # there is one scale per row or one per block of 32.
 FP8 = Bound(0.048, 0.09, least=0.008)
-# If only one operand is rounded to E4M3, the error is smaller. So is `least`: in a sum over 8
-# experts, rounding errors partly cancel, and as little as a third of the error may remain.
+# If only one operand is rounded to E4M3, the error is smaller. In a sum over 8 experts, rounding
+# errors partly cancel, and as little as a third of the error may remain: `least` allows for that.
 FP8_ONCE = Bound(0.036, 0.06, least=0.004)
 
 
@@ -44,7 +44,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The larger of the two errors' ratios to their bounds; above 1, the tensor is wrong."""
+        """The larger of `whole` and `part`, relative to its bound; above 1, the tensor is wrong."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property
@@ -128,9 +128,9 @@ def error_of(
 
     Each tuple in `parts` names the dimensions that index the parts: (0,) for rows, (0, 1) for each
     matrix's rows. Errors are divided by the norm of `expected` or, if given, of `sizes`: the
-    magnitudes that the sums in `expected` would have if their terms did not cancel. So that tiny
-    parts do not dominate, a part's squared norm counts as at least `floor` times the mean squared
-    norm of the parts along the tuple's last dimension. If that mean is 0, these parts must be 0.
+    magnitudes that the sums in `expected` would have if their terms did not cancel. A part's
+    squared norm counts as at least `floor` times the mean of all parts along the tuple's last
+    dimension. Otherwise the errors of tiny parts would dominate.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
@@ -170,9 +170,9 @@ def run_both(
     leaves: Sequence[Tensor],
     grad: Tensor,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return (found, expected) pairs: first of the result, then of each leaf's gradient.
+    """Pair the kernel's result and the gradients of `leaves` with those of the reference.
 
-    The reference gets the same leaves and the same gradient of the result, in float32.
+    `grad` is the gradient of the result. The reference runs in float32.
     """
     found = with_gradients(kernel, leaves, grad)
     exact = with_gradients(reference, [leaf.detach().float() for leaf in leaves], grad.float())

@@ -39,13 +39,12 @@ TRAINED = Bound(0.02, 0.1)
 # Number of attention scores that the reference computes at once: 1 GiB in float32. Query heads that
 # share a key head are computed together, even if they have more scores.
 SCORES = 1 << 28
-# Document lengths: the shortest, and those around FlashAttention-4's tiles (64, 96, 128 rows) and
-# their common multiples.
+# Document lengths: tiny, or close to a multiple of FlashAttention-4's tile sizes (64, 96 and 128).
 _EDGES = (
     *(1, 1, 2, 63, 64, 65, 95, 96, 97, 127, 128, 129, 1, 191, 192, 193),
     *(255, 256, 257, 383, 384, 385, 3, 511),
 )
-# Attention within given documents, as a function of q, k and v, each (tokens, heads, head_dim).
+# A function that computes attention from q, k and v, each (tokens, heads, head_dim).
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -70,7 +69,7 @@ class AttentionShape:
 
 
 def document_ends(packing: str, batch: int, length: int, most: int | None = None) -> Tensor:
-    """Mark the last token of each document, (batch, length) bool, the same in every process.
+    """Return a bool mask (batch, length) that is true at the last token of each document.
 
     With packing `whole`, each sequence is one document. With `edges`, document lengths are close to
     the kernels' tile sizes. A sequence has at most `most` documents.
@@ -116,7 +115,7 @@ def attention_errors(
     attend_by: Callable[[AttentionShape, Tensor], Attend],
     device: str,
 ) -> Iterator[Error]:
-    """Yield the errors of the attention `attend_by(shape, ends)` for one packing of documents."""
+    """Yield the errors of attention and of its gradients, for one packing of documents."""
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
     *leaves, grad = attention_inputs(shape, like_trained, device)
@@ -153,7 +152,7 @@ def attention_errors(
 
 
 def flash_attention_4(shape: AttentionShape, ends: Tensor) -> Attend:
-    """Return attention as in training: FlashAttention-4, or the operator's reference on a CPU."""
+    """Return a function that computes attention as in training, for documents with these ends."""
     capacity = varlen.bounds_capacity(int(ends.sum(dim=1).max()), shape.length)
     room = shape.max_documents or shape.batch * capacity
     lengths = varlen.cumulative_lengths(varlen.document_bounds(ends, room // shape.batch))
@@ -165,13 +164,13 @@ def flash_attention_4(shape: AttentionShape, ends: Tensor) -> Attend:
 
 Products = tuple[Tensor, Tensor, Tensor]
 
-# Bounds of the output, the input gradient and the weight gradient, by format.
+# Error bounds by format, for the output, the input gradient and the weight gradient.
 BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "bf16": (BF16, BF16, BF16),
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
     "fp8_rowwise": (FP8, FP8, FP8),
-    # Linear layers. A `float8` recipe may leave weight gradients in BF16, so their `least` is 0.
+    # For linear layers. Some `float8` recipes keep weight gradients in BF16: allow tiny errors.
     "mx": (FP8, FP8, FP8),
     "float8": (FP8, FP8, replace(FP8, least=0)),
     # Wider bounds: one scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
@@ -194,11 +193,11 @@ def grouped_errors(
     multiply: Callable[..., Products],
     device: str,
 ) -> Iterator[Error]:
-    """Yield the errors of experts' output, input gradient and weight gradient, with uneven groups.
+    """Yield the errors of a grouped GEMM with uneven groups, and of its gradients.
 
-    `multiply` computes these three, given x (rows, K), weights (experts, N, K), the groups' ends
-    (experts,) int32, and the output's gradient (rows, N). All but the ends are BF16. There are
-    about `rows` rows, not counting those that pad groups to a multiple of `alignment`.
+    `multiply` returns the output, the input gradient and the weight gradient. Its arguments are x
+    (rows, K), weights (experts, N, K), the groups' ends (experts,) int32, and the output's gradient
+    (rows, N). All but the ends are BF16. `rows` is approximate and does not include padding.
     """
     counts = uneven_counts(experts, rows)
     starts = [0, *accumulate(padded_sizes(counts, alignment))]
@@ -221,7 +220,7 @@ def grouped_errors(
 
 
 def linear_errors(layer: nn.Module, rows: int, kind: str, device: str) -> Iterator[Error]:
-    """Give a bias-free linear layer test weights; yield the errors of its output and gradients."""
+    """Overwrite a linear layer's weights; yield the errors of its output and gradients."""
     layer = layer.to_empty(device=device).bfloat16()
     weight = next(layer.parameters())
     n, k = weight.shape

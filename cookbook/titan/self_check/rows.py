@@ -1,4 +1,4 @@
-"""Errors in moving tokens to their experts' groups and back, on one rank and between ranks.
+"""Tests that move tokens to their experts and back, on one rank and between ranks.
 
 Each test expert multiplies its rows by its own factor. So the reference needs no communication: it
 multiplies each token by the sum of its experts' factors, weighted by their scores.
@@ -42,9 +42,8 @@ MOVED = Bound(0.006, 0.012)
 # at least the root mean square over all rows (`floor=1.0`). SCORES_FP8 is for rows sent in FP8.
 SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
-# The gradient of a test expert's factor sums terms of both signs over the expert's rows. On a rank
-# with one expert, this gradient is a single number, whose error varies widely. The usual error is
-# 0.0025, or 0.05 with FP8; the bounds of the whole gradient are eight times that.
+# A rank may have only one test expert. The gradient of its factor is then a single number, whose
+# error varies widely. So `whole` is eight times the usual error, which is 0.0025 (0.05 with FP8).
 FACTOR = Bound(0.02, 0.04)
 FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
@@ -56,7 +55,7 @@ def expert_factors(experts: int, device: str) -> Tensor:
 
 
 def weighted_sum(x: Tensor, scores: Tensor, factors: Tensor) -> Tensor:
-    """Multiply each token (..., features) by the sum of its experts' factors times scores."""
+    """Multiply each token (..., features) by the sum, over its experts, of score times factor."""
     return x * (scores * factors).sum(-1, keepdim=True)
 
 
@@ -72,10 +71,10 @@ def row_errors(
 ) -> Iterator[Error]:
     """Yield errors of a round trip: copy tokens to groups, scale each group, sum up the copies.
 
-    Before the sum, padding rows are set to large values, so a sum that includes one is clearly
-    wrong. Scores multiply the rows in their groups if `on_activations`, otherwise in the sum. With
-    `counted`, as in DeepEP, the host knows each expert's number of rows, and about a third of the
-    experts are on other ranks. Without it, all experts are local, and tokens are float32.
+    Before the sum, padding rows get large values, so a sum that includes one is clearly wrong. If
+    `on_activations`, rows are multiplied by their scores before the sum, otherwise as part of it.
+    If `counted`, the host knows the number of rows per expert, and some experts are on other ranks,
+    as with DeepEP. If not, all experts are local, and tokens are float32.
     """
     others = num_experts // 2 + 1 if counted else 0
     experts, scores = random_routing(tokens, num_experts + others, top_k, device, 11)
@@ -116,7 +115,7 @@ def row_errors(
 
 
 def swiglu_errors(rows: int, hidden: int, device: str) -> Iterator[Error]:
-    """Compare SwiGLU times a score, and its gradients, with PyTorch in float32."""
+    """Yield the errors of `scored_swiglu` and of its gradients."""
 
     def reference(both: Tensor, scores: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=1)
@@ -147,14 +146,11 @@ def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterat
 
 
 class FixedRouter(nn.Module):
-    """A router with fixed scores and experts, both (batch, length, top k).
-
-    The TP plan requires a submodule `gate`.
-    """
+    """A router with fixed scores and fixed expert indices, both given as (batch, length, top k)."""
 
     def __init__(self, scores: Tensor, experts: Tensor, num_experts: int) -> None:
         super().__init__()
-        self.gate = nn.Identity()
+        self.gate = nn.Identity()  # required by the TP plan
         self.scores, self.experts, self.num_experts = scores, experts, num_experts
         self.top_k = experts.shape[-1]
 
@@ -177,7 +173,7 @@ class FactorExperts(nn.Module):
         self.factor = nn.Parameter(expert_factors(num_experts, device))
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        """Scale rows (rows, features), grouped by `sizes`; rows after the last group become 0."""
+        """Multiply rows (rows, features) by their group's factor, or by 0 after the last group."""
         ends = sizes.to(torch.int64).cumsum(0)
         rows = torch.arange(len(x), device=x.device)
         expert = torch.searchsorted(ends, rows, right=True)
@@ -186,7 +182,7 @@ class FactorExperts(nn.Module):
 
 
 class Exchanged(NamedTuple):
-    """The tokens of one data-parallel rank, the output's gradient, and the routing."""
+    """The inputs of one data-parallel rank, including the gradient of the MoE layer's output."""
 
     x: Tensor  # (batch, length, features), like `grad`
     grad: Tensor
@@ -207,7 +203,7 @@ def exchange_inputs(
 
 def exchange_errors(
     given: Exchanged,
-    layer: nn.Module,  # parallelized; a `FixedRouter` routes `given` to `FactorExperts`
+    layer: nn.Module,  # parallelized MoE layer with a `FixedRouter` and `FactorExperts`
     part: slice,  # this TP rank's positions in every sequence
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
     quantized: tuple[bool, bool],  # whether (dispatch's forward, combine's backward) use FP8
@@ -222,8 +218,7 @@ def exchange_errors(
     factors = expert_factors(num_experts, str(x.device))[given.experts]
     exact = [given.x.float(), given.scores, factors]
     wanted, wanted_dx, wanted_ds, by_copy = with_gradients(weighted_sum, exact, given.grad.float())
-    # The gradient of an expert's factor sums its copies' gradients, which nearly cancel. So divide
-    # its error by the square root of the sum of their squares.
+    # The terms of an expert's gradient nearly cancel, so divide its error by the norm of the terms.
     terms = by_copy[:, part].flatten()
     of_experts = torch.zeros(num_experts, 2, device=x.device)
     of_experts.index_add_(0, experts.flatten(), torch.stack([terms, terms.square()], 1))
