@@ -37,7 +37,7 @@ class JobError(Exception):
 
 @contextlib.contextmanager
 def named_at(place: str) -> Iterator[None]:
-    """Set the `place` of errors about unknown names that the `with` block raises."""
+    """Set the `place` of unknown-name errors raised in the `with` block."""
     try:
         yield
     except InputError as error:
@@ -57,7 +57,7 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
 
 
 def unknown_name(place: str, what: str, name: str, known: Iterable[str]) -> InputError:
-    """Return the error for a `name` that is not in `known`, with the nearest name as remedy."""
+    """Return an error that says `name` is not in `known` and suggests the closest match."""
     names = sorted(known)
     close = nearest(name, names)
     found = f"unknown {what} {name!r}; allowed: {', '.join(names) or 'none, as none exist yet'}"

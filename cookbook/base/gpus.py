@@ -118,11 +118,11 @@ def installed_gpus() -> tuple[InstalledGpu, ...]:
 def select_visible(
     installed: Sequence[InstalledGpu], chosen: str | None
 ) -> tuple[InstalledGpu, ...]:
-    """Return the GPUs that CUDA sees, in its order; `chosen` is the value of CUDA_VISIBLE_DEVICES.
+    """Return the GPUs that CUDA sees, in CUDA's order.
 
-    If the variable is unset (None), CUDA sees all GPUs. Otherwise it lists indices or UUID
-    prefixes. CUDA stops at the first item that does not match exactly one GPU, and sees no GPU at
-    all if a GPU is listed twice.
+    `chosen` is the value of CUDA_VISIBLE_DEVICES: GPU indices or UUID prefixes. If it is None
+    (unset), all GPUs are visible. CUDA stops reading the list at the first item that does not match
+    exactly one GPU. If the list names a GPU twice, no GPU is visible.
     """
     if chosen is None:
         return tuple(installed)

@@ -12,9 +12,9 @@ LOCAL_ASSETS = ROOT / "assets" / "local"
 
 
 def runs_folder() -> Path:
-    """Return the folder that holds all runs: COOKBOOK_RUNS, by default `runs/`.
+    """Return the folder that holds all runs: COOKBOOK_RUNS, or `runs/` by default.
 
-    A relative path starts at the checkout, not at the working directory. Jobs do the same.
+    A relative path is relative to the checkout, not to the working directory.
     """
     return ROOT / (os.environ.get("COOKBOOK_RUNS") or "runs")
 

@@ -1,6 +1,6 @@
 """Aligned tables as plain text and Markdown, and the common style of figures.
 
-Plain tables need no packages, since the doctor prints them before any is installed.
+Plain tables use only the standard library: the doctor prints them before packages are installed.
 """
 
 import io

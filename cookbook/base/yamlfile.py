@@ -124,7 +124,6 @@ Numbers = dict[str, Annotated[float, Field(strict=True)]]
 # Environment variables or sbatch options. `fill` keeps a number's spelling: `3.10`, not 3.1.
 Words = dict[str, str | Flag]
 
-# Descriptions of the allowed values, by the type of pydantic's error.
 _ALLOWED = {
     "string_type": "a text",
     "string_too_short": "a text",
@@ -147,8 +146,8 @@ def fill(
 ) -> T:
     """Return an instance of `cls`: `given` sets some fields, a mapping in `file` sets the others.
 
-    `within` holds the keys that lead to this mapping. A key in it that sets no field is an error,
-    unless the part before its first dot is in `beside`.
+    `within` is the path of keys to that mapping. `beside` lists more keys that the mapping may
+    contain; the caller reads them. If `beside` lists `a`, the mapping may also contain `a.b`.
     """
     fields = {
         field.metadata.get("key", field.name): field.name
@@ -185,8 +184,8 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 def _input_error(
     cls: Any, file: YamlFile, within: tuple[str, ...], keys: dict[str, str], found_by: Any
 ) -> InputError:
-    """Return pydantic's first error as an InputError; unknown keys come before missing keys."""
     errors = found_by.errors(include_url=False)
+    # Report an unknown key first: it may be a misspelled required key.
     error = min(errors, key=lambda one: one["type"] != "unexpected_keyword_argument")
     kind = error["type"]
     # In a union, pydantic adds the type that it tried (`str`, `bool`) to the path of keys: drop it.

@@ -33,8 +33,7 @@ from cookbook.predict.traffic import Work, count_work
 class Built:
     """The outcome of building a cell's model."""
 
-    # One report per pipeline stage, from its first rank: `active`, `warnings`, `not_exercised`.
-    ranks: tuple[dict[str, Any], ...] = ()
+    ranks: tuple[dict[str, Any], ...] = ()  # the report of each pipeline stage's first rank
     failure: dict[str, Any] | None = None  # the error of the first rank that failed
     unavailable: str = ""  # why TorchTitan could not run on this machine
     seconds: float = 0.0

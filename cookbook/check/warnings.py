@@ -44,7 +44,7 @@ def fewer_nodes(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT)
 def another_pair(cell: Cell) -> Problems:
-    """Point out that the recipe is designed for another precision or EP backend."""
+    """Point out if the recipe was designed for a different precision or EP backend."""
     if own := cell.own_pair:
         yield "", f"{cell.recipe.name} is made for {own}, and this cell has {cell.pair}", ""
 
@@ -87,7 +87,7 @@ def pipeline_bubble(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=_CHECKPOINT)
 def checkpoints_resume(cell: Cell) -> Problems:
-    """Warn of checkpoint settings that keep training from being resumed."""
+    """Warn of checkpoint settings with which a resumed run loses progress or state."""
     steps, options = cell.steps, cell.options
     if not options["checkpoint.enable"]:
         if steps > _LONG_RUN:
@@ -181,7 +181,7 @@ def replicas_are_summed(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/parallel_dims.py")
 def tp_in_a_node(cell: Cell) -> Problems:
-    """TP communicates activations four times per layer, so its ranks should share NVLink."""
+    """Warn if a TP group spans nodes: TP communicates in every layer, so it should use NVLink."""
     degree, per_node = cell.layout.tp, cell.cluster.ranks_per_node
     if degree > per_node or per_node % degree:
         reason = f"{degree} ranks do not lie within one node of {per_node}"

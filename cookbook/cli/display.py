@@ -117,7 +117,6 @@ def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
 
 
 def _fields(cell: CellProgress, is_ascii: bool) -> dict[str, str]:
-    """Return the cell's text in each column, empty where there is nothing to show."""
     is_running = cell.state == "running"
     fields = dict.fromkeys(_COLUMNS, "")
     if cell.step is not None:

@@ -91,7 +91,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         if not ended and time.monotonic() - asked >= POLL_S[run.scheduler]:
             asked = time.monotonic()
             ended = _state(run, cell).has_ended
-        # First look for a newer attempt's log: if there is one, the log printed below is complete.
+        # Look for a newer log before printing: once there is one, the current log is complete.
         newest = cell.newest_log()
         if log is not None:
             offset = _print_from(log, offset)
@@ -157,7 +157,6 @@ def cancel(arguments: argparse.Namespace) -> int:
     states = [state for state in cell_states(run) if state.is_known and not state.has_ended]
     num_jobs = len({state.job_id for state in states if state.job_id})
     if arguments.run is None and num_jobs:
-        # The user named no run: first say which one is cancelled, since cancelling may be slow.
         jobs = "1 job" if num_jobs == 1 else f"{num_jobs} jobs"
         print(f"{run.name}, the newest run: cancelling {jobs}", flush=True)
     cells = cancel_run(run)

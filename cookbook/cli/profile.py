@@ -105,7 +105,6 @@ def _trained(arguments: argparse.Namespace) -> CellFolder | int:
 
 
 def _left_traces(name: str) -> tuple[str, dict[int, Path]]:
-    """Return a title and each rank's trace; `name` is a run, a cell, a folder or one trace file."""
     path = Path(name)
     if path.is_file():
         return shown_path(path), {0: path}

@@ -222,7 +222,6 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     # A local or one-allocation job trains several cells in turn: resume none before all have ended.
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
-        # A queued cell without a job is idle: no other process can submit it during a resume.
         is_idle = state.state == QUEUED and state.job_id is None
         has_ended = is_idle or (state.state in ENDED and state.is_known)
         if has_ended or not (state.cell in names or state.job_id in jobs):
