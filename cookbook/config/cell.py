@@ -32,8 +32,7 @@ SAVE_LIST = "activation_checkpoint.op_sac_save_list"
 LAYERS_KEPT = "activation_checkpoint.num_layers_kept"
 # The options that do nothing unless TorchTitan imports the cookbook's hooks.
 OF_HOOKS = (NUM_CHUNKS, EP_CHUNKS, LAYERS_KEPT, SAVE_LIST, SCORE_ACTIVATIONS, ATTENTION)
-# The parts of a cell that are read from files: each part's key in the cell's record, and the folder
-# below `recipes/` that holds such files. Recipes are in `recipes/` itself.
+# Fields of `Cell` that are read from files, and the folder of those files, relative to `recipes/`.
 PARTS = {"recipe": "", "precision": "precision", "ep_backend": "ep_backend", "cluster": "cluster"}
 # The operators that SAVE_LIST may name; the first three are TorchTitan's default.
 SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
@@ -57,7 +56,7 @@ class Cell:
     published: float | None = None  # tokens/s/GPU published for exactly this cell
     baseline: str | None = None
     prediction: str | None = None  # text from the sweep: expected speed, and what a deviation means
-    left_out: tuple[str, ...] = ()  # sweep options dropped because `recipe` is a stand-in
+    left_out: tuple[str, ...] = ()  # sweep options dropped because `recipe` replaces another one
     repeat_of: str | None = None  # name of the cell that this one repeats
     repeat: int = 1  # number of the repeat, from 1
 
@@ -100,7 +99,7 @@ class Cell:
 
     @property
     def own_pair(self) -> str:
-        """The recipe's precision and EP backend (`mxfp8+deepep`); empty if the cell keeps them."""
+        """The recipe's precision and EP backend if the cell has others; else empty."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         # A recipe that sets neither `precision` nor `ep_backend` suits any pair.
         return "" if own in (self.pair, "bf16+standard") else own
@@ -112,7 +111,7 @@ class Cell:
 
     @property
     def attends_by_reference(self) -> bool:
-        """Whether FlashAttention-4's CPU reference runs: same numerics, but a meaningless speed."""
+        """Whether FlashAttention-4's reference on the CPU computes attention."""
         return self.uses_flash_attention and self.cluster.gpu is None
 
     @property
@@ -130,7 +129,7 @@ class Cell:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The job's exported variables; precision overrides EP backend, which overrides cluster."""
+        """The environment variables that the cluster, the EP backend and the precision set."""
         parts = (self.cluster, self.ep_backend, self.precision)
         return exported(Words(itertools.chain(*(part.environment.items() for part in parts))))
 
@@ -217,9 +216,9 @@ Rule = Callable[..., Iterator[Finding]]
 def rule(
     rules: list[Rule], *, level: str = ERROR, reference: str = "", is_input: bool = False
 ) -> Callable[[Callable[..., Problems]], Rule]:
-    """Turn the decorated generator of (option, reason, remedy) into a rule; append it to `rules`.
+    """Return a decorator that turns a generator of problems into a rule and adds it to `rules`.
 
-    The rule takes the generator's arguments and yields findings that bear the generator's name.
+    The rule takes the generator's arguments and yields each problem as a `Finding`.
     """
 
     def register(problems: Callable[..., Problems]) -> Rule:
@@ -247,7 +246,7 @@ class Verdict:
     rules: tuple[Finding, ...]  # broken rules: errors wherever the job runs
     # Packages and files missing here: errors if the job would run here, else warnings.
     here: tuple[Finding, ...]
-    built: tuple[Finding, ...] | None = None  # errors in TorchTitan's build of the model on CPU
+    built: tuple[Finding, ...] | None = None  # errors while TorchTitan built the model
 
     @property
     def findings(self) -> tuple[Finding, ...]:

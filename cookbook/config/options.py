@@ -1,4 +1,4 @@
-"""TorchTitan's options, as files and command lines set them and as a job uses them."""
+"""Read TorchTitan's options from YAML files and the command line."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -112,10 +112,7 @@ def read_sections(file: YamlFile) -> Settings:
 def read_options(
     file: YamlFile, mapping: Mapping[str, Any], within: tuple[str, ...] = ()
 ) -> Settings:
-    """Read options from `mapping`, in which `a: {b: 1}` means the same as `a.b: 1`.
-
-    The keys `within` lead to `mapping` in `file`. Error messages name both.
-    """
+    """Read options from `mapping`, in which `a: {b: 1}` means the same as `a.b: 1`."""
     stack, settings = load_stack(), dict[str, Setting]()
 
     def read(mapping: Mapping[str, Any], keys: tuple[str, ...], prefix: str) -> None:

@@ -41,8 +41,8 @@ from cookbook.config.options import (
 )
 from cookbook.config.stack import load_stack
 
-# The kinds of files, by folder below `recipes/`: each kind's name in messages, and the remedy if a
-# user names such a file where another kind is expected.
+# For each folder below `recipes/`: what messages call a file from it, and the remedy if the user
+# gives such a file where another kind of file is expected.
 KINDS = {
     "": ("recipe", "write: python submit.py run {}"),
     "precision": ("precision", "it is a precision: --precision {}"),
@@ -138,7 +138,7 @@ EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8, _DEEPEP)
 
 
 def implied(options: Options) -> dict[str, str]:
-    """Return the dispatch, grouped-GEMM format and linear-layer format that `options` enable."""
+    """Return the GEMM formats and the token dispatch that `options` select."""
     formats = {
         "grouped_gemms": {
             "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],
@@ -181,22 +181,19 @@ class Needs:
 
 @dataclass(frozen=True)
 class Overlay:
-    """A precision (GEMM formats, such as `mxfp8`) or an EP backend (dispatch, such as `deepep`).
-
-    If the GPU lacks `needs.compute_capability`, the options in `emulated` override `settings`.
-    """
+    """A precision, such as `mxfp8`, or an EP backend, such as `deepep`."""
 
     kind: Kind
     name: str
     description: Text
     needs: Needs
-    expect: Settings  # options for the job's check of what is active, e.g. `cookbook.dispatch`
+    expect: Settings  # what must be active in training, e.g. `cookbook.dispatch: deepep`
     settings: Settings
-    emulated: Settings | None
+    emulated: Settings | None  # options that override `settings` if the hardware lacks support
     path: Path
     synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
-    environment_from: Words = field(default_factory=Words)  # variables, and the ones they copy
+    environment_from: Words = field(default_factory=Words)  # new variable: variable to copy
 
     def expects(self, key: str) -> Any:
         return self.expect[f"cookbook.{key}"].value

@@ -105,10 +105,10 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
 def cell_from_record(
     name: str, record: CellRecord, place: str, nodes: int | None, overrides: Settings
 ) -> Cell:
-    """Rebuild a cell from the options in its record, overridden by `overrides`, and validate it.
+    """Rebuild a cell from its record, apply `overrides`, and validate the cell.
 
-    Later changes of the recipe's options have no effect. The overlays' `expect` blocks and the
-    environment are read from the current files. `place` names the record in errors.
+    The options come from the record, not from the recipe's current file. The environment variables
+    and the `expect` blocks come from the current files. `place` names the record in errors.
     """
     stack, anew = load_stack(), "start a new run"
     parts = {key: str(record.files.get(key) or getattr(record, key) or "") for key in PARTS}
@@ -157,8 +157,7 @@ def this_machine(
     return Cluster(
         name="this machine",
         description="the machine that this runs on",
-        # With "local", `merge_config` would replace large recipes with their stand-ins.
-        scheduler="slurm",
+        scheduler="slurm",  # "local" would replace large recipes with their stand-ins
         settings={},
         path=Path(__file__),
         gpus_per_node=ranks if gpu else None,

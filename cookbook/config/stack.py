@@ -146,7 +146,7 @@ _SET_BY_SCRIPTS = {
     "cookbook.dispatch": "set dispatch in the EP backend's `expect` block",
     "cookbook.emulated": "it follows from precision and cluster",
 }
-# Keys of recipes and sweeps that users mistake for TorchTitan options, and what to use instead.
+# Keys of recipes and sweeps that are not TorchTitan options, and how to set them.
 _OWN_KEYS = {
     "precision": "use --precision, or `precision` at the top of a recipe or sweep",
     "ep_backend": "use --ep-backend, or `ep_backend` at the top of a recipe or sweep",

@@ -30,7 +30,7 @@ Pair = tuple[Overlay, Overlay]
 
 @dataclass(frozen=True)
 class Point:
-    """A pair of precision and EP backend in a sweep, with its own settings."""
+    """One combination of precision and EP backend in a sweep, and the settings for it."""
 
     pair: Pair | None = None  # None for the recipe's own precision and EP backend
     recipe: Recipe | None = None  # the only recipe that uses the point; None for all recipes
@@ -86,8 +86,8 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             cell = resolve_cell(cell, words)
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
             if cell.name in cells:
-                # Skip a duplicate. Two recipes can have the same stand-in. Two points of the sweep
-                # can become equal because --precision or --ep-backend applies to both.
+                # Skip duplicates: two recipes can have the same stand-in, and --precision or
+                # --ep-backend can make two points of the sweep equal.
                 other, other_point = groups[cell.name]
                 if cell.stand_in_for or (other == group and other_point is not point):
                     continue

@@ -1,3 +1,3 @@
-"""The doctor: checks of the machine and its software, reported in the order of the imports."""
+"""The doctor: checks of the machine and its software, which these imports register."""
 
 from cookbook.doctor import machine, software  # noqa: F401

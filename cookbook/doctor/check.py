@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 def ask(command: Sequence[str], timeout_s: float = 5.0) -> Answer:
-    """Run `command` with a timeout: a hung Slurm controller cannot hold up the doctor for long."""
+    """Run `command` with a timeout, so that a hung Slurm controller cannot hold up the doctor."""
     text: Any = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
     try:
         done = subprocess.run(command, timeout=timeout_s, stdin=subprocess.DEVNULL, **text)
@@ -75,7 +75,7 @@ class Surroundings:
         self.is_in_job = self.job_folder is not None
         has_driver = self.path("/proc/driver/nvidia").exists()
         self.is_login_node = self.sends_jobs and not self.is_in_job and not has_driver
-        # Whether large recipes run from here, on this machine's GPUs or on a cluster.
+        # Whether this machine can launch large recipes, on its own GPUs or on a cluster.
         self.trains_for_real = not self.local and (bool(self.gpus) or self.sends_jobs)
 
     def path(self, absolute: str) -> Path:
@@ -119,8 +119,8 @@ class Check:
 
     name: str
     look: Callable[[Surroundings], Verdict]
-    is_for_local: bool  # whether it is also made for local runs
-    node_hours: float | None  # hours to exclude a job's node that fails; None if not made on nodes
+    is_for_local: bool  # whether the doctor also runs it with --local
+    node_hours: float | None  # hours to exclude a node that fails it; None if not run on nodes
     is_for_gpus: bool  # whether it is skipped if no GPU is visible
 
     def finding(self, here: Surroundings) -> Finding | None:

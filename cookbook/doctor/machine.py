@@ -84,7 +84,6 @@ def _without_gpus(here: Surroundings) -> Verdict:
 
 
 def _promised(here: Surroundings) -> str:
-    """Describe the GPUs that the cluster's profile states for a node; empty without a profile."""
     cluster = here.cluster
     if cluster is None:
         return ""

@@ -33,7 +33,7 @@ _RECIPES = {"gpu": ("deepseek_v3_16b", "qwen3_30b_a3b"), "cpu": ("debug", "qwen3
 
 
 def prove(cluster: Cluster | None, output: Path | None) -> int:
-    """Check the kernels here or, as a job, on a cluster's node; return 0 if all are correct."""
+    """Check the kernels on this machine or on a node of `cluster`; return 0 if all are correct."""
     if cluster is not None and cluster.scheduler != "local":
         return _prove_on(cluster, output)
     gpus = visible_gpus()
@@ -121,7 +121,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     degrees = {
         DEGREES["tp"]: 1,
         DEGREES["pp"]: 1,
-        # EP must divide the ranks and the experts. The GPU recipes have 64 or 128 experts.
+        # EP must divide the number of ranks and that of experts: 64 or 128 in the GPU recipes.
         DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
         "training.local_batch_size": 4,
     }

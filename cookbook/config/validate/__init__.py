@@ -21,7 +21,7 @@ from cookbook.config.cluster import runs_here
 from cookbook.config.validate import kernels, layout, values
 
 _SET_UP = "run: bash setup.sh"
-# Options that are paths, the file that must exist there, and the remedy if it does not.
+# For each path option: the file required in that folder (or ""), and the remedy if it is missing.
 _PATHS = {
     "model.hf_assets_path": (
         "tokenizer.json",
@@ -36,7 +36,6 @@ _PATHS = {
 def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
     """Check a cell against the rules and this environment, without building the model."""
     rules = tuple(validation_errors(cell))
-    # If the input is wrong, such as an invalid layout, the environment is not checked.
     here = () if any(one.is_input for one in rules) else tuple(missing_here(cell, is_submitted))
     return Verdict(rules, here)
 

@@ -85,7 +85,7 @@ def expert_tensor_parallel(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe_deepep.py")
 def hooks_are_on(cell: Cell) -> Problems:
-    """Refuse cells that need the cookbook's hooks, but do not import them."""
+    """Refuse a cell that needs the cookbook's hooks but runs without them."""
     hooks = cell.options.stack.hooks
     if cell.hooks == hooks:
         return

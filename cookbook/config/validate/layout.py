@@ -16,7 +16,7 @@ from cookbook.config.stack import PIPELINING, TORCHTITAN
 # TorchTitan's default number of stages per pipeline rank, by schedule; looped schedules allow more.
 STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 STAGES_PER_RANK |= {"InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
-# An error: the option, the reason, and either a remedy or the values that could be suggested.
+# An error: the option, the reason, and either a remedy or candidate values for the option.
 _Problem = tuple[str, str, str | list[int]]
 _BATCH = "training.local_batch_size"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -35,7 +35,6 @@ def layout_findings(options: Options, world: int) -> list[Finding]:
 
 
 def _suggestion(name: str, values: list[int], options: Options, world: int) -> str:
-    """Suggest the nearest of `values` that causes no errors, or at least none in option `name`."""
     sizes = EXCHANGES.get(options[COMM_BACKEND], STANDARD).sizes
     if name == DEGREES["ep"] and sizes:
         values = [value for value in values if value in (1, *sizes)]
@@ -44,10 +43,10 @@ def _suggestion(name: str, values: list[int], options: Options, world: int) -> s
         value: [one[0] for one in _problems(options.override({name: Setting(value, name)}), world)]
         for value in sorted(values, key=lambda value: (abs(value - options[name]), value))
     }
+    # Values that leave no errors come first.
     nearest_first = sorted(left, key=lambda value: bool(left[value]))
-    # Such a value always exists: `values` contains 1, which is never an error in option `name`.
+    # `next` always finds one: `values` contains 1, which never causes an error in option `name`.
     best = next(value for value in nearest_first if name not in left[value])
-    # A value from a YAML file is easiest to override on the command line.
     is_in_file = name in options and ".y" in options.origin(name)
     return f"try {best}: --set {name}={best}" if is_in_file else f"try {best}"
 
@@ -227,10 +226,7 @@ def two_stages(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/dual_pipe_v.py")
 def dual_pipe_v_overlap(cell: Cell) -> Problems:
-    """DualPipeV can overlap dispatch and combine in TorchTitan's MoE layer, not in the cookbook's.
-
-    With the cookbook's MoE layer, TorchTitan still builds the model, but the first step fails.
-    """
+    """Refuse DualPipeV's expert-parallel overlap if the cookbook's MoE layer is used."""
     option = "parallelism.pipeline_parallel_expert_parallel_overlap"
     is_overlapped = cell.options[option] and cell.options[_SCHEDULE].lower() == "dualpipev"
     if cell.exchange.has_own_layer and is_overlapped and cell.layout.pp > 1 and cell.layout.ep > 1:

@@ -44,7 +44,7 @@ _BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
     (0, 2**63 - 1): ("debug.seed",),
 }
 _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
-# The valid names in options that are lists.
+# The allowed elements of each list-valued option.
 _NAMES: dict[str, tuple[str, ...]] = {
     "compile.components": ("model", "loss"),
     "model.converters": (
@@ -197,7 +197,7 @@ def formats(cell: Cell) -> Problems:
     if options[in_hf] and not options[alone]:
         yield alone, "is false, and published weights hold the model alone", "set it to true"
     if options[save] and model:
-        # Size of the routed experts' weights in FP32, in GB; a large model has few others.
+        # Size of the routed experts' FP32 weights in GB, as an estimate of the whole model's size.
         layers = model.n_layers - model.n_dense_layers
         size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9
         # Rank 0 writes all weights. The other ranks wait in a collective, which may time out.
