@@ -31,7 +31,7 @@ _MOST_POINTS, _LABELS = 4000, 6
 
 
 def degrees(cell: Cell) -> str:
-    """Describe a layout as `TP 2, PP 2 Interleaved1F1B/4, EP 32`, plus other degrees above 1."""
+    """Describe a layout, for example as `TP 2, PP 2 1F1B, EP 32`."""
     layout, schedule = cell.layout, _schedule(cell)
     pp = f"PP {layout.pp} {schedule}" if schedule else "PP 1"
     others = {"ETP": layout.etp, "CP": layout.cp, "DP replicate": layout.dp_replicate}

@@ -94,8 +94,7 @@ def search(
 ) -> Found:
     """Evaluate every cell; Ctrl-C stops the search and keeps the candidates found so far.
 
-    A layout counts as too large without being evaluated if it was too large even with a smaller
-    batch, with full recomputation, or with both.
+    Skip a cell if it was already too large with a smaller batch or with full recomputation.
     """
     found, too_large = Found(), dict[tuple[str, str], int]()
     try:
@@ -135,7 +134,7 @@ _OVERLAYS = "precision and EP backend"
 # that free memory come first, since a larger batch or less recomputation may fit only after that.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
-    _OVERLAYS: (),  # also gets the options that match no prefix in this table
+    _OVERLAYS: (),  # plus all options that match none of these prefixes
     "TP": (DEGREES["tp"],),
     "data parallelism": ("parallelism.data_parallel_",),
     "EP": (DEGREES["ep"], DEGREES["etp"], EP_CHUNKS, SCORE_ACTIVATIONS),

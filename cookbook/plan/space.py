@@ -62,10 +62,10 @@ _WORKER: dict[str, Any] = {
     "training.dataloader.persistent_workers": True,
 }
 OVERLAYS = ("precision", "ep_backend")
-# Local batch sizes to try without a pipeline and with one. With one, also try the recipe's own.
+# Local batch sizes to try: the first tuple without pipeline parallelism, the second with it.
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
-# To explain why a requested value makes all layouts invalid, look at no more layouts than this.
+# How many layouts to check, at most, to explain why a requested value is never valid.
 _MOST_ASKED = 500
 
 
@@ -138,7 +138,7 @@ class Space:
         return settled
 
     def _means(self, start: Cell, ep: int) -> dict[str, Any]:
-        """Return the settings that always pay off (docs/evidence/performance.md)."""
+        """Return settings that save time or memory in any layout (docs/evidence/performance.md)."""
         cluster, options = self.base.cluster, self.base.options
         means: dict[str, Any] = {NUM_CHUNKS: options[NUM_CHUNKS] or 8}
         if cluster.gpu is not None and cluster.gpu.compute_capability >= 9.0:
@@ -171,7 +171,6 @@ class Space:
 
 
 def _combined(axes: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yield each combination of one option set per axis, merged; later axes override earlier."""
     return (functools.reduce(operator.or_, points) for points in itertools.product(*axes))
 
 

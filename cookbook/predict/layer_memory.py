@@ -36,7 +36,7 @@ class LayerBytes:
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) -> LayerBytes:
     """Return the memory that a layer needs for one microbatch.
 
-    `products`: the GEMMs in compiled code whose outputs are saved instead of recomputed.
+    `products`: in compiled code, the GEMMs that are not recomputed.
     """
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
@@ -64,7 +64,7 @@ def _attention(s: Shapes) -> LayerBytes:
         # Count the latents, and the normalized latents that the next matrix products read.
         latent, normed = s.q_lora + s.kv_lora + s.rope, s.q_lora + s.kv_lora
         norm_inputs, readers = normed, 2
-        # The values are a view of a projection's output, so all of that output stays in memory.
+        # V is a view of the output of `wkv_b`, so that whole output stays in memory.
         values = s.heads * (s.nope + s.v_head)
         matrix_products = latent + queries + values + s.dim
     else:
@@ -77,8 +77,8 @@ def _attention(s: Shapes) -> LayerBytes:
     elements = s.tokens * (2 * s.dim + latent + normed + queries + keys + values + out)
     elements += s.sequence_tokens * s.dim
     if s.casts_at_each_use:
-        # Autocast copies the input once per projection that reads it, and the residual is FP32. A
-        # norm of BF16 inputs with FP32 weights is not fused: it saves input and output in FP32.
+        # Autocast copies the input for each projection that reads it. The residual is FP32, and so
+        # are the inputs and outputs that attention's own norms save.
         elements += s.tokens * (readers * s.dim + 3 * norm_inputs)
     softmax = 4.0 * s.tokens * s.heads
     # In eager mode, selective recomputation keeps the outputs of attention and of every second
@@ -107,7 +107,6 @@ def _activations(s: Shapes) -> int:
 
 def _dense(s: Shapes) -> LayerBytes:
     hidden = float(s.act * s.tokens * s.dense_hidden)
-    # In compiled code the forward and its recomputation are one graph, which keeps fewer outputs.
     selected = (hidden if s.compiled else 1.5 * hidden) if "mm" in s.saves else 0.0
     return LayerBytes(
         saved=_activations(s) * hidden + s.hidden_bytes,
@@ -124,7 +123,7 @@ def _moe(s: Shapes) -> LayerBytes:
     # The bytes of the experts' input rows, and of one tensor with the experts' hidden width.
     rows, hidden = float(s.act * s.rows * s.dim), float(s.act * s.rows * s.expert_hidden)
     shared_mm = 0.0 if s.compiled or "mm" not in s.saves else shared / 4
-    # `saved` includes the outputs of gate and up anyway, as inputs of the activation function.
+    # The outputs of gate and up are part of `saved`, as inputs of the activation function.
     gate_up, saved_out = (2 * hidden, rows) if "grouped_mm" in s.saves else (0.0, 0.0)
     base, selected = router + shared, gate_up + shared_mm
     if s.row_kernels:
@@ -149,12 +148,12 @@ def _moe(s: Shapes) -> LayerBytes:
     experts = rows + _activations(s) * hidden
     if s.casts_at_each_use:
         experts += 3.0 * s.act * s.num_experts * s.expert_hidden * s.dim
-    # These pass between compiled graphs: outputs of norm and router, and the experts' input rows.
+    # No memory budget affects tensors that one compiled graph passes to another. They are the
+    # outputs of norm and router, the experts' input rows and the activations times the scores.
     between = router + s.act * s.tokens * s.dim + rows
     if s.scored_activations:
-        # The activations, multiplied by the scores, pass from one compiled graph to another. Eager
-        # mode also saves the activations before the multiplication.
         between += hidden
+        # Eager mode also saves the activations before they are multiplied by the scores.
         experts += 0.0 if s.compiled else hidden
     if s.deepep:
         received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
@@ -175,11 +174,11 @@ def _moe(s: Shapes) -> LayerBytes:
     # A rank dispatches only its share of the rows, but later holds the rows of all TP ranks.
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
-    # The product of the experts' outputs and the scores saves these outputs in FP32.
+    # Multiplying the experts' outputs by the scores saves the outputs in FP32.
     weighted = 4.0 * all_rows
     # MoE.forward holds `routed_input`, `routed_output` and the unsorted rows until it returns.
     freed = (sent, sent, s.act * all_rows, tokens)
-    # The factors were measured. Under autocast, FP32 copies of the experts' rows exist as well.
+    # These factors come from measurements.
     backward = (25 if s.autocast else 4 + s.act) * all_rows + tokens
     exchanged = rows + sent if s.ep > 1 and "communication" in s.saves else 0.0
     return LayerBytes(
@@ -207,7 +206,7 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return the LayerBytes, the bytes kept for the backward, and the bytes recomputed."""
+        """Return the layer's memory, how many bytes it keeps, and how many it recomputes."""
         cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
         layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
         mode = options["activation_checkpoint.mode"]
@@ -226,10 +225,9 @@ class RankLayers:
         return sum(self._cost(layer)[1] for layer in part.layers)
 
     def freed_in_forward(self, smallest: float) -> float:
-        """Return how many freed bytes a tensor of `smallest` bytes cannot reuse.
+        """Return how many bytes the forward frees in blocks that are too small to reuse.
 
-        A layer's forward frees blocks in different segments, and the allocator does not join them.
-        Add up the blocks that are smaller than the tensor, in the layer where they sum to the most.
+        Add up each layer's freed blocks below `smallest` bytes, and return the largest sum.
         """
         unused = [0.0]
         for layer in self._rank.layers:
@@ -246,7 +244,7 @@ class RankLayers:
             if s.mixed_precision:
                 sizes = [unit.gathered for unit in layer.units]
                 if not pipelined:
-                    # The parameters of this layer and, prefetched, of the next one.
+                    # This layer's parameters and the next layer's, which are prefetched.
                     terms["gathered layers"] = 2.0 * sum(sizes) * s.act
                 reduced = 0 if pipelined else max(sizes, default=0) * s.grad
                 terms["new gradients"] = float(sum(sizes) * s.act + reduced)
@@ -254,10 +252,9 @@ class RankLayers:
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
-        """Return the peak memory of a backward without FSDP or a pipeline, split by cause.
+        """Return the peak memory of the backward by cause, without FSDP and without a pipeline.
 
-        TorchTitan frees the gradients at the start of a step. They grow again during the backward,
-        while the activations shrink.
+        Any layer can be the peak: gradients grow during the backward while activations shrink.
         """
         (part,) = self._rank.parts
         gradients = float(sum(unit.size for unit in part.head if unit.name == "output"))

@@ -70,7 +70,7 @@ class Kernels:
         return sum(one.numel for one in expert_operators(self.shapes)) // self.shapes.ep
 
     def experts(self, backward: bool) -> Terms:
-        """Return the time of the routed experts' GEMMs and of moving their rows."""
+        """Return the time of the routed experts: their GEMMs, and moving tokens there and back."""
         terms = self.multiply(expert_operators(self.shapes), backward)
         if backward and self.chunks > 1:
             # Each chunk computes its own weight gradients, which have to be added up.
@@ -79,7 +79,7 @@ class Kernels:
         return add(terms, self.move_rows(backward))
 
     def multiply(self, operators: Iterable[Operator], backward: bool) -> Terms:
-        """Return the time of the operators' GEMMs, of which the backward has twice as many."""
+        """Return the time of the operators' GEMMs, in the forward or in the backward."""
         return add(*(self._product(one, backward) for one in operators if one.is_product))
 
     def _product(self, one: Operator, backward: bool) -> Terms:
@@ -164,7 +164,7 @@ class Kernels:
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # In each direction, the kernels pass over the rows once and over the tokens twice. With
+            # Both moves, to the experts and back, access each row once and each token twice. With
             # EP, the receiving rank also sorts its rows by expert and later restores their order.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
@@ -205,8 +205,7 @@ class Kernels:
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
-# TP collectives on hidden states per layer, where an all-reduce counts as two. The backward of a
-# DeepEP layer has two all-gathers, an all-reduce and a reduce-scatter.
+# The number of TP collectives in a layer's forward and backward. An all-reduce counts as two.
 _TP_FORWARD, _TP_BACKWARD = 4, 5
 # Compiled attention gathers its input again when it is recomputed, whatever the save list says.
 _TP_COMPILED = 1
@@ -280,8 +279,8 @@ class LayerTimes:
             for one in feed_forward_operators(k.shapes, moe=True)
             if one.module.startswith("moe.shared_experts")
         ]
-        # One part of the shared experts runs before the routed experts, the other after them. The
-        # first combine is queued behind two dispatches in the forward, behind all in the backward.
+        # The shared experts run partly before and partly after the routed experts. The first
+        # combine follows the dispatches of two chunks in the forward, and of all in the backward.
         before_ms, after_ms, queued = sum(shared_ms[:2]), sum(shared_ms[2:]), 2
         if backward:
             before_ms, after_ms, queued = hiding_ms + after_ms, before_ms, k.chunks

@@ -25,7 +25,7 @@ GIB = 2**30
 # segments, which are mapped page by page, had 0 and 5%.
 FRAGMENTS = 0.03
 FRAGMENTS_EXPANDABLE = 0.01
-# Two threads run GEMMs, the forward's and autograd's. PyTorch gives each a cuBLAS workspace.
+# The main thread and the autograd thread each get a cuBLAS workspace from PyTorch.
 CUBLAS_THREADS = 2
 CUBLAS_BYTES, CUBLAS_BYTES_SM90 = (2 * 4096 + 8 * 16) * 2**10, 32 * 2**20
 # The CUDA context, cuBLAS and loaded kernels, which PyTorch's allocator does not manage.
@@ -44,8 +44,8 @@ MOST_FITS_PIPELINE = 0.88
 class StageMemory:
     """The peak of a pipeline stage's first rank, in GiB; the stage's other ranks need the same.
 
-    `terms`: the memory at the peak by cause, which adds up to `reserved`. `outside`: memory that
-    PyTorch's allocator does not manage.
+    `terms` maps each cause to its memory; the sum is `reserved`. `outside` is memory that PyTorch's
+    allocator does not manage.
     """
 
     rank: int
@@ -109,8 +109,7 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     fragments = FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS
     terms = {**compute, "fragments": sum(compute.values()) * fragments}
     if shapes.mixed_precision:
-        # The pools of FSDP's streams hold the gradients and two gathered modules: the one in use
-        # and the prefetched one. A module with a single shard is not gathered.
+        # FSDP's streams hold the gradients, one gathered module in use and a prefetched one.
         sizes = [unit.size for unit in rank.units]
         terms["gradients"] = float(max(sizes) if offloads else sum(sizes))
         gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)
@@ -133,7 +132,6 @@ def state_gib(rank: Rank) -> float:
 
 
 def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
-    """Return, by cause, the bytes in memory both during the loss and during the backward."""
     if rank.num_stages == 1:
         return {"activations": float(layers.kept(rank.parts[0]))}
     hidden = shapes.hidden_bytes
@@ -186,7 +184,7 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
         else:
             # FP32: log-softmax, its gradient, the logits' gradient. Loss parallelism adds a tensor.
             size = 16 if s.loss_parallel else 12
-            # A pipeline's last stage keeps the logits; without a pipeline they are already freed.
+            # The last stage of a pipeline also holds the logits during the loss.
             size += s.act if rank.num_stages > 1 else 0
         logits = elements * size
         # The output layer's gathered weight, and its gradient before reduction.
@@ -194,8 +192,8 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     else:
         elements = float(s.loss_tokens * s.vocab)
         gradients = _loss_gradients(s)
-        # The peak is either in a chunk's loss or in the backward, which scales the gradients. In
-        # eager mode the loss allocates three FP32 tensors besides the logits.
+        # The peak is either in a chunk's loss or in the backward, which allocates scaled gradients.
+        # In eager mode a chunk needs three FP32 tensors in addition to its logits.
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
         logits = gradients + max(chunk, gradients / 4 * s.act)
         weight = float(s.vocab * s.dim)
@@ -215,7 +213,7 @@ def _loss_gradients(shapes: Shapes) -> float:
 
 
 def groups_of(layout: Layout) -> int:
-    """Count a rank's NCCL communicators with traffic, including the communicator of all ranks."""
+    """Count the NCCL communicators that a rank uses, including the one of all ranks."""
     fsdp = layout.dp_shard * layout.cp
     dense = layout.pp, layout.dp_replicate, fsdp, layout.cp, layout.tp, layout.dp_replicate * fsdp
     experts = layout.ep, layout.etp, fsdp * layout.tp // (layout.etp * layout.ep)

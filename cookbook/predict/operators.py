@@ -1,7 +1,6 @@
 """The weights of a model's modules: the basis for predicted parameters, memory and time.
 
-They follow `model/model.py` and `infra/parallelize.py` of each family in TorchTitan 0.2.2. Pass
-the sizes of the whole model to get its parameters, or those of one rank to get its GEMMs.
+Their shapes and TP sharding are those of each model family in TorchTitan 0.2.2.
 """
 
 import math
@@ -83,7 +82,7 @@ def feed_forward_operators(s: Sizes, moe: bool) -> Iterator[Operator]:
 
 
 def expert_operators(s: Sizes) -> Iterator[Operator]:
-    """Return the three grouped products of the routed experts."""
+    """Return the weights of the routed experts' three grouped GEMMs."""
     yield Operator("moe.experts", (s.num_experts, s.expert_hidden, s.dim), 1)
     yield Operator("moe.experts", (s.num_experts, s.expert_hidden, s.dim), 1)
     yield Operator("moe.experts", (s.num_experts, s.dim, s.expert_hidden), 2)

@@ -156,7 +156,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Rank:
-    """A position in the pipeline: its stages, and its lowest global rank, which represents it."""
+    """The lowest global rank at one pipeline position; the other ranks there do the same work."""
 
     rank: int  # global rank
     parts: tuple[Part, ...]  # the part of the model on each of `stages`
@@ -192,7 +192,7 @@ class Rank:
 
 
 def model_of(cell: Cell) -> Model:
-    """Return the model's sizes; raise InputError if the cookbook does not describe its layers."""
+    """Return the dimensions of the cell's model; raise InputError if they are unknown."""
     name, flavor = cell.options["model.name"], cell.options["model.flavor"]
     family, model = cell.options.family, cell.options.model
     if model is None:

@@ -27,7 +27,7 @@ FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
 
 @dataclass(frozen=True)
 class Shapes(Sizes):
-    """Sizes on one rank for one microbatch; the widths inherited from Sizes are per TP rank."""
+    """The sizes that one rank handles for one microbatch, after sharding."""
 
     tokens: int  # tokens of the data-parallel rank, shared by its TP ranks
     sequence_tokens: int  # tokens that a TP rank keeps between layers (sequence parallelism)

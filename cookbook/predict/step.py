@@ -37,7 +37,7 @@ class StepTime:
     terms_ms: Mapping[str, float]  # times by cause, which sum to the step time
     recompute_ms: float  # the part of the step spent on recomputation
     tokens_per_gpu: float
-    documents: Documents | None  # documents that limit attention; None for whole sequences
+    documents: Documents | None  # document lengths; None if attention crosses documents
 
     @property
     def step_ms(self) -> float:

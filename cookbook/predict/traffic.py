@@ -1,7 +1,7 @@
 """The bytes that a GPU sends over NVLink and InfiniBand, and the time to send them.
 
-Collectives are counted as NCCL's rings: each ring enters a node once, and the rings share the
-node's network cards equally. The traffic of context parallelism is not counted.
+NCCL is assumed to use rings. Each ring enters a node once, and the rings share the node's network
+cards equally. The traffic of context parallelism is not counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,6 @@ class Exchanges:
     shapes: Shapes
 
     def _in_node(self, ranks: int, stride: int) -> int:
-        """Return how many of a group's ranks share a node; their numbers are `stride` apart."""
         return max(1, min(ranks, self.cell.cluster.ranks_per_node // stride))
 
     def _gather(self, size: float, ranks: int, stride: int) -> Traffic:
@@ -127,7 +126,7 @@ class Work:
     bytes_per_gpu_step: Mapping[str, Traffic]
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return the work as a mapping for JSON, in whole bytes."""
+        """Return the fields as JSON data, with traffic in whole bytes."""
         content = asdict(self)
         for by_network in content["bytes_per_gpu_step"].values():
             by_network.update({network: round(sent) for network, sent in by_network.items()})
@@ -204,13 +203,13 @@ class Links(Exchanges):
         return sum(hw.all_to_all_latency_ms + one_ms for one_ms in sent_ms)
 
     def deepep_ms(self, chunks: int = 1) -> float:
-        """Return the time for DeepEP to dispatch or combine one of `chunks` parts of the tokens."""
+        """Return the time of one DeepEP dispatch or combine, with tokens split into `chunks`."""
         hw = self.hardware
         sent_ms = self._ms(self.deepep(), hw.deepep_nvlink_gb_per_s, hw.deepep_infiniband_share)
         return hw.deepep_latency_ms + sent_ms / chunks
 
     def unit_ms(self, unit: Unit, beside_compute: bool = False) -> tuple[float, float]:
-        """Return an FSDP module's times: all-gather, and reduce-scatter plus all-reduce."""
+        """Return the time of an FSDP module's all-gather, and that of its gradient reduction."""
         gather, reduce, replicas = (self.nccl_ms(sent, beside_compute) for sent in self.unit(unit))
         return gather, reduce + 2 * replicas
 

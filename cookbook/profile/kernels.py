@@ -55,7 +55,7 @@ class Rule:
     category: str
     kernel: str = ""  # kernel name; on a CPU the operation's name
     operation: str = ""  # name of the host operation that launched the kernel
-    inside: str = ""  # name of the launching operation or of an enclosing event
+    inside: str = ""  # name of that operation or of any event around it
     collective: str = ""  # collective's name as PyTorch records it (`allgather`, `all_to_allv`)
     group: str = ""  # description of the process group (`mesh_ep`)
 
@@ -100,15 +100,14 @@ RULES = (
     # Python code of a tensor subclass such as DTensor: it only calls the actual operation.
     Rule(NO_WORK, kernel=r"^Python(Subclass|TLSSnapshot|Dispatcher)$"),
     Rule("communication", kernel=r"^(_?c10d(_functional(_autograd)?)?)::"),
-    # --- Attention. FlexAttention: Inductor's template kernels.
+    # --- Attention.
     Rule("attention", kernel=r"flex_attention|flex_decoding"),
     # FlashAttention-4: CuTe DSL kernels, FlashAttentionForwardSm90, FlashAttentionBackwardSm100,
     # FlashAttentionBackwardPreprocess / Postprocess; FlashAttention-2 in PyTorch: flash_fwd_kernel.
     Rule("attention", kernel=r"(?i)flash_?att(entio)?n|flash_(fwd|bwd)|fmha"),
     # cuDNN: cudnn_generated_fort_native_sdpa_sm90_flash_fprop and _bprop.
     Rule("attention", kernel=r"^cudnn\w*_sdpa_"),
-    # Everything that an attention operation launches, including its matrix products on a CPU.
-    # The cookbook's own operation is varlen_attention.
+    # All other kernels that an attention operation launches.
     Rule("attention", inside=r"(?i)scaled_?dot_?product|flex_?attention|varlen_attention"),
     # --- Optimizer and gradient norm. The optimizer's own GEMMs and copies count here too.
     Rule("optimizer", inside=r"^Optimizer\.(step|zero_grad)#"),
@@ -117,8 +116,8 @@ RULES = (
     Rule("copies", operation=r"^aten::_foreach_copy_"),
     Rule("optimizer", kernel=r"multi_tensor_apply|FusedAdam|FusedSgd"),
     Rule("optimizer", operation=r"^aten::(_foreach_|_fused_adam|linalg_vector_norm)"),
-    # --- Quantization: before the GEMMs, since the first rule that matches applies, and a GEMM's
-    # operation also launches some quantization kernels.
+    # --- Quantization. These rules precede those for GEMMs, because a GEMM's operation may launch
+    # quantization kernels as well.
     # TorchAO: MXFP8 casts (CUDA and Triton), scales in the blocked layout, FP8 rowwise casts.
     Rule("quantization", kernel=r"mxfp8_quantize|to_mxfp8_dim|mx_block(_rearrange|ed_layout)"),
     Rule("quantization", kernel=r"triton_scale_swizzle|scale_swizzle|_dequant_mxfp8|nvfp4"),
@@ -132,8 +131,8 @@ RULES = (
     Rule("grouped_gemms", inside=r"^aten::_(scaled_)?grouped_mm"),
     Rule("grouped_gemms", kernel=r"(?i)grouped_?mm|GroupProblemShape|grouped_?gemm|group_gemm"),
     Rule("grouped_gemms", operation=r"(?i)grouped_mm"),
-    # --- Dense GEMMs. cuBLAS: nvjet_* (Hopper, Blackwell), sm90_xmma_gemm, ampere_*gemm, split-K
-    # reductions, matrix-vector products. CUTLASS; Inductor's templates; FBGEMM's FP8 rowwise.
+    # --- Dense GEMMs of cuBLAS (such as nvjet_* on Hopper and Blackwell), CUTLASS, Inductor and
+    # FBGEMM, including split-K reductions and matrix-vector products.
     Rule("dense_gemms", kernel=r"^nvjet_|(?i:gemm)|^triton_tem_\w*mm|cublasLt|splitKreduce"),
     Rule("dense_gemms", kernel=r"\bgemv|gemv2|gemvx|f8f8bf16|_scaled_mm"),
     Rule("dense_gemms", operation=r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$"),
@@ -180,7 +179,7 @@ RULES = (
 def category_of(
     kernel: str, inside: tuple[str, ...] = (), collective: str = "", group: str = ""
 ) -> str:
-    """Return the name of a kernel's category, or `NO_WORK`; pass empty text for unknown values.
+    """Return the name of a kernel's category, or `NO_WORK`.
 
     `inside`: the operation that launched the kernel, then its enclosing events from the inside out.
     """

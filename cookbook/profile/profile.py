@@ -47,8 +47,8 @@ class Profile:
     def shown(self) -> list[tuple[RankProfile, str]]:
         """Return the ranks to report, with their roles.
 
-        They are each pipeline stage's first rank and, if several of its ranks were read, its
-        slowest and fastest by compute time. Wall time is equal, since all wait for the slowest.
+        For each pipeline stage, report its first rank. If several ranks of the stage were read,
+        also report the ranks with the most and the least compute time.
         """
         chosen: list[tuple[RankProfile, str]] = []
         for _, group in itertools.groupby(self.ranks, key=lambda rank: rank.stage or 0):
@@ -133,8 +133,8 @@ def set_waits(ranks: Sequence[RankProfile]) -> None:
     waited = {rank: defaultdict[str, float](float) for rank in ranks}
     for key in dict.fromkeys(key for rank in ranks for key in rank.calls):
         durations = {rank: rank.calls[key] for rank in ranks if key in rank.calls}
-        # Calls are matched by their order, so all ranks must have made equally many. Skip PP, where
-        # the rank that arrives last does not always spend the least time in a call.
+        # Calls are matched by order, so skip them if their number differs between ranks. Skip PP
+        # too: there, the rank that arrived last does not always have the shortest call.
         category = str(key[0])
         if category == "pp" or len(durations) < 2 or len({*map(len, durations.values())}) > 1:
             continue

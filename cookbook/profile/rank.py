@@ -80,7 +80,7 @@ class RankProfile:
     steps: tuple[int, ...]  # step numbers; if the trace marks none, it counts as a single step
     step_ms: float
     each_step_ms: Sequence[float]
-    accounted: float  # share of the step not spent in unknown kernels (category `other`)
+    accounted: float  # 1 minus the share of unknown kernels (category `other`) in the step
     compute_ms: float
     exposed_communication_ms: float  # time during which only communication ran
     categories: Mapping[str, CategoryTime]
@@ -205,7 +205,7 @@ def divide(
 
 
 def explain_idle(gaps: Column, kernels: Column, trace: Trace, count: int) -> Idle:
-    """Explain the idle time in `gaps` by the next kernel's launch and the host's activity."""
+    """Return how long the device was idle in `gaps`, and what the host did meanwhile."""
     start, end = gaps.T
     following = np.searchsorted(kernels.start, end)
     launched = np.append(kernels.launched, np.nan)[following]

@@ -85,7 +85,7 @@ class Header:
             own = [] if self.rank is None else [self.rank]
             self.pipeline = self.groups["mesh_pp"] or own
         elif any(mesh.startswith("mesh_") for mesh in self.groups):
-            # A mesh of all ranks uses the default group. So without `mesh_pp`, PP spans all ranks.
+            # Without a `mesh_pp`, PP spans all ranks: a mesh of all ranks uses the default group.
             self.pipeline = [*range(info.get("world_size", 0))]
         self.stage = self.pipeline.index(self.rank) if self.rank in self.pipeline else None
 
@@ -95,7 +95,7 @@ class Trace:
     """One rank's trace; if it has no kernels, the host's operations count as work.
 
     `parent`, `operation` and `gemm` map the index of a host event to the index of its parent, its
-    operation or its outermost GEMM. They give NOTHING if there is none, and at index NOTHING.
+    operation or its outermost GEMM, or to NOTHING if there is none.
     """
 
     header: Header
@@ -141,7 +141,7 @@ class Trace:
         return self.header.gpu if self.on_gpu else None
 
     def innermost(self, thread: Column, times: Column) -> Column:
-        """Return the innermost event open at each pair of thread and time, or NOTHING."""
+        """Return, for each i, the innermost event on `thread[i]` at `times[i]`, or NOTHING."""
         if not len(self.host):
             return np.full(len(times), NOTHING)
         # Encode (thread, time) as complex numbers: NumPy sorts by real part, then imaginary part.
@@ -287,7 +287,7 @@ KERNEL = np.dtype([*DEVICE.descr, ("operation", int), ("category", int)])
 
 
 def kernels_of(trace: Trace) -> Column:
-    """Return the device's work as KERNEL records, except work of no category (NO_WORK)."""
+    """Return the device's work as KERNEL records, without events marked NO_WORK."""
     device = trace.device
     if trace.on_gpu:
         columns = [device[name] for name in DEVICE.names]
@@ -307,13 +307,9 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Split CPU time into pieces during which the innermost operation does not change.
-
-    Return the pieces, as one column per field of DEVICE, and the index of each piece's operation.
-    """
+    """Return the time that each operation spends outside nested ones, as columns of DEVICE."""
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
-    # Edges are all starts and ends of events, so nothing changes between two neighbouring edges.
     edges = np.unique([starts, ends])
     first, last = edges[:-1], edges[1:]
     inside = trace.innermost(first.real, (first.imag + last.imag) / 2)
