@@ -48,9 +48,9 @@ _ENVIRONMENT.filters["shquote"] = shquote
 
 
 def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") -> str:
-    """Render a cell's script, which calls itself `file_name` in its comments and messages."""
+    """Render a cell's script; its comments and messages refer to it as `file_name`."""
     runner = "sbatch" if cell.cluster.scheduler == "slurm" else "bash"
-    # In the script's messages, bash would expand a name with special characters.
+    # Use the default name if this one has special characters that bash would expand.
     if not re.fullmatch(r"[\w.+-]+", file_name, re.ASCII):
         file_name = "train.sh"
     parts = [
@@ -91,7 +91,7 @@ def _render(cell: Cell, header: list[str], overlays: Sequence[Overlay], **contex
     mounts = cluster.container.mounts if cluster.container else ()
     needed = [(file, True) for file in cluster.source]
     optional = [(file, False) for file in cluster.source_if_exists]
-    # A launcher checks at run time whether the user chose the overlay.
+    # In a launcher, copy an overlay's variables only if the user chose that overlay.
     condition = '"${{{kind}}}" == {name} && ' if context["choices"] else ""
     copied = [
         (condition.format(kind=overlay.kind.upper(), name=overlay.name), name, other)

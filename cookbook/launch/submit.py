@@ -108,7 +108,7 @@ class CellSlurmExecutor(SlurmExecutor):
 class RunLocalExecutor(LocalExecutor):
     """Run a whole sweep on this machine, as one job that outlives its terminal."""
 
-    # submitit's own method starts a process that ends when the terminal closes.
+    # Replace submitit's method, whose process ends when the terminal closes.
     def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
             **os.environ,
@@ -123,8 +123,8 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "1",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
-        # A new session keeps Ctrl-C in the terminal from the training. If the training kept our
-        # standard output open, `submit.py ... | tee` would not return until the training ends.
+        # Start a new session, so that Ctrl-C in the terminal does not stop the training. Detach the
+        # standard streams, so that `submit.py ... | tee` does not wait until training ends.
         silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         words = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
         process = subprocess.Popen(words, env=environment, start_new_session=True, **silent)
@@ -132,10 +132,10 @@ class RunLocalExecutor(LocalExecutor):
 
 
 def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) -> list[str]:
-    """Submit the cells that are not refused; return the ids of their jobs, in the cells' order.
+    """Submit all cells except the refused ones; return the job ids.
 
-    Each cell is its own job; with `one_allocation`, or locally, one job runs the cells in turn.
-    If Slurm refuses a cell (JobError), earlier cells stay queued; that cell and later ones fail.
+    Each cell gets a job of its own. With `one_allocation`, or locally, one job runs all cells.
+    Raises JobError if Slurm rejects a job; its cells and all later ones are marked as failed.
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")

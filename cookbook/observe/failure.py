@@ -129,7 +129,7 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
     if not findings:
         return None, False
     sort = min(finding.sort for finding in findings)
-    # A script's last message says why it failed. Otherwise, the first finding caused the rest.
+    # Of a script's messages, the last one is the reason. Of other findings, the first one is.
     best = [finding for finding in findings if finding.sort == sort]
     _, rank, text = best[-1] if sort == _SCRIPT else best[0]
     text = text if rank is None else f"rank {rank}: {text}"
@@ -148,7 +148,7 @@ def _read_errors(attempt: Path) -> list[_Finding]:
 
     File format: {"message": {"message", "extraInfo": {"py_callstack", "timestamp"}}}.
     """
-    # With several nodes, a local rank is not the global rank.
+    # With several nodes, the local rank in a path is not the global rank, so leave it out.
     is_one_node = len(list(attempt.glob("ranks/*"))) == 1
     found: list[tuple[float, _Finding]] = []
     for path in attempt.glob("ranks/*/attempt_*/*/error.json"):

@@ -50,7 +50,7 @@ class History:
 
     attempts: tuple[AttemptSummary, ...] = ()
     steps_lost: int = 0
-    effective: float | None = None  # share of the total time spent on steps that were not lost
+    effective: float | None = None  # time spent on steps that were not lost / total time
 
     @property
     def lines(self) -> list[str]:
@@ -74,7 +74,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     ends = [read_attempt_end(attempt) for attempt in attempts]
     times = [_step_times(attempt, record) for attempt in attempts]
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
-    # If no resumption was recorded, the attempt resumed from the step before its first logged step.
+    # Without a recorded resumption, assume that training resumed just before the first logged step.
     starts = [
         resumed.get(attempt.number, min((step for step, _ in own if step), default=0) - 1)
         for attempt, own in zip(attempts, times, strict=True)
@@ -122,7 +122,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
 
 
 def usual_step_time(attempts: Sequence[Attempt]) -> float | None:
-    """Return the median seconds of a step in the latest attempt with enough steps, else None."""
+    """Return the median step time, in seconds, of the latest attempt for which it is known."""
     found = (step_seconds(read_steps(attempt)) for attempt in reversed(attempts))
     return next((seconds for seconds in found if seconds is not None), None)
 

@@ -56,7 +56,7 @@ class Phase(enum.StrEnum):
 
     LOADING = "loading"  # imports, process group, tokenizer and data
     BUILDING = "building"
-    COMPILING = "compiling"  # set-up of torch.compile, then sharding of the model
+    COMPILING = "compiling"  # torch.compile set-up and model sharding
     LOADING_CHECKPOINT = "loading checkpoint"
     FIRST_STEP = "first step"
     TRAINING = "training"
@@ -95,8 +95,8 @@ def parse_step(line: bytes) -> StepMetrics | None:
     values: dict[str, Any] = {}
     for key, value in _VALUE.findall(own):
         values.setdefault(_NAMES[key], float(value.replace(",", "")))
-    # If another rank's line interrupts this one, its last value may be cut off. Accept the line
-    # only if it is complete: it then ends with `mfu`.
+    # Another rank's output may interrupt this line and cut off its end. Accept an interrupted line
+    # only if `mfu`, its last value, is complete.
     if "loss" not in values or (others and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", own)):
         return None
     values |= {"time": _time_of(line), "rank": int(ranks[-1]) if ranks else None}
@@ -122,7 +122,7 @@ def seconds_to_first_step(log: Path) -> float | None:
 
 
 def longest_save(attempts: Iterable[Attempt]) -> float | None:
-    """Return the seconds of the longest checkpoint save; None if there was no save."""
+    """Return the duration of the longest checkpoint save, in seconds; None without a save."""
     lines = (line for attempt in attempts for line in lines_of(attempt.log))
     return max((float(found) for line in lines for found in _SAVED.findall(line)), default=None)
 
@@ -135,7 +135,6 @@ def logged_seconds(log: Path) -> float | None:
 
 
 def _time_of(line: bytes) -> float | None:
-    """Return a TorchTitan line's time in seconds, by the clock of the node that wrote it."""
     found = _TIME.search(line)
     return datetime.fromisoformat(found[1].decode()).timestamp() if found else None
 
@@ -177,7 +176,7 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
 
 
 def step_seconds(steps: Iterable[StepMetrics]) -> float | None:
-    """Return the median seconds of a step; None for fewer than three intervals."""
+    """Return the median step time in seconds; None if too few steps were logged."""
     times = pairwise((one.step, one.time) for one in steps if one.time is not None)
     seconds = [(end - start) / (new - old) for (old, start), (new, end) in times if new > old]
     return statistics.median(seconds) if len(seconds) >= 3 else None

@@ -59,7 +59,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """A cell's throughput with its interval, beside the baseline's and the published throughput."""
+    """A bar of a chart: a cell's throughput, with an error bar from `low` to `high`."""
 
     label: str
     colour: int

@@ -143,10 +143,7 @@ def cost_per_billion_tokens(record: CellRecord, throughput: Throughput | None) -
 
 
 def expected_step(name: str, record: CellRecord) -> StepTime | None:
-    """Return the step time predicted for a cell's record; None if it cannot be predicted.
-
-    A prediction means nothing for a cell that was refused, ran on a CPU or was emulated.
-    """
+    """Return the step time predicted for a cell; None if there is no valid prediction."""
     if record.device != "cuda" or record.emulated or record.refused:
         return None
     try:

@@ -71,7 +71,7 @@ class Column(NamedTuple):
     value: str | Callable[[Result], object]  # a path such as `throughput.num_steps`, or a function
     # A format string for the value, or a function that returns its text.
     template: str | Callable[[Any], str] = "{}"
-    # In the baseline's row, show the word "baseline" if the attribute with this name has a value.
+    # Name of a `Result` attribute. If it is set, the baseline's row shows the word "baseline".
     baseline: str = ""
 
     def text(self, row: Result) -> str:

@@ -1,7 +1,4 @@
-"""Compare cells with the baseline of their run, with another run, or with published numbers.
-
-A speed-up needs two finished cells of the same recipe and device, without emulated numerics.
-"""
+"""Compare cells with the baseline of their run, with another run, or with published numbers."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -136,7 +133,7 @@ class Comparison:
     reference: str  # name of the reference run, or `published`
     tolerance: float  # allowed slowdown, in percent
     rows: tuple[Result, ...]
-    differences: tuple[str, ...]  # differences of configuration and environment between the runs
+    differences: tuple[str, ...]  # differences in configuration and environment
     unit: str
 
     @property

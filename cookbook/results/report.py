@@ -200,7 +200,6 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
 
 
 def _self_check(cells: Sequence[Result]) -> Iterator[str]:
-    """Yield the largest kernel error in the self-check, and the cells that skipped the check."""
     active = {cell.name: cell.active or {} for cell in cells}
     checks = {name: one["self_check"] for name, one in active.items() if "self_check" in one}
     done = {name: check for name, check in checks.items() if check}
@@ -292,7 +291,7 @@ def save_report(run: Run, results: RunResults) -> str | None:
                 write_whole(folder / f"{chart.name}.{suffix}", content)
             picture = f"![{chart.title}]({FIGURES}/{chart.name}.svg)"
             parts += [f"## {chart.title}", picture, chart.caption]
-        # Delete an earlier report's figures if the logs no longer have their numbers.
+        # Delete figures of an earlier report that this report does not have.
         for name in {*NAMES} - {chart.name for chart in charts}:
             for suffix in ("svg", "png"):
                 (folder / f"{name}.{suffix}").unlink(missing_ok=True)

@@ -53,7 +53,7 @@ class Result:
     published_tokens_per_second_per_gpu: float | None = None
     attention: str | None = None  # `flex`, `sdpa`, `flash_attention_4` or its reference on CPUs
     mean_attended_length: float | None = None  # mean number of tokens a token attends to, in step 1
-    emulated: bool = False  # whether software replaced a kernel, so that the speed means nothing
+    emulated: bool = False  # whether a kernel was emulated, which makes the speed meaningless
     active: dict[str, Any] | None = None  # active features, as reported by the training process
     resumptions: tuple[Resumption, ...] = ()
     history: History = field(default_factory=History)
@@ -109,7 +109,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class RunResults:
-    """A run's cells in run order."""
+    """A run, and the results of all its cells."""
 
     run: RunRecord
     cells: tuple[Result, ...]
@@ -121,15 +121,15 @@ class RunResults:
 
 
 def masks_differ(one: Result, other: Result) -> bool:
-    """Return whether the cells' mean attended lengths differ too much for the same mask."""
+    """Return whether the cells' masks differ, judging by their mean attended lengths."""
     lengths = [cell.mean_attended_length for cell in (one, other) if cell.mean_attended_length]
     return len(lengths) == 2 and max(lengths) > SAME_MASK * min(lengths)
 
 
 def unlike(cell: Result, base: Result, where: str) -> str | None:
-    """Return why the speed of `cell` cannot be compared with that of `base`; None if it can.
+    """Return why the speeds of the two cells cannot be compared; None if they can.
 
-    `where` says where `base` ran, in words for the message, such as `in its baseline NAME`.
+    In the message, `where` says which cell `base` is, such as `in its baseline NAME`.
     """
     if cell.emulated or base.emulated:
         return "emulated numerics have no speed"

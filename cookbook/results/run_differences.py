@@ -86,7 +86,6 @@ def _asked(cell: Result, name: str) -> str:
 
 @functools.cache
 def _defaults(stack: str) -> Mapping[str, str]:
-    """Return TorchTitan's default for each option, as text; empty if the stack is unknown."""
     try:
         options = load_stack(None if stack == UNKNOWN else stack).options
     except InputError:

@@ -55,7 +55,7 @@ def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) 
         return (1 + 2 * (alike / (1 - alike) - ends)) / num
 
     found = spread_about(figure, parts)
-    # Successive batches are correlated too: correct for it as in an AR(1) series.
+    # The batches are not independent. Correct for their correlation as in an AR(1) series.
     of_all, of_batch = variance_of_mean(num), variance_of_mean(num / NUM_BATCHES)
     factor = max(1.0, of_all * (NUM_BATCHES - 1) / (of_batch - of_all))
     return Spread(found.error * math.sqrt(factor), found.freedom)
@@ -150,7 +150,7 @@ def measured_steps(curve: Sequence[StepMetrics]) -> list[StepMetrics]:
 
 
 def speeds_of(curve: Sequence[StepMetrics]) -> dict[int, float]:
-    """Return the tokens/s/GPU of the measured steps that logged a speed, by step."""
+    """Map each measured step to its logged tokens/s/GPU."""
     speeds = ((one.step, one.tokens_per_second) for one in measured_steps(curve))
     return {step: speed for step, speed in speeds if speed and 0 < speed < math.inf}
 
@@ -165,7 +165,7 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
     lower, _, upper = statistics.quantiles(several, n=4, method="inclusive")
     stalls, lost = list[int](), 0.0
     for run in runs:
-        # A run on a slow node is slow in every step, so use the run's own median.
+        # Compare with the median of the same run: on a slow node, every step of a run is slow.
         usual = statistics.median(run.values())
         stalled = {step: speed for step, speed in run.items() if speed * STALL <= usual}
         stalls += stalled
@@ -194,7 +194,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             math.log(statistics.median(one) / statistics.median(other))
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
-        # Use only the signs of deviations from the medians, so that stalls do not dominate `alike`.
+        # Correlate only the signs of deviations from the median, so that stalls do not dominate.
         usual = [[one / medians[0] for one in own], [one / medians[1] for one in reference]]
         if len(own) == len(reference):
             usual = [[one / other for one, other in zip(*usual, strict=True)]]
@@ -204,10 +204,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
 
 
 def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
-    """Return the mean speed-up over pairs of throughputs, own and reference.
-
-    None for fewer than two pairs. The runs of a pair are close in time, so machine drift cancels.
-    """
+    """Return the mean speed-up over `(own, reference)` speed pairs; None for fewer than two."""
     ratios = [math.log(own / reference) for own, reference in pairs]
     if len(ratios) < 2:
         return None
@@ -327,7 +324,6 @@ def _judge(
 
 
 def _windows(runs: Sequence[Losses]) -> list[tuple[str, list[int]]]:
-    """Return two windows of the steps that all runs logged: all of them, and the last tenth."""
     common = sorted(set[int].intersection(*map(set, runs)))
     end = common[-1] if common else 0
     return [(WHOLE, common), (LAST_TENTH, [step for step in common if step > end - LAST * end])]

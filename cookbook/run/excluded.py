@@ -40,7 +40,7 @@ class Excluded:
 
 
 def excluded_file(runs: Path | None = None) -> Path:
-    """Return the list's path with links resolved, so that writing does not replace a link."""
+    """Return the path of the exclusion list, or of the file that it links to."""
     return ((runs or runs_folder()) / "excluded.yaml").resolve()
 
 
@@ -95,7 +95,7 @@ class Choice:
 
     nodes: tuple[str, ...]
     begin: float | None = None
-    short: int = 0  # how many nodes the job lacks now because of exclusions
+    short: int = 0  # how many of the needed nodes are missing
 
 
 def choose(needed: int, nodes: Sequence[str], excluded: Sequence[Excluded]) -> Choice:

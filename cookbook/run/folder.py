@@ -73,7 +73,7 @@ class CellFolder:
         return [self.attempt(number) for number in sorted(map(int, filter(str.isdecimal, numbers)))]
 
     def attempt(self, number: int) -> Attempt:
-        """Return the attempt with this number, which need not exist."""
+        """Return the attempt with this number, whether or not it has a folder yet."""
         return Attempt(self.path / f"attempt-{number}", number)
 
     def next_attempt(self) -> Attempt:
@@ -104,7 +104,7 @@ class Checkpoint:
     damage: str | None  # why it is incomplete or damaged; None if it is neither
     states: frozenset[str] = frozenset()  # which of PARTS the checkpoint contains
     text_readers: int = 0  # number of data-parallel ranks with a saved data-loader state
-    is_exported: bool = False  # whether it is safetensors files, usable only as initial weights
+    is_exported: bool = False  # whether it can be used only as initial weights
 
 
 def saved_steps(folder: Path) -> list[tuple[int, Path]]:

@@ -38,7 +38,7 @@ class CellRecord:
     published_tokens_per_second_per_gpu: Number | None = None
     published_source: Text | None = None
     baseline: Text | None = None  # the cell that speed-ups are relative to
-    prediction: Text | None = None  # the speed that the sweep expects, in words
+    prediction: Text | None = None  # text from the sweep about the expected speed
     repeat_of: Text | None = None  # the cell that this one repeats; `repeat` is then 2 or more
     repeat: Count = 1
     max_restarts: Natural = 3  # maximum number of restarts of the cell within one job
@@ -67,7 +67,7 @@ class CellRecord:
 
     @property
     def tokens_per_step_per_gpu(self) -> float | None:
-        """Tokens per step per GPU, as in TorchTitan's `tps`: TP, CP and PP ranks share a batch."""
+        """Tokens per step divided by the number of GPUs, as in TorchTitan's `tps`."""
         length = self._count("training.seq_len")
         local = self._count("training.local_batch_size")
         total = self._count("training.global_batch_size")
@@ -79,7 +79,7 @@ class CellRecord:
 
     @property
     def asked_options(self) -> dict[str, Any]:
-        """All options except those that every script sets to load the cookbook's own code."""
+        """The options, without those that the cookbook adds to every script."""
         hidden = {name for name in self.options if name.startswith("cookbook.")} | _OF_SCRIPTS
         return {name: value for name, value in self.options.items() if name not in hidden}
 
@@ -113,7 +113,7 @@ def earlier_record(folder: CellFolder) -> CellRecord | None:
 
 
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
-    """Write the cell's record and script; copy replaced ones to the previous attempt's folder."""
+    """Save the old record and script in the last attempt's folder, then write the new ones."""
     first, attempts = earlier_record(folder), folder.attempts()
     record = asked
     if first and attempts and first.cluster == asked.cluster:

@@ -90,7 +90,7 @@ def write_run(folder: Path, asked: RunRecord) -> None:
 
 def publish_run(building: Path, name: str, asked: RunRecord) -> Run:
     """Publish the folder `building` as the run `name`, or as `name-2`, ... if that is taken."""
-    # Without the lock, cells that are not yet submitted would be shown as failed.
+    # While the lock is held, cells without a job are shown as queued instead of failed.
     take_submit_lock(building)
     folder, number = building.with_name(name), 1
     while True:
@@ -143,7 +143,7 @@ def find_run(name: str | None) -> Run:
 
 
 def find_cell(name: str | None) -> tuple[Run, CellFolder | None]:
-    """Return the run that RUN or RUN/CELL names, and the cell if one is given; paths work too."""
+    """Return the run given as RUN, RUN/CELL or a path, and the cell if one is given."""
     # Shell completion adds a slash to a folder's name.
     name = name.rstrip("/") if name else None
     run_name, _, cell = (name or "").rpartition("/")
@@ -210,6 +210,6 @@ def is_submit_locked(folder: Path) -> bool:
         with (folder / _LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        # Other errors: the run was never locked, or its file system has no locks.
+        # Without a lock file, or on a file system without locks, the run is not locked.
         return isinstance(error, BlockingIOError)
     return False

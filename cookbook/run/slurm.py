@@ -37,7 +37,7 @@ _COMMAND_S = 60.0
 
 
 class NoAnswerError(JobError):
-    """The controller does not answer now, but may do so later."""
+    """An error raised when Slurm's controller does not answer; a retry may succeed."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
     found = {}
     shown = re.findall(r"^NodeName=(\S+).*? State=(\S+)(.*)", answer.stdout, re.MULTILINE)
     for name, state, rest in shown:
-        # A node that has stopped responding (`*`) counts only once Slurm marks it DOWN.
+        # Ignore the suffix `*` (not responding): Slurm marks a node DOWN if it stays silent.
         if re.search("DRAIN|FAIL|DOWN", state):
             reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", rest)
             found[name] = f"Slurm: {state}" + (f": {reason[1].strip()}" if reason else "")

@@ -19,13 +19,12 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, is_submit_locked
 from cookbook.run.status import Job, Status, read_job, read_json_as, write_json
 
-# Environment variable with the run's folder, to find a local job's processes: all inherit it. A
-# search of command lines would also find other programs, such as an editor of the run's files.
+# Environment variable that marks all processes of a local job with the run's folder.
 RUN_VARIABLE = "COOKBOOK_RUN"
 
 
 def process_job(pid: int) -> Job:
-    """Return the identity of a process on this machine; `started` is None if it has ended."""
+    """Return the local process `pid` as a job; its `started` is None if the process has ended."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     started = None
     with contextlib.suppress(OSError):
@@ -101,7 +100,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
     if run.scheduler == "local":
         return [_local_state(run, cell) for cell in run.cells]
     before = {cell: _read(cell)[0] for cell in run.cells}
-    # Check the lock before the second read: if it is free, that read sees every submitted job.
+    # A submitter holds this lock. If it is free now, the read below sees every submitted job.
     is_open = is_submit_locked(run.folder)
     infos, silence = dict[str, slurm.JobInfo](), None
     asked = (one.job_id for one in before.values() if one.job_id and one.state not in SETTLED)
@@ -159,7 +158,7 @@ def _settle_end(
     """Return the job's state from Slurm or `cell.end`, whichever is newer; save it if final."""
     with contextlib.suppress(InputError):
         kept = read_json_as(slurm.JobInfo, cell.end)
-        # If `written` counts more restarts, Slurm has requeued the job since `kept` was saved.
+        # If `written` has a higher restart count, `kept` is from before a requeue.
         is_newest = kept.job_id == job and kept.restarts >= written.restarts
         # Compare states, not reasons: accounting and slurmctld phrase the same reason differently.
         is_same = info is None or (info.state == kept.state and info.restarts <= kept.restarts)
@@ -213,7 +212,7 @@ def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, s
 
 
 def _since_start(written: Status, info: slurm.JobInfo) -> Status:
-    """Return the status that the job wrote, set to QUEUED if Slurm has restarted the job since."""
+    """Return the status that the job wrote, changed to QUEUED if Slurm requeued the job later."""
     return written if info.restarts <= written.restarts else replace(written, state=status.QUEUED)
 
 
@@ -240,7 +239,7 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
                 words = f"process {job.job_id} is gone: killed, or the machine was restarted"
                 return replace(state, state=status.FAILED, reason=words)
     elif state.state == status.QUEUED and not is_submit_locked(run.folder):
-        # A submitter may have recorded this job and released the lock since: read again.
+        # Read again: a submitter may have recorded the job and released the lock in the meantime.
         state, job = _read(cell)
         if state.state == status.QUEUED and job is None:
             return replace(state, state=status.FAILED, reason=_NEVER_SUBMITTED)
@@ -248,10 +247,9 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
 
 
 def cancel_run(run: Run) -> list[str]:
-    """Ask the scheduler to stop all waiting and running cells; return the names of those cells.
+    """Cancel the run's waiting and running cells; return their names.
 
-    A job that is ending is cancelled too, since Slurm may requeue it. Raises JobError if Slurm does
-    not answer, or if a local job runs on another machine.
+    Raises JobError if Slurm does not answer, or if the processes run on another machine.
     """
     active = [state for state in cell_states(run) if not state.has_ended and state.job_id]
     for state in active:

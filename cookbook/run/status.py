@@ -91,7 +91,7 @@ class Job:
     """The job of a cell: a Slurm job id, or a process on this or another machine."""
 
     job_id: Annotated[str, StringConstraints(pattern=r"^[0-9]+$")]
-    # These identify a process, since its id may be reused; they are None for a Slurm job.
+    # Only for a process: these distinguish it from a later process with the same id.
     host: str | None = None
     boot: str | None = None
     started: str | None = None  # the process's start time, in clock ticks since the machine's boot
@@ -151,7 +151,7 @@ class AttemptEnd:
 
     attempt: int
     cause: Cause
-    reason: str | None = None  # the log line that best explains the end, with its rank
+    reason: str | None = None  # why the attempt ended, such as a line of its log
     exit_code: int | None = None
     started: float | None = None
     seen: float | None = None  # when the failure was first noticed

@@ -93,7 +93,7 @@ def validate(start: Start) -> Cell:
 
 
 def _as_rendered(overlay: Overlay, options: Options) -> Overlay:
-    """Replace the values in `expect` with the script's: the overlay's file may have changed."""
+    # The overlay's file may have changed since the script was rendered.
     expect = {name: options.settings.get(name, setting) for name, setting in overlay.expect.items()}
     return replace(overlay, expect=expect)
 
@@ -141,7 +141,7 @@ def start_run(start: Start) -> None:
 
 
 def _refuse_another_job(folder: CellFolder) -> None:
-    """Raise InputError if another job trains here: both would overwrite the same checkpoints."""
+    """Raise InputError if another job is queued or running for this cell."""
     own, run = os.environ.get("SLURM_JOB_ID"), folder.path.parent
     if own is None or not is_run(run) or read_run(run).scheduler != "slurm":
         return
@@ -156,7 +156,7 @@ def _refuse_another_job(folder: CellFolder) -> None:
         raise InputError(shown_path(folder.path), wrong, f"{remedy}CELL_DIR={another}")
 
 
-# Exit status of a passed check: the script then exits instead of training.
+# Exit status if COOKBOOK_CHECK is set and the script is valid.
 CHECKED = 3
 
 
@@ -177,7 +177,7 @@ def parse(words: Sequence[str]) -> Start:
 
 
 def main(words: Sequence[str]) -> int:
-    """Validate the script, then train and never return; for a check, return its exit status."""
+    """Train the script's cell; if COOKBOOK_CHECK is set, only validate the script."""
     start = parse(words)
     if os.environ.get("COOKBOOK_CHECK"):
         cell = validate(start)

@@ -173,7 +173,7 @@ class RunningAttempt:
             os.killpg(self.process.pid, number)
 
     def ask_to_stop(self, within_s: float) -> None:
-        """Ask the ranks to save and exit; `wait` returns TOO_LATE after `within_s` (0: never)."""
+        """Ask the ranks to save a checkpoint and exit within `within_s` seconds (0: no limit)."""
         with contextlib.suppress(OSError):
             self.attempt.stop.touch()
         if within_s:
@@ -256,7 +256,7 @@ def end_orphan_step(cell: CellFolder) -> None:
 def _kill_slurm_step(attempt: Attempt) -> bool:
     """Kill the attempt's Slurm step by its name, on all nodes; return whether it existed."""
     job_id = slurm_job()
-    # If Slurm does not answer, the caller signals srun, which then ends its step itself.
+    # If this fails, the caller ends the srun process, which then ends the Slurm step.
     with contextlib.suppress(JobError):
         return job_id is not None and kill_steps(job_id, attempt.path.name) > 0
     return False

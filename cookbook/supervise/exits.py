@@ -40,7 +40,7 @@ class Rule:
     Attributes:
         remedy: what the user should do before continuing the run; None if nothing.
         is_counted: whether the attempt counts towards the recipe's max_restarts.
-        most_idle: stop if more than this many failures in a row made no progress.
+        most_idle: how many failed attempts in a row may make no progress.
     """
 
     action: Action
@@ -96,7 +96,7 @@ def decide(
     lost_nodes: Sequence[str] = (),
     is_time_over: bool = False,
 ) -> Decision:
-    """Decide what to do after a job's last attempt, which did not finish training.
+    """Decide what to do after an attempt that did not finish training.
 
     Args:
         ends: how the job's attempts ended, in order; at least one.
@@ -184,7 +184,7 @@ def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attemp
 
 
 def _read_stopped(attempt: Attempt) -> tuple[str, str]:
-    """Return the job's id and the step it saved when asked to stop; two empty strings if none."""
+    """Read the job id and the saved step from `attempt.stopped`; both are empty if this fails."""
     with contextlib.suppress(OSError, ValueError):
         job_id, step = attempt.stopped.read_text(encoding="utf-8").split()
         return job_id, step
@@ -231,7 +231,6 @@ _SLURM_REASONS = {
     "TIME LIMIT": (FAILED, "Slurm: TIMEOUT"),
     "NODE FAILURE": (FAILED, "Slurm: NODE_FAIL"),
     "PREEMPTION": (FAILED, "Slurm: PREEMPTED"),
-    # Slurm restarts the job, which then writes its next state.
     "JOB REQUEUE": (QUEUED, "requeued"),
 }
 _OWN_LOG = Path("/proc/self/fd/2")
@@ -259,7 +258,7 @@ def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -
 
 
 def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
-    """Return `end` with the reason why the job was stopped, and the cell's new state."""
+    """Complete `end` with its cause and reason; return it together with the cell's new state."""
     state, reason = stop_reason(signal_name, end.started)
     if end.cause is Cause.SAVED and state == QUEUED:
         return end, state

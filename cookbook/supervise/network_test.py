@@ -118,12 +118,11 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
 
 
 def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
-    """Run the collectives in all teams at the same time."""
     world = min(len(team) for team in teams) * groups.ranks_per_node
     plan = {
         "device": groups.device,
         "num_bytes": _NUM_BYTES[groups.device],
-        # All teams use the same rank groups, so these must fit into the smallest team.
+        # All teams use the same list of rank groups, so it is computed for the smallest team.
         "groups": groups.groups(world),
         "timeout_s": _COLLECTIVE_S,
     }

@@ -58,9 +58,10 @@ def report_node(
     """Check this node, and return its faults and versions.
 
     Args:
-        cluster: the profile's name; `profile` is its content.
+        cluster: name of the cluster's profile.
+        profile: content of the cluster's profile.
         folder: the cell's folder, which all nodes write to.
-        files: name in messages -> path of a file or folder that must be the same on all nodes.
+        files: display name -> path of a file or folder that must be the same on all nodes.
     """
     here = Surroundings(
         cluster=cluster_from_record(CellRecord(cluster=cluster, profile=profile)),

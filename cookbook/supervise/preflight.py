@@ -101,8 +101,8 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     """Check the nodes of this job; return the nodes to train on.
 
     Raises:
-        JobError: too few nodes are healthy, or the fault is not in a single node.
-        RequeueNeededError: the job must start without its bad nodes.
+        JobError: too few nodes are healthy, or no single node is at fault.
+        RequeueNeededError: the job must be requeued to replace its bad nodes.
     """
     nodes = slurm.nodes_in(os.environ["SLURM_JOB_NODELIST"])
     mode = os.environ.get("COOKBOOK_PREFLIGHT") or "full"
@@ -187,7 +187,7 @@ def _last_words(node: str, end: StepEnd) -> str:
         return f"no answer in {REPORT_S:.0f} s"
     lines = end.errors.splitlines()
     by_srun = [line for line in lines if f"srun: error: {node}: " in line]
-    # Lines printed by the tasks do not name their node.
+    # Only srun's lines name the node: a task's line may come from any node.
     by_tasks = [line for line in lines if line and "srun: " not in line]
     return "; ".join(["no answer", *by_tasks[-1:], *by_srun[-1:]])
 
@@ -261,8 +261,8 @@ def decide(job: JobNodes) -> None:
     """Check that the job has enough healthy nodes.
 
     Raises:
-        RequeueNeededError: it has too few, but will get enough once requeued, now or later.
-        JobError: it has too few, and must not wait or was restarted too often.
+        RequeueNeededError: too few nodes are healthy, and a requeue can replace the others.
+        JobError: too few nodes are healthy, and the job must not be requeued.
     """
     missing = job.record.nodes - len(job.healthy)
     if missing <= 0:
