@@ -44,7 +44,7 @@ from cookbook.titan.tt_0_2_2.text_data import RepeatableValidator, build_dataloa
 
 
 def register() -> None:
-    """Register every family's TorchTitan spec with the fields below replaced by the cookbook's."""
+    """Register every family's spec with TorchTitan, with some fields replaced by the cookbook's."""
     for name, parts in FAMILIES.items():
         released = parts.released()
         spec = replace(
@@ -58,7 +58,7 @@ def register() -> None:
             parallelize_fn=parallelize,
             # Divides a pipeline's gradients by the number of tokens.
             build_loss_fn=build_loss,
-            # Checks the active options after the first step, and writes metrics and router load.
+            # Adds metrics. After the first step, checks that the declared options are active.
             build_metrics_processor_fn=CookbookMetrics,
             # Updates the routing bias, which TorchTitan never does for Qwen3; can skip steps whose
             # gradients are not finite.

@@ -1,7 +1,7 @@
 """Which options are active: observed on each rank, merged, and checked against the overlays.
 
-`observe_model` inspects the model to find how its GEMMs are quantized. The code of some other
-options adds a name to one of the sets below when it runs.
+Some are observed as they run: the code that implements them adds a name to one of the sets below.
+Quantization is observed by inspecting the model (`observe_model`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from cookbook.titan.tt_0_2_2.versions import refuse
 
-# The two halves of the quantized all-to-all; a training step that runs both reports `mxfp8`.
+# If both of these are in `dispatches`, `observe_dispatch` returns `mxfp8` in their place.
 MXFP8_DISPATCH = "mxfp8 in the dispatch only"
 MXFP8_COMBINE = "mxfp8 in the combine only"
 
@@ -41,7 +41,7 @@ class RankActivity:
     stage: int  # the rank's pipeline stage
     found: dict[str, frozenset[str]]  # aspect, such as `dispatch` -> observed values
     emulated: bool
-    mean_attended_length: float | None  # keys a token attends to; None if not counted
+    mean_attended_length: float | None  # mean number of keys per token; None if not counted
     patches_applied: frozenset[str]
     node: str
 
@@ -120,7 +120,6 @@ def check(job_config: Any, found: dict[str, Any]) -> None:
         if value != found[aspect]:
             kind = "ep_backend" if aspect == "dispatch" else "precision"
             overlay = f"{KINDS[kind]} {getattr(options, kind)}".rstrip()
-            # Write True and None in lower case; the other values have no capitals.
             wanted, active = str(value).lower(), str(found[aspect]).lower()
             texts.append(f"{overlay} declares {aspect} {wanted}, but {active} is active")
     if texts:

@@ -69,7 +69,7 @@ class CheckpointPolicy:
             logger.info(f"{reason}; the run ends at a checkpoint of step {curr_step}")
         if self.should_save(curr_step, last_step):
             self.saved_at = time.monotonic()
-        # On an early stop `last_step` stays False: with True, TorchTitan may omit the optimizer.
+        # On an early stop, keep `last_step` False so that the optimizer state is always saved.
         self._save(curr_step, last_step=last_step)
         if last_step:
             # TorchTitan does not purge old checkpoints after the last step, and so keeps too many.
@@ -145,7 +145,7 @@ def plain(value: Any) -> Any:
 
 
 def save_plain_weights(model: nn.Module) -> None:
-    """Take TorchAO's wrapper off the tensors in `model`'s state dict, for saving and loading."""
+    """Make `model.state_dict()` return plain tensors, without TorchAO's wrapper."""
 
     def unwrap(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, value in state.items():
@@ -184,7 +184,7 @@ def name_checkpoint_causes() -> None:
 
 
 def without_missing_bias(adapter: Any) -> Any:
-    """Return a subclass of `adapter` that accepts softmax models' weights without routing bias."""
+    """Return a subclass of `adapter` that can load softmax models, which have no routing bias."""
 
     class Adapter(adapter):
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def without_missing_bias(adapter: Any) -> Any:
             return self._asked
 
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-            # TorchTitan loads every key in `_asked`: delete the biases if the checkpoint has none.
+            # TorchTitan loads all keys in `_asked`. If the checkpoint has no biases, remove theirs.
             reader = super().get_hf_storage_reader(path, from_quantized)
             if self.model_args.moe_args.score_func != "softmax":
                 return reader

@@ -4,11 +4,10 @@ TorchTitan does not support CPUs, and its modules store their device when import
 without CUDA, the whole process is therefore patched to use the CPU, whatever it trains.
 
 - BF16 GEMMs are computed in float32 if the CPU has no BF16 instructions (for example no AVX-512):
-  PyTorch's fallback loops reach 1 GFLOP/s per core, float32 GEMMs 70. Products of BF16 numbers are
-  exact in float32, and both variants sum in float32, so only the order of summation differs.
-- Each shard of a DTensor draws its own random numbers. PyTorch offsets only CUDA generators per
-  shard. On a CPU mesh every rank would draw the same numbers, and with EP 2 the second half of the
-  experts would start as a copy of the first.
+  PyTorch's own BF16 loops are 70 times slower. The results differ only in the order of summation.
+- Each shard of a DTensor is made to draw its own random numbers, which PyTorch does only on CUDA.
+  Otherwise all ranks would draw the same numbers, and with EP 2 the second half of the experts
+  would start as a copy of the first.
 """
 
 import ctypes
@@ -67,8 +66,8 @@ def prepare_cpu() -> None:
     """Make TorchTitan use the CPU; call this once, before a Trainer exists."""
     own = {"device_type": "cpu", "device_module": CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")}
     for name, module in list(sys.modules.items()):
-        # Each module has its own reference to the device, so patch every module. Modules imported
-        # later get the patched device, but `dual_pipe_v` would not, so it is imported above.
+        # Each module has its own reference to the device, so patch every module. `dual_pipe_v`
+        # looks up the real device when imported, so this file imports it before it patches.
         if name.startswith("torchtitan."):
             vars(module).update({key: own[key] for key in own if hasattr(module, key)})
         # Make models use torch._grouped_mm, as on GPUs of SM90 or later. Otherwise they would loop

@@ -5,7 +5,7 @@ one autograd node starts a transfer and the next node waits for it, with half of
 work in between. Only the forward's dispatch is started and awaited by the same node:
 
     node        forward                          backward
-    leave       records when rows are ready      waits for the rows' gradients
+    leave       marks the rows as ready          waits for the rows' gradients
       first half of the shared experts
     dispatch    sends the rows, and waits        starts to send their gradients back
       routed experts
@@ -13,10 +13,10 @@ work in between. Only the forward's dispatch is started and awaited by the same 
       second half of the shared experts
     arrive      waits for the rows               starts to send their gradients
 
-A row is the hidden state of a token. In the forward, the first half is queued on the GPU before the
-host waits for DeepEP's row counts. In the backward, autograd runs the most recent node first, so
-read the table from the bottom up. Another order would be slower but still correct, because each
-node waits for the data that it reads. Each chunk of tokens has its own dispatch and combine.
+A row is the hidden state of a token. In the forward, the first half of the shared experts is queued
+on the GPU before the host waits for DeepEP's row counts. In the backward, autograd runs the most
+recent node first, so read the table from the bottom up. Another order would be slower but still
+correct. Each chunk of tokens has its own dispatch and combine.
 """
 
 from dataclasses import dataclass
@@ -114,8 +114,8 @@ def _send(
     rows: Tensor, scores: Tensor, experts: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exchange, buffer = _current, deepep._buffer
-    # Allocate the layout on DeepEP's stream: `--debug.deterministic` makes PyTorch fill new memory,
-    # and a fill on another stream would overwrite counts, as happens in unpatched TorchTitan.
+    # Allocate these counts on DeepEP's stream. With `--debug.deterministic` PyTorch fills all new
+    # memory, and a fill on another stream could overwrite the finished counts.
     per_rank, per_rdma_rank, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
         experts, num_experts, previous_event=exchange.ready, **_STREAMS
     )
@@ -270,7 +270,7 @@ class HalvedFeedForward(FeedForward):
     """TorchTitan's shared experts, computed in two halves: during dispatch and during combine."""
 
     def forward(self, x: Any = None, halves: Any = None) -> Any:
-        """Given `x`, return its gate and up projections; given these as `halves`, the output."""
+        """Return the gate and up projections of `x`, or the output if `halves` holds them."""
         if x is not None:
             return self.w1(x), self.w3(x)
         gate, up = halves
@@ -296,7 +296,7 @@ class SplitMoE(DeepEPMoE):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for `x` (batch, length, features).
 
-        Under TP, `x` and the output are this rank's shard of each sequence, length / TP tokens.
+        Under TP, `x` and the output hold only this rank's part of each sequence.
         """
         tp_mesh = getattr(self, "cookbook_tp_mesh", None)
         mine = x.to_local() if isinstance(x, DTensor) else x
@@ -339,11 +339,10 @@ class SplitMoE(DeepEPMoE):
 def use_split_moe(moe: Any, group: ProcessGroup, options: Any) -> None:
     """Turn this MoE layer into a `SplitMoE`, with matching classes for its experts.
 
-    Other MoE layers keep their classes. `group` is the process group of the EP ranks; `options` are
-    the job's options `deepep.*`.
+    `group` is the process group of the EP ranks. `options` are the job's `deepep.*` options.
     """
     moe.__class__ = SplitMoE
-    # TorchTitan's Qwen3 always builds the standard layer, which has a reorderer; DeepEP's has none.
+    # TorchTitan's Qwen3 builds the standard layer even for DeepEP. Remove its reorderer.
     moe.reorderer = None
     moe.cookbook_chunks = options.num_chunks
     mix_in(SendingExperts, moe.experts)

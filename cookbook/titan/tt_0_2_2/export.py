@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
     fqn: str  # name of the checkpoint tensor
     names: tuple[str, ...]  # names of the exported tensors
-    first: int  # if they are experts, the index of the first one in the checkpoint tensor
+    first: int  # index of the first expert to export; 0 if the tensor has no experts
     shape: tuple[int, ...]  # shape of each exported tensor
     dtype: torch.dtype
 
@@ -123,7 +123,6 @@ def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[st
 
 
 def _claim(to: Path, request: Request) -> None:
-    """Create the folder and mark it as this export's; refuse a folder with any other content."""
     to.mkdir(parents=True, exist_ok=True)
     mark, content = to / "export.json", asdict(request)
     if mark.exists():

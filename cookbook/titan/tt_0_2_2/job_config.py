@@ -202,13 +202,17 @@ class JobConfig:
 
 
 def option_table() -> dict[str, dict[str, Any]]:
-    """Return all defaults, types of options that may be None, and choices of Literal options."""
+    """Return three tables, each keyed by option name.
+
+    `options` has the default of every option. `optional` has the types of options that may be None.
+    `choices` has the values of Literal options.
+    """
     merged = ConfigManager._merge_configs(TitanJobConfig, JobConfig)
     table: dict[str, dict[str, Any]] = {"options": {}, "optional": {}, "choices": {}}
     for name, kind, default in _options(merged(), ""):
         table["options"][name] = default
         optional = kind | None
-        # `optional` is a union even if `kind` is a single type, so `get_args` lists all types.
+        # `optional` is always a union, so `get_args` works even if `kind` is a single type.
         kinds = typing.get_args(optional)
         for one in kinds:
             if typing.get_origin(one) is typing.Literal:

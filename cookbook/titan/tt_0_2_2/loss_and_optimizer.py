@@ -38,7 +38,7 @@ LossFunction = Callable[..., Tensor]
 
 
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
-    """Build the cross-entropy, summed over tokens; under PP, with the gradient of the mean."""
+    """Build the cross-entropy loss, summed over tokens."""
     if num_chunks := job_config.loss.num_chunks:
         name, loss_fn = f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config)
     else:
@@ -50,7 +50,7 @@ def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
         sequences = training.global_batch_size
         if sequences < 0:
             sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard
-        # Text has no masked labels, so the loss covers every token of the global batch.
+        # No labels are masked, so the loss covers every token of the global batch.
         factor = 1 / (sequences * training.seq_len)
         activity.patches_applied.add("pipeline-gradients-per-token")
 
@@ -98,7 +98,7 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 class HandingOnColwiseParallel(ColwiseParallel):
-    """ColwiseParallel that gives `HandingOn` layers gathered hidden states, as a plain tensor."""
+    """ColwiseParallel that gathers the input of a `HandingOn` layer into a plain tensor."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, HandingOn):
@@ -151,7 +151,7 @@ class GradientWatch:
 
 
 def watch_gradients(job_config: Any) -> None:
-    """Record the norm of each step's gradients if the job may skip steps."""
+    """Record the gradient norm of each step if the job sets `training.max_skipped_steps`."""
     GradientWatch.limit, GradientWatch.skipped = job_config.training.max_skipped_steps, 0
     dist_utils.clip_grad_norm_ = _clip_and_note if GradientWatch.limit else _clip
 

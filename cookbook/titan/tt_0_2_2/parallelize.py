@@ -123,10 +123,7 @@ class SequenceShardReorderer(ParallelStyle):
 
 
 def without_hooks(name: str) -> type[ParallelStyle]:
-    """Return TorchTitan's parallel style called `name`, without its input and output hooks.
-
-    It is for experts that dispatch their own rows.
-    """
+    """Return TorchTitan's parallel style called `name`, without its input and output hooks."""
     plan = getattr(llama4_parallelize, name)
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -180,7 +177,7 @@ def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
             moe.experts.register_forward_pre_hook(lambda *_: activity.dispatches.add("standard"))
     # Patch only during the call: other model families use TorchTitan's function unpatched.
     with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():
-        # Hide the warning that a DeepEP layer lacks the reorderer in TorchTitan's TP plan.
+        # Hide the warning that TorchTitan's TP plan names a reorderer, which DeepEP layers lack.
         warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
         llama4_parallelize.apply_moe_ep_tp(model, **options)
     if tp_mesh is None:

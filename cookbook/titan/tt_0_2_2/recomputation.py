@@ -2,8 +2,8 @@
 
 TorchTitan's `selective_ac_option=op` saves the results of a fixed list of operators, which lacks
 grouped GEMMs. In compiled code, results of kernels that Inductor generates, such as FlexAttention,
-cannot be saved. Nor can those of dense GEMMs, because Inductor passes them an output buffer. If a
-recipe saves dense GEMMs, the compiled forward therefore calls `cookbook::mm` in their place.
+cannot be saved. Results of dense GEMMs cannot be saved either, because Inductor calls the variant
+that writes to a given buffer. If a recipe saves them, the compiled forward calls `cookbook::mm`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cookbook.titan.tt_0_2_2 import activity
 
-# The operators of each kind that `op_sac_save_list` may name. Those not installed are ignored.
+# What each name in `op_sac_save_list` stands for. Operators that are not installed are ignored.
 OPERATORS = {
     "attention": (
         "aten._scaled_dot_product_attention_math",
@@ -79,7 +79,7 @@ def not_saved() -> Iterator[None]:
 
 @contextmanager
 def last_product() -> Iterator[None]:
-    """Skip GEMMs inside `with last_product()` in recomputation: no gradient needs their results."""
+    """During recomputation, skip the GEMMs in this context: no gradient needs their results."""
     with not_saved(), _Unmultiplied() if in_recompute() else nullcontext():
         yield
 
@@ -104,7 +104,7 @@ class _Unmultiplied(TorchDispatchMode):
 
 
 class SaveList(set[Any]):
-    """The set of operators to save, which also records their kinds in `activity.saved`."""
+    """The operators to save. A lookup that finds one adds its kind to `activity.saved`."""
 
     def __init__(self, operators: Iterable[Any]) -> None:
         super().__init__(operators)
@@ -112,7 +112,8 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator) and not _is_needless
-        # Do not record during tracing: a dense layer may save what layers with experts recompute.
+        # Record only what layers with experts save. Dense layers are compiled as a whole, so their
+        # lookups happen during tracing.
         if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved
@@ -121,7 +122,7 @@ class SaveList(set[Any]):
 def apply_ac(model: Any, ac_config: Any, **options: Any) -> None:
     """Wrap the layers of `model`, or of one pipeline stage, for recomputation as TorchTitan does.
 
-    `ac_config` has the job's options `activation_checkpoint.*`, including the cookbook's.
+    `ac_config` has the job's `activation_checkpoint.*` options, including the cookbook's.
     """
     save = ac_config.op_sac_save_list
     if "mm" in save and options.get("model_compile_enabled"):
@@ -167,7 +168,7 @@ multiply.register_fake(lambda rows, weights: rows.new_empty(rows.shape[0], weigh
 
 
 def show_gemms(least_inner: int) -> None:
-    """Make all forwards compiled later call `cookbook::mm`, so that their GEMMs can be saved.
+    """Make compiled forwards call `cookbook::mm` for GEMMs, so that the results can be saved.
 
     GEMMs with an inner dimension below `least_inner` stay unchanged: saving them wastes memory.
     """

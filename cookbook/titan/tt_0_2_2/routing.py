@@ -29,7 +29,7 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 
 # An expert is starved if its load is below this fraction of its layer's mean.
 STARVED = 0.1
-# How many times a run may write every expert's count. For DeepSeek-V3, one time takes 100 KB.
+# A run writes every expert's count at most this many times. DeepSeek-V3 needs 100 KB each time.
 _MOST_COUNTS = 50
 
 
@@ -40,8 +40,7 @@ def count_tokens(model: nn.Module) -> None:
         moe.register_forward_hook(_after)
 
 
-# Add a forward's tokens to `cookbook_load` without a wait or an allocation: subtract TorchTitan's
-# running count before the forward, and add the count after the forward.
+# Add to `cookbook_load` the amount by which a forward raises TorchTitan's running count.
 def _before(moe: Any, inputs: Any) -> None:
     if not torch.is_grad_enabled():
         moe.cookbook_counts = moe.tokens_per_expert.clone()
@@ -73,7 +72,7 @@ class RouterLoad:
     """The tokens routed to each expert of the whole model since the metrics were last logged."""
 
     def __init__(self, processor: Any, first_step: int, writes: bool) -> None:
-        """Read settings from `processor`, a CookbookMetrics. Exactly one rank `writes` the load."""
+        """Read settings from `processor`, a CookbookMetrics. Set `writes` on exactly one rank."""
         job_config, model_args = processor.job_config, processor.model_args
         self._own = moe_layers(processor.model_parts)
         self._device = next(processor.model_parts[0].parameters()).device
@@ -92,9 +91,9 @@ class RouterLoad:
         self._num_logs = 0
 
     def log(self, step: int) -> dict[str, float]:
-        """Write the load since the last call, up to `step`; all ranks must call this.
+        """Write the router load of the steps since the last call, up to and including `step`.
 
-        Return the metrics for TensorBoard and W&B; the dict is empty on ranks that do not write.
+        All ranks must call this. Return the metrics, or an empty dict on ranks that do not write.
         """
         counts = self.take_counts()
         if not self._writes:
@@ -202,7 +201,7 @@ def route_at_random(
 
 
 def _look_up(router: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
-    # Every microbatch of a pipeline uses the first rows of the table.
+    # Under PP, every microbatch reads the table from its first row.
     experts = router.cookbook_dealt[: scores.shape[0]].long()
     return experts, scores.gather(1, experts)
 

@@ -6,9 +6,9 @@ they are not kept, and recomputation skips the last GEMM. Megatron Core has had 
 "probs on activations". The option is `deepep.score_activations` for the EP backend `deepep`, and
 `cookbook.row_kernels` for `standard` and `mxfp8_a2a`.
 
-With `standard` and `mxfp8_a2a`, TorchTitan gathers rows by one index, multiplies outputs by their
-scores in a batched GEMM in float32, and scatters them by another index. The row kernels move rows
-to the experts' groups in one pass and back in another.
+Without the row kernels, `standard` and `mxfp8_a2a` gather rows by one index, multiply outputs by
+their scores in a batched float32 GEMM, and scatter them by another index. The row kernels instead
+move rows to the experts' groups in one pass and back in another.
 """
 
 import functools
@@ -60,7 +60,7 @@ class RowExperts(nn.Module):
     cookbook_precisions: Precisions
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """Return scored outputs (rows, features); recomputation may leave them uninitialized."""
+        """Return the experts' outputs (rows, features), multiplied by the routing scores."""
         if self.cookbook_ep is None:
             return self._compute(rows, groups)
         group, ranks = self.cookbook_ep.get_group(), self.cookbook_ep.size()
@@ -123,8 +123,7 @@ class RowMoE(MoE):
             whole = tokens, scores, chosen
             mine, scores, chosen = (shard_tokens(one, length, tp_mesh) for one in whole)
         if experts.cookbook_tp is not None:
-            # Sum the gradient over TP here, where each token has one row. After `spread` it has
-            # `top_k` rows.
+            # Sum the gradient over TP here: after `spread` it would have `top_k` times the rows.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
         # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
@@ -150,7 +149,7 @@ def _mixed(mixin: type[nn.Module], experts: type[nn.Module]) -> type[nn.Module]:
 
 
 def mix_in(mixin: Any, experts: Any) -> None:
-    """Change the class of this instance to one that combines `mixin` with its present class."""
+    """Add `mixin` to the class of `experts`, changing this instance only."""
     experts.__class__ = _mixed(mixin, experts.__class__)
 
 
@@ -183,7 +182,7 @@ class ProbsOnActivations:
             self._project = torch.compile(group_products, backend=backend, fullgraph=True)
 
     def __call__(self, experts: Any, rows: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
-        """Return scored outputs (rows, features); recomputation may leave them uninitialized.
+        """Return the experts' outputs (rows, features), multiplied by `scores`.
 
         Each expert has one padded group of rows, ending at `ends`. `scores` (rows, 1) are float32.
         """

@@ -111,7 +111,7 @@ def _run_cases(cell: Cell, skip: Iterable[tuple[str, str]]) -> list[CaseResult]:
 
 
 def _run(case: KernelCase, device: str) -> CaseResult:
-    """Run a case; if its kernel left the GPU unusable for later cases, refuse the job at once."""
+    """Run a case, and end the job at once if the kernel left the GPU unusable."""
     result = run_case(case, device)
     if result.failure and device == "cuda":
         try:

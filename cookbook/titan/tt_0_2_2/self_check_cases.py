@@ -157,7 +157,6 @@ def sdpa(shape: products.AttentionShape, ends: Tensor) -> products.Attend:
 
 
 def _unfolded(shape: products.AttentionShape, attention: Callable[..., Tensor]) -> products.Attend:
-    """Adapt an attention over (batch, heads, length, head_dim) to (tokens, heads, head_dim)."""
     options = {"enable_gqa": True} if shape.groups > 1 else {}
 
     def attend(*folded: Tensor) -> Tensor:
@@ -200,7 +199,6 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
 
 
 def _experts(cell: Cell, weight: Tensor) -> nn.Module:
-    """Return the cell's routed experts, quantized as in training; their only weight is `w1`."""
     experts, n, k = weight.shape
     with torch.device("meta"):
         module = GroupedExperts(k, n, experts, use_grouped_mm=True)
@@ -213,7 +211,7 @@ def _experts(cell: Cell, weight: Tensor) -> nn.Module:
 
 def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
     # One layer without experts and one with experts contain every kind of linear layer.
-    # Use deepcopy: `replace` would drop attributes of TorchTitan's arguments that are not fields.
+    # Use deepcopy: `dataclasses.replace` would drop attributes that are not dataclass fields.
     args = deepcopy(cell.model_args)
     args.n_layers, args.n_dense_layers = 2, 1
     with torch.device("meta"):

@@ -86,7 +86,7 @@ class TextDataset(IterableDataset, Stateful):
     """
 
     sources: Sequence[TextSource]
-    data: Any  # the job's options `data.*`
+    data: Any  # the job's `data.*` options
     tokenizer: Any
     seq_len: int
     dp_rank: int

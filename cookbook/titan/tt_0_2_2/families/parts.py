@@ -44,7 +44,7 @@ _attended = varlen_attention.AttendedLength()
 def observe_attention() -> tuple[frozenset[str], float | None]:
     """Return the kinds of attention that ran, and the mean number of keys a token attends to.
 
-    Call this once, after the first step: it waits for the GPU and stops counting.
+    Call this once, after the first step. It waits for the GPU and ends the counting of keys.
     """
     return frozenset(varlen_attention.ran), _attended.close()
 
@@ -57,7 +57,7 @@ def chosen_attention(model_parts: Iterable[nn.Module]) -> frozenset[str]:
 
 
 def choose_attention(model_args: Any, job_config: Any) -> None:
-    """Apply `model.attention` before a model is built; refuse it if the job cannot use it."""
+    """Set the job's choice of attention in `model_args`; raise if the job cannot use it."""
     model_args.attention = job_config.model.attention
     if model_args.attention == FLAVOR:
         return
@@ -228,12 +228,12 @@ def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) 
 class CookbookArgs:
     """A mixin that applies a job's options to TorchTitan's model arguments.
 
-    Each family's class has two more methods. `own_sizes` returns the sizes whose argument names
+    Each family's class must define two methods. `own_sizes` returns the sizes whose argument names
     differ between families. `transformers_config` returns the family's part of `config.json`.
     """
 
     def sizes(self: Any) -> Model:
-        """Return the flavor's sizes under the cookbook's names."""
+        """Return the flavor's sizes as a `Model`."""
         moe = self.moe_args
         return Model(
             dim=self.dim,
