@@ -19,12 +19,12 @@ from torch import Tensor
 class GroupPlan(NamedTuple):
     """Maps token copies to rows of the padded groups, and rows to copies.
 
-    Copy `i * top_k + k` is the copy of token `i` for its `k`-th expert. All tensors are int32.
+    The copy of token `i` for its `k`-th expert has index `i * top_k + k`. All tensors are int32.
     """
 
-    copies: Tensor  # (padded rows,): each row's token copy, as an index; -1 for padding
-    slots: Tensor  # (tokens, top k): each copy's row; -1 if another rank has the expert
-    sizes: Tensor  # (local experts,): number of rows in each padded group
+    copies: Tensor  # (padded rows,): index of the token copy in each row; -1 for padding
+    slots: Tensor  # (tokens, top k): row of each token copy; -1 if another rank has the expert
+    sizes: Tensor  # (local experts,): rows per group, including padding
     ends: Tensor  # (local experts,): cumulative sum of `sizes`
 
 

@@ -112,7 +112,7 @@ class StallAlarm:
         seconds = STEPS * statistics.median(self._times) + MORE_S
         faulthandler.dump_traceback_later(seconds, file=self._file)
         self._timer.cancel()
-        # Start 1 s after faulthandler: it can crash if another thread runs while it writes stacks.
+        # Write the trace 1 s after faulthandler's dump, which can crash while another thread runs.
         self._timer = threading.Timer(seconds + 1.0, self._write_trace)
         self._timer.daemon = True
         self._timer.start()

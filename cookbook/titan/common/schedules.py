@@ -1,11 +1,12 @@
-"""Prints the actions of pipeline schedules, as listed by torch's schedule classes.
+"""Prints the actions of pipeline schedules, using torch's schedule classes.
 
     python -m cookbook.titan.common.schedules
 
-Answers each JSON line on standard input with one JSON line: a list with each rank's `stages`,
-`in_flight` and `actions`, or the text of torch's error. An action is a list [stage, kind,
-microbatch]; the kinds are F (forward), B (full backward), I (backward for inputs) and W (backward
-for weights).
+Each line of standard input is a JSON object: the arguments of `list_actions`. For each, one line of
+JSON is printed: the `stages`, `in_flight` and `actions` of every rank, or the text of an exception.
+
+An action is a list [stage, kind, microbatch]. The kinds are F (forward), B (full backward),
+I (backward for inputs) and W (backward for weights).
 """
 
 import json
@@ -72,10 +73,7 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
 
 
 def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
-    """Return a rank's microbatches in flight, by stage, at each possible peak of its memory use.
-
-    There are several such peaks if the stages' counts are not all largest at the same time.
-    """
+    """Return how many microbatches each stage has in flight at each possible memory peak."""
     live = dict.fromkeys(stages, 0)
     seen: set[tuple[int, ...]] = set()
     for stage, kind, _ in actions:

@@ -1,7 +1,7 @@
-"""Each TP rank's shard of an MoE layer's tokens, so that each token is dispatched only once.
+"""Split an MoE layer's tokens among the TP ranks, so that each token is dispatched only once.
 
-Under TP every rank has an MoE layer's whole input, and the ranks' outputs are summed. So each rank
-dispatches only its shard: `part` consecutive positions of every sequence.
+With TP, every rank has all tokens of the layer's input, and the outputs of the ranks are summed. So
+each rank dispatches only its own shard: `part` consecutive positions of every sequence.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def shard_tokens(folded: Tensor, length: int, tp_mesh: DeviceMesh) -> Tensor:
 
 
 def global_positions(local: Tensor, length: int, tp_mesh: DeviceMesh, per_token: int) -> Tensor:
-    """Convert indices into this rank's flattened shards to indices into the flattened batch."""
+    """Map each index in this rank's flattened shards to its index in the flattened batch."""
     start, part = shard_of(length, tp_mesh).start, length // tp_mesh.size()
     sequence = local // (part * per_token)
     return local + per_token * (sequence * (length - part) + start)
@@ -41,8 +41,8 @@ def global_positions(local: Tensor, length: int, tp_mesh: DeviceMesh, per_token:
 def gather_sequence(mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Gather the shards (batch, part, features) of all TP ranks into (batch, length, features).
 
-    All TP ranks must have the same gradient of the result; each keeps that of its own positions.
-    If each rank's gradient is only a partial sum, use `with_partial_gradient`.
+    The output's gradient must be the same on all TP ranks: each rank keeps only the slice for its
+    own positions. If the ranks have partial sums of the gradient, use `with_partial_gradient`.
     """
     shards = DTensor.from_local(mine, tp_mesh, (Shard(1),), run_check=False)
     return shards.redistribute(placements=(Replicate(),)).to_local()

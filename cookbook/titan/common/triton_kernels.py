@@ -137,11 +137,8 @@ def _block(features: int, limit: int) -> int:
 
 
 def _ready(tensor: Tensor) -> Tensor:
-    """Return `tensor` in contiguous memory, after waiting for any collective that still writes it.
-
-    A kernel gets only an address, and that of a pending collective's result is 0.
-    """
     if isinstance(tensor, AsyncCollectiveTensor):
+        # Triton would pass address 0 for the result of a pending collective.
         tensor = tensor.trigger_wait()
     return tensor.contiguous()
 
@@ -188,7 +185,7 @@ def take(values: Tensor, places: Tensor) -> Tensor:
 def spread(
     tokens: Tensor, scores: Tensor | None, copies: Tensor, slots: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Copy tokens to their rows (rows, features), scaled by scores; padding rows are zero."""
+    """Copy tokens to their rows, scaled by scores; zero the padding. Return (rows, features)."""
     num_tokens, top_k = slots.shape
     features, num_rows = tokens.shape[1], copies.numel()
     grouped = tokens.new_empty(num_rows, features, dtype=dtype)
@@ -217,7 +214,7 @@ def collect(
 
 
 def dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
-    """Return each token's dot products with its rows in `grouped`, (tokens, top k) float32."""
+    """Return (tokens, top k) float32: each token's dot product with each of its `grouped` rows."""
     num_tokens, top_k = slots.shape
     products = torch.empty(num_tokens, top_k, dtype=torch.float32, device=tokens.device)
     given = _ready(tokens), _ready(grouped), slots, products
@@ -296,7 +293,7 @@ def activate(gate_up: Tensor, scores: Tensor) -> Tensor:
 
 
 def gradient(grad: Tensor, gate_up: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate_up` and `scores`; `grad` is that of `activate`'s result."""
+    """Return the gradients of `gate_up` and `scores`. `grad` is the gradient of the activations."""
     rows, hidden = grad.shape
     found = torch.empty_like(gate_up), torch.empty_like(scores)
     _gradient_kernel[(rows,)](grad, gate_up, scores, *found, hidden, _block(hidden, 2048))

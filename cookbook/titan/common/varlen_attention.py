@@ -240,7 +240,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 class AttendedLength:
     """A running mean of the number of keys that a token attends to."""
 
-    keys: Tensor | int = 0  # query-key pairs, on the batches' device
+    keys: Tensor | int = 0  # attended keys, summed over all tokens
     tokens: int = 0
     is_open: bool = True
 

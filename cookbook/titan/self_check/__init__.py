@@ -25,11 +25,10 @@ class Bound:
 
 # One rounding to BF16 causes an error of 0.0017 on average; the bounds allow a few roundings.
 BF16 = Bound(0.006, 0.012)
-# E4M3 has 3 mantissa bits: a product of two quantized operands has an error of about 0.036, whether
-# there is one scale per row or one per block of 32.
+# E4M3 has 3 mantissa bits. If both operands of a GEMM are quantized, its error is about 0.036.
 FP8 = Bound(0.048, 0.09, least=0.008)
-# If only one operand is rounded to E4M3, the error is smaller. In a sum over 8 experts, rounding
-# errors partly cancel, and as little as a third of the error may remain: `least` allows for that.
+# For a single rounding to E4M3. Its error may shrink to a third in a sum over 8 experts, where
+# rounding errors partly cancel. `least` is low enough for such sums.
 FP8_ONCE = Bound(0.036, 0.06, least=0.004)
 
 
@@ -44,7 +43,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The larger of `whole` and `part`, relative to its bound; above 1, the tensor is wrong."""
+        """The larger ratio of an error to its bound. If it is above 1, the tensor is wrong."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property
@@ -65,8 +64,8 @@ class KernelCase(NamedTuple):
 
     kernel: str  # such as `grouped GEMM mxfp8`
     shape: str
-    run: Callable[[], Iterable[Error]]  # makes inputs, yields errors of output and gradients
-    avoid: str  # how to train without the kernel
+    run: Callable[[], Iterable[Error]]  # compares output and gradients with a reference
+    avoid: str  # advice on how to train without the kernel
     collective: bool = False  # whether all ranks must run the case together
 
 
@@ -124,13 +123,14 @@ def error_of(
     floor: float = 1e-8,
     sizes: Tensor | None = None,
 ) -> Error:
-    """Return the errors of a whole tensor and of its worst part.
+    """Return the relative errors of a whole tensor and of its worst part.
 
-    Each tuple in `parts` names the dimensions that index the parts: (0,) for rows, (0, 1) for each
-    matrix's rows. Errors are divided by the norm of `expected` or, if given, of `sizes`: the
-    magnitudes that the sums in `expected` would have if their terms did not cancel. A part's
-    squared norm counts as at least `floor` times the mean of all parts along the tuple's last
-    dimension. Otherwise the errors of tiny parts would dominate.
+    Each tuple in `parts` is one way to cut the tensor into parts, by the dimensions to index: (0,)
+    cuts a matrix into rows, (0, 1) a stack of matrices into their rows.
+
+    Errors are divided by the norm of `expected`. If the sums in it nearly cancel to zero, pass
+    their usual magnitudes as `sizes` to divide by. To keep tiny parts from dominating, each part's
+    squared norm is raised to at least `floor` times the average.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
@@ -179,8 +179,8 @@ def run_both(
     return list(zip(found, exact, strict=True))
 
 
-# --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each function uses a
-# generator of its own, so that the check does not change the training's random numbers.
+# --- Inputs that make faults visible: uneven sizes and groups, empty experts. They have their own
+# random generators, so that the check does not change the random numbers of the training.
 
 
 def generator(device: str, seed: int) -> torch.Generator:

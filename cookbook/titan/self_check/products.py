@@ -1,10 +1,10 @@
-"""Errors of attention and of matrix products, and of their gradients.
+"""Compare attention, matrix products and their gradients with plain PyTorch in float32.
 
-The references are plain PyTorch in float32. Attention is compared per document and head, on random
-and trained-like inputs, for several packings of documents. FlashAttention-4 kernels have returned
-correct outputs but wrong gradients, some only with several sequences, some only on a trained
-model's activations (NVIDIA/TransformerEngine#3216). Products of linear layers and experts are
-compared per row and column, and the experts' weight gradients also per group.
+Attention is compared per document and head, on random and trained-like inputs, for several packings
+of documents. FlashAttention-4 kernels have returned correct outputs but wrong gradients, some only
+with several sequences, some only on a trained model's activations (NVIDIA/TransformerEngine#3216).
+
+Linear layers and experts are compared per row and per column.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,8 +36,7 @@ from cookbook.titan.self_check import (
 RANDOM = Bound(0.01, 0.05)
 # Wider bounds: with peaked scores, as after training, gradients are differences of large numbers.
 TRAINED = Bound(0.02, 0.1)
-# Number of attention scores that the reference computes at once: 1 GiB in float32. Query heads that
-# share a key head are computed together, even if they have more scores.
+# How many attention scores the reference should compute at once, at most: 1 GiB in float32.
 SCORES = 1 << 28
 # Document lengths: tiny, or close to a multiple of FlashAttention-4's tile sizes (64, 96 and 128).
 _EDGES = (
@@ -152,7 +151,7 @@ def attention_errors(
 
 
 def flash_attention_4(shape: AttentionShape, ends: Tensor) -> Attend:
-    """Return a function that computes attention as in training, for documents with these ends."""
+    """Return a function that computes attention as training does, on documents ending at `ends`."""
     capacity = varlen.bounds_capacity(int(ends.sum(dim=1).max()), shape.length)
     room = shape.max_documents or shape.batch * capacity
     lengths = varlen.cumulative_lengths(varlen.document_bounds(ends, room // shape.batch))
@@ -170,7 +169,7 @@ BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
     "fp8_rowwise": (FP8, FP8, FP8),
-    # For linear layers. Some `float8` recipes keep weight gradients in BF16: allow tiny errors.
+    # For linear layers. Some `float8` recipes leave weight gradients in BF16, so `least` is 0.
     "mx": (FP8, FP8, FP8),
     "float8": (FP8, FP8, replace(FP8, least=0)),
     # Wider bounds: one scale per tensor, and gradients in E5M2, which has 2 mantissa bits.

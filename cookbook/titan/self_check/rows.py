@@ -38,12 +38,12 @@ from cookbook.titan.self_check import (
 
 # A row is rounded to BF16 three or four times on its way to the expert, and three on its way back.
 MOVED = Bound(0.006, 0.012)
-# A score's gradient is a dot product whose terms nearly cancel. So each row's error is divided by
-# at least the root mean square over all rows (`floor=1.0`). SCORES_FP8 is for rows sent in FP8.
+# A score's gradient may be close to zero, because the terms of its sum nearly cancel. So each row's
+# error is divided by at least the root mean square norm of all rows (`floor=1.0`).
 SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
-# A rank may have only one test expert. The gradient of its factor is then a single number, whose
-# error varies widely. So `whole` is eight times the usual error, which is 0.0025 (0.05 with FP8).
+# If a rank has only one test expert, the gradient of the factors is a single number, whose error
+# varies widely. So `whole` allows eight times the usual error, which is 0.0025 (0.05 with FP8).
 FACTOR = Bound(0.02, 0.04)
 FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
@@ -69,12 +69,11 @@ def row_errors(
     counted: bool,
     device: str,
 ) -> Iterator[Error]:
-    """Yield errors of a round trip: copy tokens to groups, scale each group, sum up the copies.
+    """Yield the errors of a round trip: copy tokens to groups, scale each group, sum the copies.
 
-    Before the sum, padding rows get large values, so a sum that includes one is clearly wrong. If
-    `on_activations`, rows are multiplied by their scores before the sum, otherwise as part of it.
-    If `counted`, the host knows the number of rows per expert, and some experts are on other ranks,
-    as with DeepEP. If not, all experts are local, and tokens are float32.
+    Padding rows get large values before the sum, so that a sum that includes one is clearly wrong.
+    With `on_activations`, rows are multiplied by their scores before the sum, otherwise in the sum.
+    With `counted`, the host plans the groups, and some experts are on other ranks, as with DeepEP.
     """
     others = num_experts // 2 + 1 if counted else 0
     experts, scores = random_routing(tokens, num_experts + others, top_k, device, 11)
@@ -173,7 +172,7 @@ class FactorExperts(nn.Module):
         self.factor = nn.Parameter(expert_factors(num_experts, device))
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        """Multiply rows (rows, features) by their group's factor, or by 0 after the last group."""
+        """Multiply each row of `x` by its group's factor. Rows after the last group become zero."""
         ends = sizes.to(torch.int64).cumsum(0)
         rows = torch.arange(len(x), device=x.device)
         expert = torch.searchsorted(ends, rows, right=True)
@@ -208,7 +207,7 @@ def exchange_errors(
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
     quantized: tuple[bool, bool],  # whether (dispatch's forward, combine's backward) use FP8
 ) -> Iterator[Error]:
-    """Yield the errors of the layer's output and gradients, for the inputs `given`."""
+    """Run an MoE layer on the inputs in `given`; yield the errors of its output and gradients."""
     num_experts = layer.router.num_experts
     x, grad, experts = (one[:, part].clone() for one in (given.x, given.grad, given.experts))
     leaves = [x, given.scores, layer.experts.factor]
