@@ -76,7 +76,6 @@ def draw_figure(
     import matplotlib
     from matplotlib.figure import Figure
 
-    # Do not parse `$` in a cell's name as the start of a formula.
     style: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": name}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(7.6, height), layout="constrained")

@@ -138,7 +138,7 @@ def report_jobs(run: Run, job_ids: Sequence[str], is_detached: bool) -> None:
 
 
 def describe_plan(name: str, cells: Sequence[Cell]) -> str:
-    """Return one line for each cell, accepted or refused, wrapped to the terminal's width."""
+    """Return a run's plan as text: each cell's steps and layout, or why the cell is refused."""
     first = cells[0]
     nodes = f"{first.nodes} node(s) x {first.cluster.ranks}"
     lines = [f"{name} on cluster {first.cluster.name}: {nodes}"]

@@ -54,9 +54,9 @@ def merge_config(
 ) -> Cell:
     """Merge the parts into a cell without validating it.
 
-    Later parts win: recipe, EP backend, precision (emulated if the GPU lacks it), cluster, sweep,
-    `overrides` (`--set`). On the `local` cluster, a recipe's stand-in replaces the recipe. The
-    sweep's own settings are then dropped, because they suit the size of the original.
+    If several parts set an option, the last one wins, in this order: recipe, EP backend, precision,
+    cluster, `of_sweep`, `overrides`. On the `local` cluster, a recipe that has a small stand-in is
+    replaced by it. `of_sweep` is then ignored, because it was written for the large recipe.
     """
     stand_in_for, left_out, is_local = None, tuple[str, ...](), cluster.scheduler == "local"
     if is_local and recipe.stand_in is not None:

@@ -108,7 +108,6 @@ class CellSlurmExecutor(SlurmExecutor):
 class RunLocalExecutor(LocalExecutor):
     """Run a whole sweep on this machine, as one job that outlives its terminal."""
 
-    # Replace submitit's method, whose process ends when the terminal closes.
     def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
             **os.environ,

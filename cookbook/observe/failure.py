@@ -53,7 +53,7 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|Connection (?:closed|reset)|Broken pipe|remote process exited|DistBackendError"
         r"|DistNetworkError|Rendezvous\w*Error|Socket Timeout|recvValue|NCCL error"
         r"|CUDA error|uncorrectable ECC|unspecified launch failure"
-        # The reasons that `find_cause` gives if a signal ended the script and no line says why.
+        # What `find_cause` returns as the reason if it knows only that a signal ended the script.
         r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$",
     ),
 )

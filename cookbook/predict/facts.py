@@ -118,7 +118,7 @@ def hardware_of(cell: Cell) -> Hardware:
 
 @functools.cache
 def load_hardware(path: Path) -> Hardware:
-    """Read a hardware file; raise InputError if a fact is missing, unknown, unsourced or <= 0."""
+    """Read a hardware file; raise InputError if its facts are incomplete or invalid."""
     return fill(Hardware, read_yaml(path), beside=("description",), path=path)
 
 

@@ -79,7 +79,7 @@ class Kernels:
         return add(terms, self.move_rows(backward))
 
     def multiply(self, operators: Iterable[Operator], backward: bool) -> Terms:
-        """Return the time of the operators' GEMMs, in the forward or in the backward."""
+        """Return the time of the operators' GEMMs in the forward or backward pass."""
         return add(*(self._product(one, backward) for one in operators if one.is_product))
 
     def _product(self, one: Operator, backward: bool) -> Terms:

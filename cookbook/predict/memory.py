@@ -165,10 +165,7 @@ def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
 
 
 def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[str, float]:
-    """Return the bytes needed from the output layer's forward to the end of its backward, by cause.
-
-    With `loss.num_chunks` only one chunk's logits exist at a time (titan/common/chunked_loss.py).
-    """
+    """Return the bytes that the output layer and the loss need, keyed by purpose."""
     if not any(part.head for part in rank.parts):
         return {}
     hidden = 3.0 * s.sequence_tokens

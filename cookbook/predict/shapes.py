@@ -50,7 +50,7 @@ class Shapes(Sizes):
     loss_tokens: int | None  # tokens whose logits exist at the same time; None means all
     loss_compiled: bool
     loss_parallel: bool
-    padded_tokens: int | None  # rows of FlashAttention-4's FP32 gradient sums; None without it
+    padded_tokens: int | None  # token count padded for FlashAttention-4; None for other kernels
 
     @property
     def casts_at_each_use(self) -> bool:

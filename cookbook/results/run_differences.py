@@ -112,7 +112,7 @@ def _devices(run: RunResults) -> str:
 
 
 def asked_facts(record: CellRecord) -> dict[str, str]:
-    """Return the recipe, layout and options in a record; empty if nothing was recorded."""
+    """Return the recipe, layout and options that `record` contains, as text keyed by name."""
     if record.name is None and record.recipe is None:
         return {}
     facts = {

@@ -101,8 +101,8 @@ class Choice:
 def choose(needed: int, nodes: Sequence[str], excluded: Sequence[Excluded]) -> Choice:
     """Choose which of a partition's `nodes` to exclude from a job that needs `needed` of them.
 
-    Excluded names not in `nodes` are dropped, since sbatch refuses names unknown to Slurm. If too
-    few nodes are left, the job waits for those whose exclusion ends first.
+    If too few nodes would be left, delay the job's start until enough exclusions have ended, and do
+    not exclude those nodes.
     """
     listed = sorted((one for one in excluded if one.node in set(nodes)), key=lambda one: one.until)
     short, names = needed - (len(nodes) - len(listed)), tuple(one.node for one in listed)

@@ -267,7 +267,7 @@ def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
 
 
 def note_killed_attempt(cell: CellFolder, record: CellRecord) -> None:
-    """Record the end of the newest attempt if its supervisor was killed before it could."""
+    """Record the newest attempt's end if its supervisor was killed before recording it."""
     attempts, now = cell.attempts(), status.read_status(cell)
     if not attempts or attempts[-1].end.exists():
         return

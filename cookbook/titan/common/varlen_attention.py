@@ -276,8 +276,8 @@ def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
 def bounds_capacity(documents: int, length: int) -> int:
     """Return the number of documents per sequence to reserve room for.
 
-    It is at least `documents`, has a minimum that depends on `length`, and is a power of two. Code
-    and kernels are compiled for each capacity, so few different ones should occur.
+    The result is at least `documents`, rounded up to a power of two. Code and kernels are compiled
+    again for each new capacity, and rounding makes that rare.
     """
     least = max(documents, length // 128, min(length, 16))
     return 1 << (least - 1).bit_length()

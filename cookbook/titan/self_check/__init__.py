@@ -23,7 +23,7 @@ class Bound:
     least: float = 0.0  # smallest plausible error: below it, the operands were not quantized
 
 
-# One rounding to BF16 causes an error of 0.0017 on average; the bounds allow a few roundings.
+# Rounding a tensor to BF16 once causes a relative error of about 0.0017. Allow a few roundings.
 BF16 = Bound(0.006, 0.012)
 # E4M3 has 3 mantissa bits. If both operands of a GEMM are quantized, its error is about 0.036.
 FP8 = Bound(0.048, 0.09, least=0.008)

@@ -194,9 +194,10 @@ def grouped_errors(
 ) -> Iterator[Error]:
     """Yield the errors of a grouped GEMM with uneven groups, and of its gradients.
 
-    `multiply` returns the output, the input gradient and the weight gradient. Its arguments are x
-    (rows, K), weights (experts, N, K), the groups' ends (experts,) int32, and the output's gradient
-    (rows, N). All but the ends are BF16. `rows` is approximate and does not include padding.
+    `rows` is the approximate number of rows in all groups, without padding. With padding there are
+    M rows. `multiply` takes x (M, K), weights (experts, N, K), the groups' ends (experts,) int32,
+    and the output's gradient (M, N). All but the ends are BF16. It returns the output, the input
+    gradient and the weight gradient.
     """
     counts = uneven_counts(experts, rows)
     starts = [0, *accumulate(padded_sizes(counts, alignment))]

@@ -36,7 +36,7 @@ KINDS = {"precision": "precision", "ep_backend": "EP backend"}
 
 @dataclass(frozen=True)
 class RankActivity:
-    """What one rank observed about the active options in its first step."""
+    """The number formats, kernels and patches that one rank used in its first step."""
 
     stage: int  # the rank's pipeline stage
     found: dict[str, frozenset[str]]  # aspect, such as `dispatch` -> observed values

@@ -85,7 +85,7 @@ def last_product() -> Iterator[None]:
 
 
 class _Unmultiplied(TorchDispatchMode):
-    """Skip GEMMs whose results no gradient needs, but let autograd record their operands."""
+    """Return uninitialized outputs for GEMMs, while autograd still saves their operands."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -29,7 +29,7 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 
 # An expert is starved if its load is below this fraction of its layer's mean.
 STARVED = 0.1
-# A run writes every expert's count at most this many times. DeepSeek-V3 needs 100 KB each time.
+# A run writes all experts' token counts at most this many times, to limit the file's size.
 _MOST_COUNTS = 50
 
 
@@ -72,7 +72,6 @@ class RouterLoad:
     """The tokens routed to each expert of the whole model since the metrics were last logged."""
 
     def __init__(self, processor: Any, first_step: int, writes: bool) -> None:
-        """Read settings from `processor`, a CookbookMetrics. Set `writes` on exactly one rank."""
         job_config, model_args = processor.job_config, processor.model_args
         self._own = moe_layers(processor.model_parts)
         self._device = next(processor.model_parts[0].parameters()).device

@@ -87,7 +87,7 @@ class RowExperts(nn.Module):
     def _compute(self, rows: Tensor, groups: Groups) -> Tensor:
         experts: Any = self
         if not hasattr(experts, "w1"):
-            # The self-check's experts have no `w1`: run their own forward, then multiply by scores.
+            # The self-check's experts have no `w1`, which the code below needs: use their forward.
             return super().forward(rows, groups.sizes) * groups.scores.to(rows.dtype)
         w1, w2, w3 = local_weights(experts)
         ends, grouped = groups.ends, experts.use_grouped_mm

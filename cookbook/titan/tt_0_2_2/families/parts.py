@@ -82,7 +82,7 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
 
 
 class DocumentMask(BlockMask):
-    """Cumulative document lengths, in the BlockMask type that TorchTitan's layers require."""
+    """Cumulative document lengths, as a BlockMask because TorchTitan accepts no other type."""
 
     def __init__(self, cu_seqlens: Tensor) -> None:
         self.cu_seqlens = cu_seqlens
