@@ -76,6 +76,7 @@ def draw_figure(
     import matplotlib
     from matplotlib.figure import Figure
 
+    # A cell's name may contain `$`, which Matplotlib would read as the start of a formula.
     style: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": name}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(7.6, height), layout="constrained")

@@ -122,8 +122,9 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "1",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
-        # Start a new session, so that Ctrl-C in the terminal does not stop the training. Detach the
-        # standard streams, so that `submit.py ... | tee` does not wait until training ends.
+        # Unlike submitit, start a new session: neither Ctrl-C nor closing the terminal then stops
+        # the training. Detach the standard streams, so that `submit.py ... | tee` does not wait
+        # until training ends.
         silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         words = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
         process = subprocess.Popen(words, env=environment, start_new_session=True, **silent)
