@@ -1,7 +1,7 @@
 """Test the network over training's own rank groups before training; find the nodes at fault.
 
-If the test over all nodes fails, the nodes are tested in pairs. Each node of a failing pair is then
-tested with a node of a passing pair. Each node starts its own ranks:
+If the test over all nodes fails, the nodes are tested in pairs (of three, each node alone). Each
+node of a failing pair is then tested with a node of a passing pair. Each node starts its own ranks:
 
     python -m cookbook.supervise.network_test QUESTION     (the arguments of `run_ranks` as JSON)
 """
@@ -87,17 +87,17 @@ def test_bandwidth(nodes: Sequence[str], groups: RankGroups) -> NetworkVerdict:
         return NetworkVerdict(whole.slowest, bad, error="" if bad else fault)
     found = _search(sorted(nodes), groups)
     if found is None:
-        return NetworkVerdict(whole.slowest, error=f"{fault}; all pairs of nodes fail too")
+        return NetworkVerdict(whole.slowest, error=f"{fault}; all smaller groups of nodes fail too")
     if found:
         return NetworkVerdict(whole.slowest, found)
-    fault = f"{fault}; each pair of nodes passes by itself"
+    fault = f"{fault}; each smaller group of nodes passes by itself"
     if whole.is_broken:
         return NetworkVerdict(whole.slowest, error=fault)
     return NetworkVerdict(whole.slowest, warning=fault)
 
 
 def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
-    """Return the bad nodes among three or more nodes; None if all pairs fail."""
+    """Return the bad nodes among three or more nodes; None if all groups fail."""
     teams: list[Team] = [tuple(nodes[start : start + 2]) for start in range(0, len(nodes) - 1, 2)]
     if len(nodes) % 2:
         teams[-1] += (nodes[-1],)
