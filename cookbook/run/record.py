@@ -15,7 +15,12 @@ from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import Count, Flag, Natural, Number, Text, Words, fill, read_yaml
 from cookbook.run.folder import CellFolder
 
-_OF_SCRIPTS = {"job.custom_config_module", "experimental.custom_import", "job.description"}
+# Options that scripts set from the other fields of the record.
+_OF_SCRIPTS = {
+    *("job.custom_config_module", "experimental.custom_import", "job.description"),
+    *("cookbook.precision", "cookbook.ep_backend", "cookbook.emulated"),
+    *("cookbook.grouped_gemms", "cookbook.linear_layers", "cookbook.dispatch"),
+}
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,8 @@ class CellRecord:
 
     @property
     def asked_options(self) -> dict[str, Any]:
-        """The options, without those that the cookbook adds to every script."""
-        hidden = {name for name in self.options if name.startswith("cookbook.")} | _OF_SCRIPTS
-        return {name: value for name, value in self.options.items() if name not in hidden}
+        """The options that the user requested, without those that every script sets."""
+        return {name: value for name, value in self.options.items() if name not in _OF_SCRIPTS}
 
     def as_yaml(self) -> str:
         seldom, content = ("files", "too_few_nodes", "profile"), dataclasses.asdict(self)
