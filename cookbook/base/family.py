@@ -56,7 +56,7 @@ class Family:
     flavors: Mapping[str, Model]
     # Tensor shapes in published checkpoints. A dimension is a `Model` field's name; None means any.
     weights: Mapping[str, Sequence[str | None]]
-    extra_layers: int = 0  # number of multi-token prediction layers in published checkpoints
+    extra_layers: int = 0  # multi-token prediction layers that published checkpoints may add
     has_pipelines: bool = True  # whether TorchTitan can split the model into pipeline stages
     publishes_bias: bool = True  # whether published checkpoints include the routing bias
 

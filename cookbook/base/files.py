@@ -33,11 +33,12 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file `path`, across all machines that share the file.
 
-    Never delete the file: a process that creates it anew does not see a lock on the deleted one.
+    If the file system does not support locks, continue without one. Never delete the file: a
+    process that creates it anew does not see a lock on the deleted one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
-        # Continue without a lock: some shared file systems do not support locks.
+        # Some shared file systems do not support locks.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

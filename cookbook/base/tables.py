@@ -31,7 +31,7 @@ def text_table(
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     align = align.ljust(len(widths), "l")
     start = indent + sum(widths[:-1]) + 2 * (len(widths) - 1)
-    # Keep the last column 20 characters wide for legibility, even if lines then exceed `width`.
+    # Give the last column at least 20 characters to stay legible, even if lines exceed `width`.
     room = max(width - start, 20) if width else sys.maxsize
     lines: list[str] = []
     for *cells, last in table:

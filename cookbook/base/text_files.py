@@ -166,7 +166,7 @@ def write_lengths(
 def read_lengths(
     sources: Sequence[TextSource], text_key: str, tokenizer: Path
 ) -> list[float] | None:
-    """Return the mean and median document length that `write_lengths` has recorded, if any."""
+    """Return the mean and median document length in tokens; None if unrecorded or outdated."""
     return _read_lengths().get(_key(sources, text_key, tokenizer))
 
 
@@ -179,7 +179,7 @@ def _read_lengths() -> dict[str, list[float]]:
 
 
 def _key(sources: Sequence[TextSource], text_key: str, tokenizer: Path) -> str:
-    """Return a digest that changes with the files, their weights, `text_key` and the tokenizer."""
+    """Return a digest of the files' paths, sizes, mtimes and weights, `text_key` and tokenizer."""
     total = sum(source.weight for source in sources)
     known = [text_key, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     for source in sources:

@@ -121,7 +121,8 @@ Natural = Annotated[int, Field(strict=True, ge=0)]
 Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Texts = tuple[Text, ...]
 Numbers = dict[str, Annotated[float, Field(strict=True)]]
-# Environment variables or sbatch options. `fill` keeps a number's spelling: `3.10`, not 3.1.
+# Environment variables or sbatch options. `fill` keeps a number's spelling in a YAML file: `3.10`,
+# not 3.1. A cluster profile in a run's record has lost the spelling.
 Words = dict[str, str | Flag]
 
 _ALLOWED = {

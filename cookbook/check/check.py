@@ -33,7 +33,9 @@ from cookbook.predict.traffic import Work, count_work
 class Built:
     """The outcome of building a cell's model."""
 
-    ranks: tuple[dict[str, Any], ...] = ()  # the report of each pipeline stage's first rank
+    # For each pipeline stage, its first rank's report, with the keys `active`, `warnings` and
+    # `not_exercised`. Empty if any of these ranks failed.
+    ranks: tuple[dict[str, Any], ...] = ()
     failure: dict[str, Any] | None = None  # the error of the first rank that failed
     unavailable: str = ""  # why TorchTitan could not run on this machine
     seconds: float = 0.0

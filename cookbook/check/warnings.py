@@ -14,8 +14,9 @@ from cookbook.predict.operators import BYTES
 from cookbook.predict.rank import count_parameters, model_of
 from cookbook.predict.shapes import destinations, routing_of
 
-ADVICE: list[Rule] = []  # rules for all cells
-BUILT_ADVICE: list[Rule] = []  # rules for cells whose model has been built
+ADVICE: list[Rule] = []  # rules for all cells whose input is valid
+# Rules for cells whose model has been built and whose memory and work can be predicted.
+BUILT_ADVICE: list[Rule] = []
 
 # Runs of at most this many steps only measure throughput; in longer runs the loss matters.
 _LONG_RUN = 200
@@ -60,7 +61,7 @@ def short_time_limit(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference="https://github.com/pytorch/torchtitan/pull/2416")
 def released_torchtitan(cell: Cell) -> Problems:
-    """Warn if the cookbook's hooks, which fix two bugs in TorchTitan, are not used."""
+    """Warn if the cookbook's hooks, which fix bugs in TorchTitan, are not used."""
     hooks = cell.options.stack.hooks
     if cell.hooks != hooks:
         reason = "without the cookbook's hooks the router's gradient is wrong under TP, and "
@@ -190,7 +191,7 @@ def tp_in_a_node(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference="https://github.com/deepseek-ai/DeepEP/blob/main/README.md")
 def exchange_within_a_node(cell: Cell) -> Problems:
-    """Point out that an EP backend built for InfiniBand gains little within one node."""
+    """Point out that an EP backend built for InfiniBand may gain little within one node."""
     exchange, ep = cell.exchange, cell.layout.ep
     if exchange.sends_once_per_rank and 1 < ep <= exchange.ranks_per_node:
         reason = f"at EP {ep} {exchange.title} may gain little over the all-to-all, or lose to it:"

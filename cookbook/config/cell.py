@@ -99,7 +99,7 @@ class Cell:
 
     @property
     def own_pair(self) -> str:
-        """The recipe's precision and EP backend if the cell has others; else empty."""
+        """The recipe's precision and EP backend; empty if they are the cell's or the defaults."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         # A recipe that sets neither `precision` nor `ep_backend` suits any pair.
         return "" if own in (self.pair, "bf16+standard") else own
@@ -129,7 +129,7 @@ class Cell:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables that the cluster, the EP backend and the precision set."""
+        """The environment variables that cluster, EP backend and precision set; later ones win."""
         parts = (self.cluster, self.ep_backend, self.precision)
         return exported(Words(itertools.chain(*(part.environment.items() for part in parts))))
 
@@ -218,7 +218,8 @@ def rule(
 ) -> Callable[[Callable[..., Problems]], Rule]:
     """Return a decorator that turns a generator of problems into a rule and adds it to `rules`.
 
-    The rule takes the generator's arguments and yields each problem as a `Finding`.
+    The rule takes the generator's arguments and yields each problem as a `Finding`, whose `rule` is
+    the name of the generator function.
     """
 
     def register(problems: Callable[..., Problems]) -> Rule:
@@ -246,7 +247,8 @@ class Verdict:
     rules: tuple[Finding, ...]  # broken rules: errors wherever the job runs
     # Packages and files missing here: errors if the job would run here, else warnings.
     here: tuple[Finding, ...]
-    built: tuple[Finding, ...] | None = None  # errors while TorchTitan built the model
+    # Errors from building the model, or from checking the built model's memory and precision.
+    built: tuple[Finding, ...] | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:

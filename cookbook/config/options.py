@@ -112,7 +112,10 @@ def read_sections(file: YamlFile) -> Settings:
 def read_options(
     file: YamlFile, mapping: Mapping[str, Any], within: tuple[str, ...] = ()
 ) -> Settings:
-    """Read options from `mapping`, in which `a: {b: 1}` means the same as `a.b: 1`."""
+    """Read options from `mapping`, in which `a: {b: 1}` means the same as `a.b: 1`.
+
+    `within` is the path of keys to `mapping` in `file`; errors and origins show it.
+    """
     stack, settings = load_stack(), dict[str, Setting]()
 
     def read(mapping: Mapping[str, Any], keys: tuple[str, ...], prefix: str) -> None:

@@ -189,11 +189,13 @@ class Overlay:
     needs: Needs
     expect: Settings  # what must be active in training, e.g. `cookbook.dispatch: deepep`
     settings: Settings
-    emulated: Settings | None  # options that override `settings` if the hardware lacks support
+    # Options that override `settings` where software emulates the overlay; None if it cannot.
+    emulated: Settings | None
     path: Path
     synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
-    environment_from: Words = field(default_factory=Words)  # new variable: variable to copy
+    # Environment variables to set if they are unset, each with the variable to copy.
+    environment_from: Words = field(default_factory=Words)
 
     def expects(self, key: str) -> Any:
         return self.expect[f"cookbook.{key}"].value

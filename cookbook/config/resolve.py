@@ -19,7 +19,10 @@ from cookbook.run.record import CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
-    """Complete a cell from `merge_config`, append `words` to its name, and validate it."""
+    """Append `words` to the name of a merged cell, set its published speed, and validate it.
+
+    Raise InputError if the input is wrong. If a rule finds another error, set `refused`.
+    """
     name = "-".join([cell.name, *words])
     # A folder's name may have at most 255 bytes. Leave room for a new run's temporary name.
     if len(name) > 200:
@@ -35,6 +38,7 @@ def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
 
 
 def _judged(cell: Cell) -> Cell:
+    """Raise InputError if the input is wrong; set `refused` if a rule finds another error."""
     findings = validation_errors(cell)
     for one in findings:
         if one.is_input:
@@ -55,8 +59,9 @@ def merge_config(
     """Merge the parts into a cell without validating it.
 
     If several parts set an option, the last one wins, in this order: recipe, EP backend, precision,
-    cluster, `of_sweep`, `overrides`. On the `local` cluster, a recipe that has a small stand-in is
-    replaced by it. `of_sweep` is then ignored, because it was written for the large recipe.
+    their `emulated` options if software emulates them, cluster, `of_sweep`, `overrides`. On the
+    `local` cluster, a recipe that has a small stand-in is replaced by it. `of_sweep` is then
+    ignored, because it was written for the large recipe.
     """
     stand_in_for, left_out, is_local = None, tuple[str, ...](), cluster.scheduler == "local"
     if is_local and recipe.stand_in is not None:
@@ -105,7 +110,7 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
 def cell_from_record(
     name: str, record: CellRecord, place: str, nodes: int | None, overrides: Settings
 ) -> Cell:
-    """Rebuild a cell from its record, apply `overrides`, and validate the cell.
+    """Rebuild a cell from its record, apply `overrides`, and validate it like `resolve_cell`.
 
     The options come from the record, not from the recipe's current file. The environment variables
     and the `expect` blocks come from the current files. `place` names the record in errors.

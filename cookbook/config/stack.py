@@ -198,7 +198,10 @@ class Stack:
 
 @functools.cache
 def load_stack(name: str | None = None) -> Stack:
-    """Read the stack called `name`; the default is the one that requirements.txt names."""
+    """Read the stack called `name`; the default is the one that requirements.txt names.
+
+    The pinned versions always come from requirements.txt.
+    """
     name = name or stack_name()
     tables = {path.stem: path for path in (Path(__file__).parent / "tables").glob("*.json")}
     if name not in tables:

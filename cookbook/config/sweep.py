@@ -123,7 +123,7 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
 
 
 def requested_pair(recipe: Recipe, request: CellRequest, pair: Pair | None = None) -> Pair:
-    """Return the precision and EP backend of `request`, else of `pair`, else of the recipe."""
+    """Return the precision and EP backend of `request`, else `pair`, else the trained recipe."""
     cluster = request.cluster
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         recipe = load_recipe(recipe.stand_in)

@@ -1,7 +1,8 @@
 """Compare this machine's kernels with a reference: `submit.py doctor --numerics`.
 
 The kernels of all precisions and EP backends that can run here are checked, on this machine's GPUs
-or, without GPUs, on two CPU ranks. With `--cluster`, Slurm runs the check on a node of the cluster.
+or, without GPUs, on two CPU ranks. If `--cluster` names a Slurm cluster, the check runs as a job on
+one of its nodes.
 """
 
 import json

@@ -51,8 +51,9 @@ def is_made(folder: Path) -> bool:
 def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
     """Write the corpus and the tokenizer into `folder`; return the files' sizes in bytes.
 
-    The documents are Python's source files, sorted by a hash of their file names to mix topics. A
-    stamp file is written last; it shows that the other files are complete.
+    The documents are the source files of Python's standard library. They are sorted by a hash of
+    their relative paths, which mixes topics and gives the same order on every machine. A stamp file
+    is written last; it shows that the other files are complete.
     """
     root = sources or Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))

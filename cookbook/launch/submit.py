@@ -134,8 +134,10 @@ class RunLocalExecutor(LocalExecutor):
 def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) -> list[str]:
     """Submit all cells except the refused ones; return the job ids.
 
-    Each cell gets a job of its own. With `one_allocation`, or locally, one job runs all cells.
-    Raises JobError if Slurm rejects a job; its cells and all later ones are marked as failed.
+    Each cell gets a job of its own. With `one_allocation`, or locally, one job runs all cells
+    in turn. Raises JobError if submitit has the wrong version or a job cannot be submitted. In the
+    latter case, the job's cells and all later ones are marked as failed, and earlier jobs are not
+    cancelled.
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")

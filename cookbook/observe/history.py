@@ -50,7 +50,8 @@ class History:
 
     attempts: tuple[AttemptSummary, ...] = ()
     steps_lost: int = 0
-    effective: float | None = None  # time spent on steps that were not lost / total time
+    # Time spent on steps that were not lost / time from the first attempt's start to the last end.
+    effective: float | None = None
 
     @property
     def lines(self) -> list[str]:
@@ -74,7 +75,8 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     ends = [read_attempt_end(attempt) for attempt in attempts]
     times = [_step_times(attempt, record) for attempt in attempts]
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
-    # Without a recorded resumption, assume that training resumed just before the first logged step.
+    # The step that each attempt resumed from. If it is not recorded, assume the step before the
+    # first logged one, or -1 if the attempt logged no step.
     starts = [
         resumed.get(attempt.number, min((step for step, _ in own if step), default=0) - 1)
         for attempt, own in zip(attempts, times, strict=True)

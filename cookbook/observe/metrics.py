@@ -209,7 +209,11 @@ class LoadStep:
 
 
 def collect_router_load(cell: CellFolder) -> list[LoadStep]:
-    """Return the router load that all attempts logged, ordered by step; empty if there is none."""
+    """Return the router load over all attempts, ordered by step; empty if none was logged.
+
+    A resumed attempt replaces the steps that it repeats. If the model's layers have changed,
+    it replaces all earlier steps.
+    """
     steps: list[LoadStep] = []
     for attempt in cell.attempts():
         for found in _parse(_LOAD, lines_of(attempt.router_load)):

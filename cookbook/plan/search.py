@@ -94,7 +94,8 @@ def search(
 ) -> Found:
     """Evaluate every cell; Ctrl-C stops the search and keeps the candidates found so far.
 
-    Skip a cell if it was already too large with a smaller batch or with full recomputation.
+    Skip a cell if the same layout was already too large with the same or a smaller batch,
+    and with the same or full recomputation. A skipped cell counts as too large.
     """
     found, too_large = Found(), dict[tuple[str, str], int]()
     try:

@@ -36,7 +36,7 @@ class LayerBytes:
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) -> LayerBytes:
     """Return the memory that a layer needs for one microbatch.
 
-    `products`: in compiled code, the GEMMs that are not recomputed.
+    `products`: in compiled code, the GEMMs whose outputs selective recomputation keeps.
     """
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
@@ -148,8 +148,8 @@ def _moe(s: Shapes) -> LayerBytes:
     experts = rows + _activations(s) * hidden
     if s.casts_at_each_use:
         experts += 3.0 * s.act * s.num_experts * s.expert_hidden * s.dim
-    # No memory budget affects tensors that one compiled graph passes to another. They are the
-    # outputs of norm and router, the experts' input rows and the activations times the scores.
+    # No memory budget affects tensors that one compiled graph passes to another: the outputs of
+    # norm and router, the experts' input rows, and the tensors added to `between` below.
     between = router + s.act * s.tokens * s.dim + rows
     if s.scored_activations:
         between += hidden

@@ -70,7 +70,7 @@ class Kernels:
         return sum(one.numel for one in expert_operators(self.shapes)) // self.shapes.ep
 
     def experts(self, backward: bool) -> Terms:
-        """Return the time of the routed experts: their GEMMs, and moving tokens there and back."""
+        """Return the time of the routed experts' GEMMs and row permutations; no communication."""
         terms = self.multiply(expert_operators(self.shapes), backward)
         if backward and self.chunks > 1:
             # Each chunk computes its own weight gradients, which have to be added up.

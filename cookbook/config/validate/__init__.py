@@ -34,14 +34,17 @@ _PATHS = {
 
 
 def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
-    """Check a cell against the rules and this environment, without building the model."""
+    """Check a cell against the rules and this environment, without building the model.
+
+    If the input is wrong, the environment is not checked.
+    """
     rules = tuple(validation_errors(cell))
     here = () if any(one.is_input for one in rules) else tuple(missing_here(cell, is_submitted))
     return Verdict(rules, here)
 
 
 def validation_errors(cell: Cell) -> list[Finding]:
-    """Return the layout errors or, if there are none, the errors that the rules find."""
+    """Return the layout errors or, if there are none, the rules' errors, wrong input first."""
     if problems := layout.layout_findings(cell.options, cell.world):
         return problems
     rules = (*values.RULES, *kernels.RULES, *layout.RULES)
@@ -57,7 +60,7 @@ def wrong_value(cell: Cell, option: str) -> list[str] | None:
 
 
 def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
-    """Return a finding for each package and file that the cell needs and this environment lacks.
+    """Return findings about packages and files that are missing here or do not suit the cell.
 
     They are errors if a job is submitted from here or would run here; otherwise they are warnings.
     """

@@ -226,7 +226,7 @@ def two_stages(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/dual_pipe_v.py")
 def dual_pipe_v_overlap(cell: Cell) -> Problems:
-    """Refuse DualPipeV's expert-parallel overlap if the cookbook's MoE layer is used."""
+    """Refuse DualPipeV's expert-parallel overlap if DeepEP is used: the first step would fail."""
     option = "parallelism.pipeline_parallel_expert_parallel_overlap"
     is_overlapped = cell.options[option] and cell.options[_SCHEDULE].lower() == "dualpipev"
     if cell.exchange.has_own_layer and is_overlapped and cell.layout.pp > 1 and cell.layout.ep > 1:

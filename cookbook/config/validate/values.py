@@ -44,7 +44,7 @@ _BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
     (0, 2**63 - 1): ("debug.seed",),
 }
 _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
-# The allowed elements of each list-valued option.
+# The allowed elements of the list-valued options that accept only certain names.
 _NAMES: dict[str, tuple[str, ...]] = {
     "compile.components": ("model", "loss"),
     "model.converters": (
