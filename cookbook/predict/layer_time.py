@@ -79,7 +79,7 @@ class Kernels:
         return add(terms, self.move_rows(backward))
 
     def multiply(self, operators: Iterable[Operator], backward: bool) -> Terms:
-        """Return the time of the operators' GEMMs in the forward or backward pass."""
+        """Return the time of the operators' GEMMs and quantizing, in the forward or backward."""
         return add(*(self._product(one, backward) for one in operators if one.is_product))
 
     def _product(self, one: Operator, backward: bool) -> Terms:
@@ -205,7 +205,8 @@ class Kernels:
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
-# The number of TP collectives in a layer's forward and backward. An all-reduce counts as two.
+# The number of TP collectives in a layer's forward and backward. An all-reduce counts as two. The
+# backward's fifth exists only with DeepEP, but is counted for every layer.
 _TP_FORWARD, _TP_BACKWARD = 4, 5
 # Compiled attention gathers its input again when it is recomputed, whatever the save list says.
 _TP_COMPILED = 1

@@ -109,7 +109,8 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     fragments = FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS
     terms = {**compute, "fragments": sum(compute.values()) * fragments}
     if shapes.mixed_precision:
-        # FSDP's streams hold the gradients, one gathered module in use and a prefetched one.
+        # FSDP's streams hold reduced gradients, one gathered module in use and a prefetched one. A
+        # module with a single shard is not gathered.
         sizes = [unit.size for unit in rank.units]
         terms["gradients"] = float(max(sizes) if offloads else sum(sizes))
         gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)

@@ -1,6 +1,7 @@
 """The weights of a model's modules: the basis for predicted parameters, memory and time.
 
-Their shapes and TP sharding are those of each model family in TorchTitan 0.2.2.
+Their shapes and TP sharding are those of TorchTitan 0.2.2, for the families that the cookbook
+describes. Given a TP rank's sizes instead of the model's, the weights are that rank's shards.
 """
 
 import math
@@ -103,7 +104,7 @@ def head_operators(s: Sizes) -> list[Operator]:
 
 @dataclass(frozen=True)
 class Unit:
-    """An FSDP module, and how much of it one rank stores."""
+    """An FSDP module, and how much of it the first rank of its pipeline stage stores."""
 
     name: str
     shards: int
@@ -119,7 +120,7 @@ class Unit:
 def fsdp_units(
     operators: Iterable[Operator], layout: Layout, *, in_layer: bool = False, width: int = 4
 ) -> tuple[Unit, ...]:
-    """Return the FSDP modules of a layer, embedding or head; `width`: bytes per stored element."""
+    """Return the FSDP modules of unsharded `operators`; `width`: bytes per stored element."""
     units: dict[str, Unit] = {}
     for one in operators:
         name = "layer" if in_layer else one.module

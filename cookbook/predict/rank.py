@@ -204,7 +204,7 @@ def model_of(cell: Cell) -> Model:
 
 
 def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
-    """Return a Rank for each pipeline position; raise InputError if the cell is not supported."""
+    """Return a Rank per pipeline position; raise InputError if the cell cannot be predicted."""
     model, options, layout = model_of(cell), cell.options, cell.layout
     splits, batch = stage_layers(1, model.n_layers), options["training.local_batch_size"]
     ranks: list[dict[str, Any]] = [{"stages": [0], "in_flight": [[1]], "actions": []}]

@@ -19,7 +19,7 @@ from cookbook.predict.rank import model_of
 # How many tokens the fullest EP rank gets under real routing, as a multiple of the mean. This is
 # typical of early training, before the bias of auxiliary-loss-free balancing has settled.
 UNEVEN_ROUTING = 1.2
-# `destinations` simulates the routing of this many tokens, so its result is accurate to 0.1%.
+# `destinations` simulates group-limited routing with this many tokens: it is accurate to 0.1%.
 _TOKENS = 16_384
 # The number of queries per block in FlashAttention-4's backward.
 FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
@@ -27,7 +27,7 @@ FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
 
 @dataclass(frozen=True)
 class Shapes(Sizes):
-    """The sizes that one rank handles for one microbatch, after sharding."""
+    """The sizes that one rank handles for one microbatch; `num_experts` is the whole model's."""
 
     tokens: int  # tokens of the data-parallel rank, shared by its TP ranks
     sequence_tokens: int  # tokens that a TP rank keeps between layers (sequence parallelism)

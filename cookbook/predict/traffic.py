@@ -1,7 +1,8 @@
 """The bytes that a GPU sends over NVLink and InfiniBand, and the time to send them.
 
-NCCL is assumed to use rings. Each ring enters a node once, and the rings share the node's network
-cards equally. The traffic of context parallelism is not counted.
+NCCL is assumed to use rings for gathers and reductions. Each ring enters a node once, and the rings
+share the node's network cards equally. In an all-to-all, every rank sends directly to every other
+rank. The traffic of context parallelism is not counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -203,7 +204,7 @@ class Links(Exchanges):
         return sum(hw.all_to_all_latency_ms + one_ms for one_ms in sent_ms)
 
     def deepep_ms(self, chunks: int = 1) -> float:
-        """Return the time of one DeepEP dispatch or combine, with tokens split into `chunks`."""
+        """Return the time of one of `chunks` equal parts of a DeepEP dispatch or combine."""
         hw = self.hardware
         sent_ms = self._ms(self.deepep(), hw.deepep_nvlink_gb_per_s, hw.deepep_infiniband_share)
         return hw.deepep_latency_ms + sent_ms / chunks

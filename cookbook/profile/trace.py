@@ -95,7 +95,7 @@ class Trace:
     """One rank's trace; if it has no kernels, the host's operations count as work.
 
     `parent`, `operation` and `gemm` map the index of a host event to the index of its parent, its
-    operation or its outermost GEMM, or to NOTHING if there is none.
+    operation or its outermost GEMM, or to NOTHING if there is none. They map NOTHING to NOTHING.
     """
 
     header: Header

@@ -65,8 +65,8 @@ class Bar:
     colour: int
     text: str
     value: float | None
-    low: float | None
-    high: float | None
+    low: float | None  # lower end of the speed-up's interval, times the baseline's throughput
+    high: float | None  # its upper end, times the baseline's throughput
     base: float | None
     published: float | None
     published_text: str

@@ -50,10 +50,11 @@ def against_baseline(folders: Iterable[Result]) -> list[Result]:
 
 
 def merge_repeats(runs: Sequence[Result]) -> Result:
-    """Merge the results of a cell's repeats into one result.
+    """Merge the results of a cell's repeats, in order, into one result.
 
     Throughput is measured over the steps of all repeats. TFLOPs, MFU and final loss are medians;
-    memory is the maximum. The status is `finished` only if every repeat has finished.
+    memory is the maximum. The status is `finished` only if every repeat has finished. Most other
+    fields are the first repeat's.
     """
     first = runs[0]
     if len(runs) == 1:
@@ -132,6 +133,8 @@ class Comparison:
 
     reference: str  # name of the reference run, or `published`
     tolerance: float  # allowed slowdown, in percent
+    # Each cell of the reference run, followed by the cell compared with it, if there is one.
+    # Published numbers have no rows of their own.
     rows: tuple[Result, ...]
     differences: tuple[str, ...]  # differences in configuration and environment
     unit: str

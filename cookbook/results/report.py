@@ -143,7 +143,7 @@ def _losses(cells: Sequence[Result]) -> Iterator[str]:
 
 
 def facts(results: RunResults) -> list[str]:
-    """Return lines of text that say how the run was set up."""
+    """Return lines of text: the run's setup, how far it is, its self-check, and warnings."""
     run, cells = results.run, results.cells
     started = f", started {run.created}" if run.created else ""
     by = f" by {run.user}" if run.user else ""

@@ -109,7 +109,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class RunResults:
-    """A run, and the results of all its cells."""
+    """A run, and the results of all its cells in the run's order."""
 
     run: RunRecord
     cells: tuple[Result, ...]
@@ -121,7 +121,7 @@ class RunResults:
 
 
 def masks_differ(one: Result, other: Result) -> bool:
-    """Return whether the cells' masks differ, judging by their mean attended lengths."""
+    """Return whether the cells' masks differ in mean attended length; False if one is unknown."""
     lengths = [cell.mean_attended_length for cell in (one, other) if cell.mean_attended_length]
     return len(lengths) == 2 and max(lengths) > SAME_MASK * min(lengths)
 

@@ -112,7 +112,7 @@ def _devices(run: RunResults) -> str:
 
 
 def asked_facts(record: CellRecord) -> dict[str, str]:
-    """Return the recipe, layout and options that `record` contains, as text keyed by name."""
+    """Return the requested recipe, layout and options as text, by name; {} if none are recorded."""
     if record.name is None and record.recipe is None:
         return {}
     facts = {

@@ -150,7 +150,7 @@ def measured_steps(curve: Sequence[StepMetrics]) -> list[StepMetrics]:
 
 
 def speeds_of(curve: Sequence[StepMetrics]) -> dict[int, float]:
-    """Map each measured step to its logged tokens/s/GPU."""
+    """Map each measured step that logged a valid speed to that speed, in tokens/s/GPU."""
     speeds = ((one.step, one.tokens_per_second) for one in measured_steps(curve))
     return {step: speed for step, speed in speeds if speed and 0 < speed < math.inf}
 
@@ -204,7 +204,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
 
 
 def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
-    """Return the mean speed-up over `(own, reference)` speed pairs; None for fewer than two."""
+    """Return the geometric mean speed-up of `(own, reference)` pairs; None for fewer than two."""
     ratios = [math.log(own / reference) for own, reference in pairs]
     if len(ratios) < 2:
         return None

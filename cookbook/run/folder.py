@@ -30,12 +30,12 @@ class Attempt:
     path: Path
     number: int
 
-    log = _Below("train.log")  # console output of torchrun, with the lines of only a few ranks
+    log = _Below("train.log")  # console output of all nodes, but of only a few ranks on each
     # This attempt's script and record, copied here only if the next attempt's differ.
     script, record = _Below("train.sh"), _Below("cell.yaml")
     # Versions, GPUs, nodes and active features, reported by the training process.
     environment = _Below("environment.json")
-    metrics = _Below("metrics.jsonl")  # one JSON object per logged step
+    metrics = _Below("metrics.jsonl")  # one JSON object per logged step or validation
     router_load = _Below("router_load.jsonl")  # tokens per layer and expert at logged steps
     resumption = _Below("resume.json")  # where the attempt resumed
     preflight = _Below("preflight.json")  # findings of the node checks
@@ -104,7 +104,7 @@ class Checkpoint:
     damage: str | None  # why it is incomplete or damaged; None if it is neither
     states: frozenset[str] = frozenset()  # which of PARTS the checkpoint contains
     text_readers: int = 0  # number of data-parallel ranks with a saved data-loader state
-    is_exported: bool = False  # whether it can be used only as initial weights
+    is_exported: bool = False  # whether it is a Hugging Face export, with weights only
 
 
 def saved_steps(folder: Path) -> list[tuple[int, Path]]:

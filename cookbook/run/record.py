@@ -117,7 +117,12 @@ def earlier_record(folder: CellFolder) -> CellRecord | None:
 
 
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
-    """Save the old record and script in the last attempt's folder, then write the new ones."""
+    """Write the new record and script; keep old ones that differ in the last attempt's folder.
+
+    After an attempt on the same cluster, take only nodes, options, `max_restarts`, `too_few_nodes`
+    and `profile` from `asked`, and the rest from the old record. If nodes or options differ, drop
+    the published number.
+    """
     first, attempts = earlier_record(folder), folder.attempts()
     record = asked
     if first and attempts and first.cluster == asked.cluster:

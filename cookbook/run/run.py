@@ -89,7 +89,10 @@ def write_run(folder: Path, asked: RunRecord) -> None:
 
 
 def publish_run(building: Path, name: str, asked: RunRecord) -> Run:
-    """Publish the folder `building` as the run `name`, or as `name-2`, ... if that is taken."""
+    """Publish the folder `building` as the run `name`, or as `name-2`, ... if that is taken.
+
+    The run stays locked until `release_submit_locks` is called.
+    """
     # While the lock is held, cells without a job are shown as queued instead of failed.
     take_submit_lock(building)
     folder, number = building.with_name(name), 1
@@ -120,7 +123,8 @@ def read_run(folder: Path) -> Run:
             "cells are found by their folders"
         )
         raise InputError(error.place, error.found, remedy) from None
-    # The record does not list the cells of scripts that were started with CELL_DIR=runs/mine/...
+    # The record lists only the cells that the run began with. Scripts that start in the run later
+    # do not add theirs: several may start at once, and would overwrite each other's changes.
     found = sorted(path.parent.name for path in folder.glob("[!.]*/cell.yaml"))
     names = [*record.cells, *(name for name in found if name not in record.cells)]
     record = replace(record, run=folder.name)  # the folder may have been renamed

@@ -52,7 +52,7 @@ class JobInfo:
 
 
 def submit_environment() -> dict[str, str]:
-    """Return the environment without the variables that set options of Slurm's commands."""
+    """Return the environment without Slurm's variables, except SLURM_CONF."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -296,7 +296,11 @@ def run_step(
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
-    """Run a Python module on each of `nodes`, for at most `limit_s` seconds."""
+    """Run `python -m module question` on each of `nodes`, for at most `limit_s` seconds.
+
+    The limit counts from the start of the first task. Before that, wait for up to ten minutes while
+    Slurm is busy. Raises JobError if Slurm starts no task.
+    """
     venv = os.environ.get("VENV")
     python = f"{venv}/bin/python" if venv else sys.executable
     cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE") or "1"

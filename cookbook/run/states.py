@@ -56,7 +56,8 @@ def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
 def stop_processes(folder: Path, job: Job | None = None) -> int:
     """Send SIGTERM to the job's process; return how many processes were signalled.
 
-    If that process is gone, signal the run's supervisors or, if there are none, all its processes.
+    Without a job, or if its process is gone, signal the run's supervisors. If there are none,
+    signal all processes of the run.
     """
     if job is not None and is_alive(job):
         targets = [psutil.Process(int(job.job_id))]
@@ -249,6 +250,7 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
 def cancel_run(run: Run) -> list[str]:
     """Cancel the run's waiting and running cells; return their names.
 
+    A job that is ending is cancelled too, since Slurm may requeue it, but its cell is not returned.
     Raises JobError if Slurm does not answer, or if the processes run on another machine.
     """
     active = [state for state in cell_states(run) if not state.has_ended and state.job_id]

@@ -167,20 +167,27 @@ class RunningAttempt:
         self.process = subprocess.Popen(command, env=variables, start_new_session=True)
 
     def send(self, number: int) -> None:
-        """Signal the script's processes; afterwards, `wait` no longer looks for hangs."""
+        """Signal the script's processes; afterwards, `wait` only waits for the script to exit."""
         self._is_stopped = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def ask_to_stop(self, within_s: float) -> None:
-        """Ask the ranks to save a checkpoint and exit within `within_s` seconds (0: no limit)."""
+        """Ask the ranks to save a checkpoint and exit.
+
+        `wait` may return if they still run after `within_s` seconds (0: no limit).
+        """
         with contextlib.suppress(OSError):
             self.attempt.stop.touch()
         if within_s:
             self._late_at = time.monotonic() + within_s
 
     def wait(self) -> AttemptEnd:
-        """Wait until the script exits; end it if it hangs, loses a rank or gets a NaN loss."""
+        """Wait until the script exits; end it if it hangs, loses a rank or gets a NaN loss.
+
+        If it still runs after the time limit of `ask_to_stop`, and there is a finished checkpoint,
+        return TOO_LATE without ending it. Call `wait` again to wait for its exit.
+        """
         seen: float | None = None
         cause, reason = None, None
         while self.process.poll() is None:

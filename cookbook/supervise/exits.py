@@ -197,9 +197,10 @@ def restarts() -> int:
 
 
 def restarts_after_failure(cell: CellFolder) -> int:
-    """Return how many times Slurm has requeued this job after a failure.
+    """Return how many of this job's requeues count as restarts after a failure.
 
-    This excludes requeues after the job was asked to stop and saved a checkpoint.
+    A requeue does not count if the job was asked to stop before it and saved a checkpoint. All
+    others count, whatever their cause.
     """
     job_id = os.environ.get("SLURM_JOB_ID")
     saved = [one for one in cell.attempts() if job_id and _read_stopped(one)[0] == job_id]

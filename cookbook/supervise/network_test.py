@@ -1,7 +1,8 @@
 """Test the network over training's own rank groups before training; find the nodes at fault.
 
-If the test over all nodes fails, the nodes are tested in pairs (of three, each node alone). Each
-node of a failing pair is then tested with a node of a passing pair. Each node starts its own ranks:
+If the test over all nodes fails, the nodes are tested in pairs. If their number is odd, one group
+has three nodes. Two or three nodes are tested alone instead. Then each node of a failing group is
+tested with a node of a passing group. Each node starts its own ranks:
 
     python -m cookbook.supervise.network_test QUESTION     (the arguments of `run_ranks` as JSON)
 """
