@@ -135,7 +135,7 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
 
 
 def ask_nodes(job: JobNodes) -> None:
-    """Ask each node for a report; exclude nodes that are faulty or do not answer."""
+    """Ask nodes without known faults to report; exclude those that are faulty or do not answer."""
     asked, reports, ahead = job.healthy, dict[str, Report](), dict[str, float]()
     if not asked:
         return

@@ -101,8 +101,8 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
     options = _options_of(record)
     saved, steps = folder.path / str(options["checkpoint.folder"]), options["training.steps"]
     attempt.path.mkdir(parents=True, exist_ok=True)
-    # A damaged checkpoint cannot stay here under another name: TorchTitan loads any folder whose
-    # name contains `step-N`.
+    # Move damaged checkpoints out of this folder. If one were only renamed, to `step-N-damaged`,
+    # TorchTitan could still find `step-N` in its name, and try to load the folder `step-N`.
     aside, passed = saved.with_name(f"{saved.name}-damaged"), []
     for one in found.damaged:
         aside.mkdir(parents=True, exist_ok=True)

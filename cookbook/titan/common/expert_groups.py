@@ -196,7 +196,7 @@ class _RowScores(torch.autograd.Function):
 
 
 def spread(tokens: Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) -> Tensor:
-    """Copy tokens (tokens, features) to their rows of the padded groups, in `dtype`."""
+    """Copy tokens (tokens, features) to the padded groups, (rows, features) in `dtype`."""
     return _Spread.apply(tokens, plan, dtype or tokens.dtype)
 
 

@@ -83,7 +83,10 @@ def exit_without_teardown() -> None:
 
 
 class StallAlarm:
-    """An alarm that saves the rank's stacks and flight-recorder trace if a step takes too long."""
+    """An alarm that saves the rank's stacks and flight-recorder trace if a step takes too long.
+
+    The stacks go to `<attempt>/stacks/rank-<rank>.txt`, the trace to `<traces><rank>`.
+    """
 
     def __init__(self, attempt: Path, traces: Path, rank: int) -> None:
         self._trace_path = Path(f"{traces}{rank}")

@@ -73,7 +73,7 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
 
 
 def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
-    """Return how many microbatches each stage has in flight at each possible memory peak."""
+    """Return, for each possible memory peak, how many microbatches each stage has in flight."""
     live = dict.fromkeys(stages, 0)
     seen: set[tuple[int, ...]] = set()
     for stage, kind, _ in actions:

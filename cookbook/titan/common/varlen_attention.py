@@ -34,7 +34,7 @@ def why_not() -> str | None:
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
-    # Other GPUs have no kernel for keys of head dimension 192 with values of head dimension 128.
+    # Other GPUs, except perhaps SM110, have no kernel for keys of dimension 192, values of 128.
     if major not in (9, 10):
         needed = "FlashAttention-4 needs a GPU of SM90 (H100, H200) or SM100 (B200)"
         return f"{needed}, this one is SM{major}{minor}"
@@ -274,10 +274,11 @@ def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
 
 
 def bounds_capacity(documents: int, length: int) -> int:
-    """Return the number of documents per sequence to reserve room for.
+    """Return how many documents per sequence to reserve room for, a power of two.
 
-    The result is at least `documents`, rounded up to a power of two. Code and kernels are compiled
-    again for each new capacity, and rounding makes that rare.
+    The result is at least `documents`. Code and kernels are compiled again for each new capacity.
+    To make that rare, the result is also at least `length // 128`, and at least 16 or `length`,
+    whichever is less.
     """
     least = max(documents, length // 128, min(length, 16))
     return 1 << (least - 1).bit_length()

@@ -130,7 +130,8 @@ def error_of(
 
     Errors are divided by the norm of `expected`. If the sums in it nearly cancel to zero, pass
     their usual magnitudes as `sizes` to divide by. To keep tiny parts from dominating, each part's
-    squared norm is raised to at least `floor` times the average.
+    squared norm is raised to at least `floor` times an average: with (0,), over all rows; with
+    (0, 1), over the rows of the same matrix. Where this average is zero too, `found` must be zero.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")

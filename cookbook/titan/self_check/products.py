@@ -36,7 +36,8 @@ from cookbook.titan.self_check import (
 RANDOM = Bound(0.01, 0.05)
 # Wider bounds: with peaked scores, as after training, gradients are differences of large numbers.
 TRAINED = Bound(0.02, 0.1)
-# How many attention scores the reference should compute at once, at most: 1 GiB in float32.
+# The reference computes at most this many attention scores at once, 1 GiB in float32. But it always
+# computes all query heads of a key head at once, even if that takes more.
 SCORES = 1 << 28
 # Document lengths: tiny, or close to a multiple of FlashAttention-4's tile sizes (64, 96 and 128).
 _EDGES = (
@@ -114,7 +115,10 @@ def attention_errors(
     attend_by: Callable[[AttentionShape, Tensor], Attend],
     device: str,
 ) -> Iterator[Error]:
-    """Yield the errors of attention and of its gradients, for one packing of documents."""
+    """Yield the errors of attention and of its gradients, for one packing of documents.
+
+    `attend_by(shape, ends)` returns the attention to test; for `ends` see `document_ends`.
+    """
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
     *leaves, grad = attention_inputs(shape, like_trained, device)
@@ -220,7 +224,10 @@ def grouped_errors(
 
 
 def linear_errors(layer: nn.Module, rows: int, kind: str, device: str) -> Iterator[Error]:
-    """Overwrite a linear layer's weights; yield the errors of its output and gradients."""
+    """Overwrite a linear layer's weights; yield the errors of its output and gradients.
+
+    `layer` must have no bias. It may be on `meta`; it is moved to `device` and cast to BF16.
+    """
     layer = layer.to_empty(device=device).bfloat16()
     weight = next(layer.parameters())
     n, k = weight.shape

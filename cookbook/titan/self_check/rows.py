@@ -1,6 +1,6 @@
 """Tests that move tokens to their experts and back, on one rank and between ranks.
 
-Each test expert multiplies its rows by its own factor. So the reference needs no communication: it
+Each test expert multiplies its rows by its own factor. So the reference need not move tokens: it
 multiplies each token by the sum of its experts' factors, weighted by their scores.
 """
 
@@ -55,7 +55,10 @@ def expert_factors(experts: int, device: str) -> Tensor:
 
 
 def weighted_sum(x: Tensor, scores: Tensor, factors: Tensor) -> Tensor:
-    """Multiply each token (..., features) by the sum, over its experts, of score times factor."""
+    """Multiply each token (..., features) by the sum, over its experts, of score times factor.
+
+    `scores` and `factors` are (..., top k).
+    """
     return x * (scores * factors).sum(-1, keepdim=True)
 
 
@@ -202,7 +205,7 @@ def exchange_inputs(
 
 def exchange_errors(
     given: Exchanged,
-    layer: nn.Module,  # parallelized MoE layer with a `FixedRouter` and `FactorExperts`
+    layer: nn.Module,  # parallelized MoE layer: `FactorExperts`, `FixedRouter(given.scores, ...)`
     part: slice,  # this TP rank's positions in every sequence
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
     quantized: tuple[bool, bool],  # whether (dispatch's forward, combine's backward) use FP8

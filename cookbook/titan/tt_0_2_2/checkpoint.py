@@ -9,9 +9,9 @@
 - If DCP fails, it raises a `BaseException`, for which torchrun's `@record` writes no `error.json`.
   An `Exception` is raised in its place, with the root cause in the message.
 - TorchTitan requires a routing bias in DeepSeek's published weights. Models whose router uses
-  softmax (DeepSeek-V2-Lite) have none; for them, the bias keeps its initial value, zero. If only
-  some layers lack the bias, or if a router with a sigmoid (DeepSeek-V3) lacks it, the checkpoint is
-  damaged, and loading still fails.
+  softmax (DeepSeek-V2-Lite) have none; for them, loading leaves the bias at its initial value,
+  zero. If only some layers lack the bias, or if a router with a sigmoid (DeepSeek-V3) lacks it, the
+  checkpoint is damaged, and loading still fails.
 """
 
 import functools
@@ -69,7 +69,8 @@ class CheckpointPolicy:
             logger.info(f"{reason}; the run ends at a checkpoint of step {curr_step}")
         if self.should_save(curr_step, last_step):
             self.saved_at = time.monotonic()
-        # On an early stop, keep `last_step` False so that the optimizer state is always saved.
+        # On an early stop, keep `last_step` False. With True, TorchTitan may omit the optimizer
+        # state, and ranks wait for each other over NCCL, which can time out during a large save.
         self._save(curr_step, last_step=last_step)
         if last_step:
             # TorchTitan does not purge old checkpoints after the last step, and so keeps too many.

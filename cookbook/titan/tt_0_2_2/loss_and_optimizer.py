@@ -38,7 +38,10 @@ LossFunction = Callable[..., Tensor]
 
 
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
-    """Build the cross-entropy loss, summed over tokens."""
+    """Build the cross-entropy loss, summed over tokens.
+
+    Under PP, the gradient, but not the loss, is divided by the global batch's number of tokens.
+    """
     if num_chunks := job_config.loss.num_chunks:
         name, loss_fn = f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config)
     else:

@@ -218,7 +218,7 @@ class Precisions:
         return exchange(rows.contiguous(), here, there, group)
 
     def receive(self, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
-        """Send rows back to the ranks they came from; the lists are those passed to `send`."""
+        """Send rows back to the ranks they came from; `there` and `here` are as in `send`."""
         exchange = _Combine.apply if self.combine_backward else all_to_all_single_autograd
         return exchange(rows.contiguous(), there, here, group)
 

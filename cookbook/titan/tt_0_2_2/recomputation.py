@@ -1,9 +1,10 @@
 """Selective recomputation with a recipe's own list of operators to save.
 
 TorchTitan's `selective_ac_option=op` saves the results of a fixed list of operators, which lacks
-grouped GEMMs. In compiled code, results of kernels that Inductor generates, such as FlexAttention,
-cannot be saved. Results of dense GEMMs cannot be saved either, because Inductor calls the variant
-that writes to a given buffer. If a recipe saves them, the compiled forward calls `cookbook::mm`.
+grouped GEMMs. In compiled layers, results of kernels that Inductor generates, such as
+FlexAttention, cannot be saved. Results of dense GEMMs cannot be saved either, because Inductor
+calls the variant that writes to a given buffer. If a recipe saves them, the compiled forward calls
+`cookbook::mm`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cookbook.titan.tt_0_2_2 import activity
 
-# What each name in `op_sac_save_list` stands for. Operators that are not installed are ignored.
+# What each name in `op_sac_save_list` stands for. To `attention`, `kinds_of_operators` adds
+# FlexAttention. Operators that are not installed are ignored.
 OPERATORS = {
     "attention": (
         "aten._scaled_dot_product_attention_math",
@@ -79,7 +81,10 @@ def not_saved() -> Iterator[None]:
 
 @contextmanager
 def last_product() -> Iterator[None]:
-    """During recomputation, skip the GEMMs in this context: no gradient needs their results."""
+    """Save no results in this context, and skip its GEMMs in recomputation: no gradient needs them.
+
+    The GEMMs in `_SKIPPED` are skipped; others, such as `aten.mm`, are recomputed.
+    """
     with not_saved(), _Unmultiplied() if in_recompute() else nullcontext():
         yield
 
@@ -112,8 +117,8 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator) and not _is_needless
-        # Record only what layers with experts save. Dense layers are compiled as a whole, so their
-        # lookups happen during tracing.
+        # In a compiled model, record only what layers with experts save. Dense layers are compiled
+        # as a whole, so their lookups happen during tracing.
         if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved
@@ -168,9 +173,10 @@ multiply.register_fake(lambda rows, weights: rows.new_empty(rows.shape[0], weigh
 
 
 def show_gemms(least_inner: int) -> None:
-    """Make compiled forwards call `cookbook::mm` for GEMMs, so that the results can be saved.
+    """Make forwards that are compiled later call `cookbook::mm`, so that its results can be saved.
 
-    GEMMs with an inner dimension below `least_inner` stay unchanged: saving them wastes memory.
+    It replaces `aten::mm`, except where the inner dimension is below `least_inner`: saving such
+    results wastes memory.
     """
     # Import lazily: the compiler takes seconds to import.
     import torch._inductor.config as inductor

@@ -181,8 +181,10 @@ def route_at_random(
 ) -> None:
     """Give each router of `model` a table of random experts; call this before compiling.
 
-    Each sequence of the global batch has its own seed, so the experts do not depend on how DP ranks
-    split the batch, and TP ranks, which route the same tokens, get the same table.
+    The table has the experts of one local batch. Each sequence in it has its own seed, so the
+    experts do not depend on how DP ranks split the batch, and TP ranks, which route the same
+    tokens, get the same table. But with PP or gradient accumulation, every microbatch reads
+    the table from its first row.
     """
     mesh = parallel_dims.get_optional_mesh("loss")
     rank = 0 if mesh is None else mesh.get_local_rank()

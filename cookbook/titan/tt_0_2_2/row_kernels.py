@@ -6,8 +6,8 @@ they are not kept, and recomputation skips the last GEMM. Megatron Core has had 
 "probs on activations". The option is `deepep.score_activations` for the EP backend `deepep`, and
 `cookbook.row_kernels` for `standard` and `mxfp8_a2a`.
 
-Without the row kernels, `standard` and `mxfp8_a2a` gather rows by one index, multiply outputs by
-their scores in a batched float32 GEMM, and scatter them by another index. The row kernels instead
+Without the row kernels, `standard` and `mxfp8_a2a` gather rows by one index, scatter outputs by
+another, and then multiply these by their scores in a batched float32 GEMM. The row kernels instead
 move rows to the experts' groups in one pass and back in another.
 """
 
@@ -60,7 +60,10 @@ class RowExperts(nn.Module):
     cookbook_precisions: Precisions
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """Return the experts' outputs (rows, features), multiplied by the routing scores."""
+        """Return the experts' outputs (rows, features), multiplied by the routing scores.
+
+        In recomputation the values may be undefined, because no gradient needs them.
+        """
         if self.cookbook_ep is None:
             return self._compute(rows, groups)
         group, ranks = self.cookbook_ep.get_group(), self.cookbook_ep.size()
@@ -185,6 +188,7 @@ class ProbsOnActivations:
         """Return the experts' outputs (rows, features), multiplied by `scores`.
 
         Each expert has one padded group of rows, ending at `ends`. `scores` (rows, 1) are float32.
+        In recomputation the outputs may be undefined, because no gradient needs them.
         """
         w1, w2, w3 = local_weights(experts)
         if not experts.use_grouped_mm:

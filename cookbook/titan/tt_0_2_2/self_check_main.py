@@ -29,7 +29,7 @@ from cookbook.titan.tt_0_2_2.self_check_cases import Cell
 
 
 def cell_of(words: Sequence[str], device: str) -> Cell:
-    """Build the cell that a list of TorchTitan options describes."""
+    """Build the cell that a list of TorchTitan options describes; the process group must exist."""
     config = ConfigManager().parse_args(list(words))
     options = config.parallelism
     dims = ParallelDims(

@@ -1,9 +1,10 @@
 """Code that the model families share: the choice of attention, model arguments, and `FamilyParts`.
 
 TorchTitan builds the cookbook's model class, gets masks from it, and splits it into pipeline stages
-as it does its own models. All layers are TorchTitan's; only their attention kernel may be replaced.
-Under FlashAttention-4 (`common/varlen_attention.py`) the mask is a tensor that marks where
-documents end, by the same rule as TorchTitan's own mask.
+as it does its own models. All layers are TorchTitan's; only their attention kernel may be replaced
+here (`parallelize.py` later changes MoE and output layers). Under FlashAttention-4
+(`common/varlen_attention.py`) the mask is a tensor that marks where documents end, by the same rule
+as TorchTitan's own mask.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -195,7 +196,7 @@ class FamilyParts:
         return Family(self.name, self.title, flavors, *facts)
 
     def config_json(self, flavor: str, seq_len: int, dtype: str) -> dict[str, Any]:
-        """Return the flavor's `config.json` for Hugging Face Transformers."""
+        """Return Transformers' `config.json` for a flavor trained at sequence length `seq_len`."""
         args = self.flavors[flavor]
         return {
             "torch_dtype": dtype,
@@ -228,8 +229,9 @@ def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) 
 class CookbookArgs:
     """A mixin that applies a job's options to TorchTitan's model arguments.
 
-    Each family's class must define two methods. `own_sizes` returns the sizes whose argument names
-    differ between families. `transformers_config` returns the family's part of `config.json`.
+    Each family's class must define two methods. `own_sizes()` returns the sizes whose argument
+    names differ between families. `transformers_config(seq_len)` returns the family's part of
+    `config.json`, given the sequence length in training.
     """
 
     def sizes(self: Any) -> Model:
