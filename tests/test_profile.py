@@ -167,6 +167,7 @@ KERNELS = {
     ],
     "moving_rows": [
         "_spread_kernel",
+        "_fill_kernel",
         "_place_kernel",
         "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<...>>",
         "void at::native::indexing_backward_kernel_stride_1<c10::BFloat16, 4>(long const*)",
@@ -194,10 +195,13 @@ KERNELS = {
     "copies": [
         "Memcpy DtoD (Device -> Device)",
         "Memset (Device)",
+        "_cast_kernel",
         "void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel(char**, char**)",
     ],
     "pointwise": [
         "triton_poi_fused_add_mul_silu_3",
+        "_activate_kernel",
+        "_gradient_kernel",
         "triton_red_fused__fused_rms_norm__to_copy_add_1",
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
         "triton_poi_fused_embedding_0",

@@ -144,9 +144,8 @@ RULES = (
     Rule("loss", inside=r"(?i)log_?softmax|nll_?loss|cross_?entropy"),
     # --- Moving rows to their experts and back: TorchTitan's _fill_indices_kernel and indexing, the
     # cookbook's kernels in `triton_kernels.py`, and DeepEP's permutation.
-    Rule(
-        "moving_rows", kernel=r"_fill_indices_kernel|^_(count|place|take|spread|collect|dot)_kernel"
-    ),
+    Rule("moving_rows", kernel=r"_fill_indices_kernel|^_(count|place|take|spread|fill)_kernel"),
+    Rule("moving_rows", kernel=r"^_(collect|dot)_kernel"),
     Rule("moving_rows", kernel=r"permute_(fwd|bwd)?_?kernel|_exchange_row_offsets|unpermute"),
     # The embedding gathers rows too, but not for experts, so its rules precede those for gathers.
     Rule("pointwise", operation=r"^aten::embedding"),
@@ -163,11 +162,13 @@ RULES = (
         r"|gather|scatter\w*|repeat_interleave|index_select|take)$",
     ),
     # --- Copies: FSDP's packing of parameters and gradients; the driver's copies and fills.
+    Rule("copies", kernel=r"^_cast_kernel"),  # the cookbook's, for the experts' weights
     Rule("copies", operation=r"^fsdp::|split_with_sizes_copy|^aten::_?chunk_cat"),
     Rule("copies", kernel=r"^Mem(cpy|set)\b|CatArrayBatchedCopy|chunk_cat|split_with_sizes_copy"),
     Rule("copies", operation=r"^aten::(copy_|_to_copy|clone|contiguous|cat|fill_|zero_)$"),
     # --- The rest of the model: norms, RoPE, activations, residuals, casts, the router. Inductor's
     # fused kernels (poi: pointwise; red, per: reductions), and PyTorch's own kernels.
+    Rule("pointwise", kernel=r"^_(activate|gradient)_kernel"),  # the cookbook's SwiGLU
     Rule("pointwise", kernel=r"^triton_(poi|red|per|for|spl)_"),
     Rule("pointwise", kernel=r"\bat::native::|\bat_cuda_detail::|\bcub::|\bthrust::"),
     # All other PyTorch operations on a CPU.
