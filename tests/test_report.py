@@ -274,12 +274,15 @@ def write_metrics(
 
 def test_the_last_validation_loss_is_a_column_and_all_are_a_curve(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    for name, last in (("base", 6.5), ("other", 6.25)):
-        write_metrics(run.add(name, metrics_line(1)), [7.0] * 20, {1: 7.5, 10: 7.0, 20: last})
+    again = {"repeat_of": "other"}
+    for name, last, more in (("base", 6.0, {}), ("other", 6.25, {}), ("other-r2", 6.75, again)):
+        cell = run.add(name, metrics_line(1), **more)
+        write_metrics(cell, [7.0] * 20, {1: 7.5, 10: 7.0, 20: last})
     results = run.collect()
     table = report_tables(results)["cells"]
     column = table.head.index("validation loss")
-    assert [row[column] for row in table.rows] == ["6.5000", "6.2500"]
+    # The median of a cell's repeats.
+    assert [row[column] for row in table.rows] == ["6.0000", "6.5000"]
     (chart,) = [one for one in charts_of(results) if one.name == "validation-loss"]
     assert [list(line.x) for line in chart.lines] == [[1, 10, 20]] * 2
     assert draw_chart(chart)["png"]

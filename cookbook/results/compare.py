@@ -52,9 +52,9 @@ def against_baseline(folders: Iterable[Result]) -> list[Result]:
 def merge_repeats(runs: Sequence[Result]) -> Result:
     """Merge the results of a cell's repeats, in order, into one result.
 
-    Throughput is measured over the steps of all repeats. TFLOPs, MFU and final loss are medians;
-    memory is the maximum. The status is `finished` only if every repeat has finished. Most other
-    fields are the first repeat's.
+    Throughput is measured over the steps of all repeats. TFLOPs, MFU, final and validation loss are
+    medians; memory is the maximum. The status is `finished` only if every repeat has finished. Most
+    other fields are the first repeat's.
     """
     first = runs[0]
     if len(runs) == 1:
@@ -80,6 +80,7 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
         mfu=median_of(run.mfu for run in runs),
         memory_gib=max((run.memory_gib for run in runs if run.memory_gib), default=None),
         final_loss=median_of(run.final_loss for run in runs) or first.final_loss,
+        validation_loss=median_of(run.validation_loss for run in runs) or first.validation_loss,
         profiled=any(run.profiled for run in runs),
         emulated=any(run.emulated for run in runs),
         active=next((run.active for run in runs if run.active), None),
