@@ -152,6 +152,28 @@ def test_losses_are_compared_where_batches_are_alike(two: Two) -> None:
     assert of_new(found, "b")["loss"] is None
 
 
+@pytest.mark.parametrize(
+    ("options", "is_alike"),
+    [
+        ({"data.files": ["other.jsonl"]}, False),
+        ({"data.shuffle_seed": 1}, False),
+        ({"training.dataset_path": "other"}, False),
+        ({"model.hf_assets_path": "other"}, False),
+        # The same tokens a step, in longer sequences.
+        ({"training.seq_len": 128, "training.local_batch_size": 1}, False),
+        # The defaults, and another seed of the model.
+        ({"data.shuffle_seed": -1, "data.text_key": "text", "debug.seed": 7}, True),
+    ],
+)
+def test_losses_are_compared_where_texts_are_alike(
+    two: Two, options: dict[str, Any], is_alike: bool
+) -> None:
+    texts = {"training.seq_len": 64, "training.local_batch_size": 2, "data.files": ["a.jsonl"]}
+    two.add("old", "a", log_of(100), options=texts)
+    two.add("new", "a", log_of(100), options=texts | options)
+    assert (of_new(two.as_json())["loss"] is not None) is is_alike
+
+
 def test_with_published(two: Two) -> None:
     number = "published_tokens_per_second_per_gpu"
     two.add("new", "a", log_of(859), **{number: 859.0})

@@ -16,6 +16,7 @@ import numpy as np
 from cookbook.base.tables import BAND, INK, QUIET, draw_figure
 from cookbook.results.columns import gain_text, tokens_text
 from cookbook.results.result import Result, RunResults
+from cookbook.results.run_differences import have_same_texts
 from cookbook.results.verdicts import LEVEL, MARGIN, STALL
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
 
@@ -185,7 +186,7 @@ def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
     lines, is_mean = [], False
     for cell in cells:
         own, base = cell.result, cell.base
-        if base is None or base is own or not own.has_texts_of(base):
+        if base is None or base is own or not have_same_texts(own, base):
             continue
         known = _finite_losses(base)
         losses = {step: loss for step, loss in _finite_losses(own).items() if known.get(step)}

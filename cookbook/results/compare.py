@@ -8,7 +8,7 @@ from cookbook.base.files import json_text
 from cookbook.observe.history import History
 from cookbook.results.columns import COMPARE, table_of
 from cookbook.results.result import Result, RunResults, masks_differ, unlike
-from cookbook.results.run_differences import between_runs
+from cookbook.results.run_differences import between_runs, have_same_texts
 from cookbook.results.verdicts import (
     LossVerdict,
     SpeedUp,
@@ -114,7 +114,7 @@ def _loss_verdicts(cells: dict[str, Result]) -> dict[str, list[LossVerdict]]:
     curves = defaultdict[str, dict[str, list[dict[int, float]]]](dict)
     for name, cell in cells.items():
         base = cells.get(cell.baseline or "")
-        if base is None or masks_differ(cell, base) or not cell.has_texts_of(base):
+        if base is None or masks_differ(cell, base) or not have_same_texts(cell, base):
             continue
         if finished := [losses_of(run.curve) for run in cell.runs if run.status == FINISHED]:
             curves[base.name][name] = finished
@@ -192,7 +192,7 @@ def _compare(cell: Result, base: Result, tolerance: float) -> Result:
         speed: SpeedUp | None = unpaired_speed_up(own, of_base)
     else:
         speed = _speed_up_of_steps(cell.runs[0], base.runs[0])
-    if cell.has_texts_of(base):
+    if have_same_texts(cell, base):
         whole, last = judge_curves(losses_of(cell.curve), losses_of(base.curve))
         cell = replace(cell, loss=whole, loss_last_tenth=last)
     is_slower = tokens is not None and _is_slower(speed, tolerance)

@@ -97,11 +97,6 @@ class Result:
         """The repeats of the cell, or the cell itself if it has none."""
         return self.repeats or (self,)
 
-    def has_texts_of(self, base: Self) -> bool:
-        """Return whether both cells train on the same texts in each step."""
-        own, of_base = ((one.tokens_per_step_per_gpu or 0) * one.world for one in (self, base))
-        return self.recipe == base.recipe and own == of_base
-
     def as_mapping(self) -> dict[str, Any]:
         """Return the fields as plain values, but leave `repeats`, `curve` and `loads` empty."""
         return asdict(replace(self, repeats=(), curve=(), loads=()))

@@ -28,6 +28,8 @@ _KINDS = {
     "training.dataset_path": "the texts: ",
     "model.hf_assets_path": "the tokenizer: ",
 }
+# The options that, with the recipe and the tokens of a step, determine which texts a step reads.
+_OF_TEXTS = {*_KINDS, "data.files", "data.text_key", "data.shuffle_seed", "training.seq_len"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,15 @@ def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
         if first != second:
             where = f" (of {', '.join(cells)})" if cells and len(cells) < len(common) else ""
             yield f"{name}{where}: {first} in {one.run.run}, {second} in {other.run.run}"
+
+
+def have_same_texts(one: Result, other: Result) -> bool:
+    """Return whether both cells train on the same texts in each step, by what was requested."""
+    tokens = [(cell.tokens_per_step_per_gpu or 0) * cell.world for cell in (one, other)]
+    if one.recipe != other.recipe or tokens[0] != tokens[1]:
+        return False
+    names = _OF_TEXTS & {*one.asked, *other.asked}
+    return all(_asked(one, name) == _asked(other, name) for name in names)
 
 
 def _asked(cell: Result, name: str) -> str:
