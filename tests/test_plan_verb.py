@@ -206,6 +206,20 @@ def test_held_and_varied_values(search: Search, capsys: pytest.CaptureFixture[st
     assert "tokens/s/GPU" in capsys.readouterr().out
 
 
+def test_precisions_that_are_no_names(search: Search, tmp_path: Path) -> None:
+    """`fp8` depends on the GPU; a recipe may name a file of the user's."""
+    assert main([*ONE_NODE, "--precision", "fp8", "--ep-backend", "standard"]) == 0
+    assert {cell.pair for cell in search.cells} == {"float8+standard"}
+    own, source = tmp_path / "own.yaml", tmp_path / "mine.yaml"
+    own.write_text((RECIPES / "precision" / "bf16.yaml").read_text())
+    recipe = (RECIPES / "deepseek_v3_16b.yaml").read_text()
+    source.write_text(f"{recipe}\nprecision: {own}\n")
+    search.found.candidates, target = [], tmp_path / "won.yaml"
+    assert main(["plan", str(source), *ONE_NODE[2:], "-o", str(target)]) == 0
+    assert {cell.precision.name for cell in search.cells} == {"own", "bf16"}
+    assert load_recipe(str(target)).pair[0].path == own
+
+
 def test_nothing_fits(search: Search, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search.found.candidates = [candidate(1, 500.0, TOO_LARGE)]
     target = tmp_path / "won.yaml"

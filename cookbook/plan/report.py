@@ -15,7 +15,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.tables import INK, QUIET, draw_figure, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import ATTENTION, Cell
-from cookbook.config.recipe import check_name
+from cookbook.config.recipe import check_name, reference
 from cookbook.plan.search import BATCH, Candidate, Found, Stop, recomputation
 from cookbook.predict.facts import Documents, attended_text
 from cookbook.predict.layer_time import add
@@ -229,6 +229,7 @@ def check_target(path: Path) -> None:
 def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
     """Return the YAML of a recipe for `candidate`; comments in it give the values of `base`."""
     cell, step, recipe = candidate.cell, candidate.step, candidate.cell.recipe
+    overlays = cell.precision, cell.ep_backend
     lines = [
         f"# {recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",
         "#",
@@ -246,8 +247,7 @@ def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
         f'name: "{name}"',
         f'description: "{recipe.short_name} as planned: {degrees(cell)}"',
         f"nodes: {cell.nodes}",
-        f"precision: {cell.precision.name}",
-        f"ep_backend: {cell.ep_backend.name}",
+        *(f"{one.kind}: {_scalar(reference(one.kind, one.path))}" for one in overlays),
     ]
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)

@@ -5,7 +5,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from cookbook.config.cell import (
     Cell,
 )
 from cookbook.config.options import DEGREES, Setting, Settings
-from cookbook.config.recipe import load_ep_backend, load_overlay, load_precision
+from cookbook.config.recipe import Overlay, load_ep_backend, load_precision
 from cookbook.config.resolve import merge_config
 from cookbook.config.validate import validation_errors, wrong_value
 from cookbook.config.validate.layout import less_layers
@@ -76,7 +76,7 @@ class Space:
 
     base: Cell
     varied: Mapping[str, Sequence[Any]]
-    overlays: Mapping[str, Sequence[str]]
+    overlays: Mapping[str, Sequence[Overlay]]
 
     def cells(self) -> Iterator[Cell]:
         """Return every valid layout once."""
@@ -88,11 +88,10 @@ class Space:
         origins = {name: f"--vary {name}" for name in self.varied}
         given = base.options.settings.items()
         asked = {name: one for name, one in given if one.origin.startswith("--")}
-        for names in itertools.product(*(self.overlays[kind] for kind in OVERLAYS)):
+        for pair in itertools.product(self.overlays["precision"], self.overlays["ep_backend"]):
             start, seen = base, set[str]()
-            if names != (base.precision.name, base.ep_backend.name):
-                overlays = load_precision(names[0]), load_ep_backend(names[1])
-                start = merge_config(base.recipe, *overlays, base.cluster, nodes=base.nodes)
+            if pair != (base.precision, base.ep_backend):
+                start = merge_config(base.recipe, *pair, base.cluster, nodes=base.nodes)
                 start = _changed(start, asked)
             for chosen in self._combinations(start):
                 key = str(sorted(chosen.items()))
@@ -188,8 +187,12 @@ def space_of(
     `asked`: options fixed by `--set`. `overlays`: the precision and EP backend to fix, or None.
     """
     varied: dict[str, Sequence[Any]] = {name: [s.value] for name, s in asked.items()}
-    named = {kind: [name] for kind, name in overlays.items() if name is not None}
-    stack = base.options.stack
+    gpu, stack = base.cluster.gpu, base.options.stack
+    load: dict[str, Callable[[str], Overlay]] = {
+        "precision": functools.partial(load_precision, gpu=gpu),
+        "ep_backend": load_ep_backend,
+    }
+    named = {kind: [load[kind](name)] for kind, name in overlays.items() if name is not None}
     for word in words:
         key, equals, text = word.partition("=")
         place = f"--vary {key}"
@@ -198,7 +201,7 @@ def space_of(
         values = text.split(",")
         if key in OVERLAYS:
             with named_at(place):
-                named[key] = [load_overlay(key, name).name for name in values]
+                named[key] = [load[key](name) for name in values]
             continue
         option = stack.setting(place, key)
         if key in varied:
@@ -210,11 +213,11 @@ def space_of(
             if wrong := wrong_value(_changed(base, {key: Setting(value, place)}), key):
                 raise InputError(place, *wrong)
     usual = {"precision": ["bf16"], "ep_backend": ["standard", "deepep"]}
-    gpu = base.cluster.gpu
     if gpu and gpu.compute_capability >= load_precision("mxfp8").needs.compute_capability:
         usual["precision"].append("mxfp8")
     for kind, names in usual.items():
-        named.setdefault(kind, list(dict.fromkeys([getattr(base, kind).name, *names])))
+        own = getattr(base, kind)
+        named.setdefault(kind, [own, *(load[kind](name) for name in names if name != own.name)])
     return Space(base, varied, named)
 
 
