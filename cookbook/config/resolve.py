@@ -29,12 +29,19 @@ def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
         found = f"its name has {len(name)} characters, allowed: 200"
         raise InputError(f"cell {name[:40]}...", found, "vary less, or shorten the names")
     cell = replace(cell, name=name, published=published_number(cell))
-    option, folder = "checkpoint.folder", cell.options["checkpoint.folder"]
-    if folder.startswith("/"):
-        # Each cell gets its own folder; in a shared one, cells would load each other's checkpoints.
-        own = Setting(f"{folder}/{name}", cell.options.origin(option))
-        cell = replace(cell, options=cell.options.override({option: own}))
+    cell = replace(cell, options=with_own_folder(cell.options, f"/{name}"))
     return _judged(cell)
+
+
+def with_own_folder(options: Options, suffix: str) -> Options:
+    """Append `suffix` to an absolute checkpoint folder, so that each cell has its own.
+
+    In a shared folder, cells would load each other's checkpoints.
+    """
+    option, folder = "checkpoint.folder", options["checkpoint.folder"]
+    if not folder.startswith("/"):
+        return options
+    return options.override({option: Setting(f"{folder}{suffix}", options.origin(option))})
 
 
 def _judged(cell: Cell) -> Cell:

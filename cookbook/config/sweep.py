@@ -22,7 +22,7 @@ from cookbook.config.recipe import (
     names_in,
     word_of,
 )
-from cookbook.config.resolve import merge_config, resolve_cell
+from cookbook.config.resolve import merge_config, resolve_cell, with_own_folder
 from cookbook.config.stack import load_stack
 
 Pair = tuple[Overlay, Overlay]
@@ -115,10 +115,13 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
     for repeat in range(2, num_repeats + 1):
         runnable = [cell for cell in cells if not cell.refused]
         for cell in runnable if repeat % 2 else reversed(runnable):
-            name = f"{cell.name}-r{repeat}"
+            suffix = f"-r{repeat}"
+            name = f"{cell.name}{suffix}"
             if any(other.name == name for other in cells):
                 raise InputError(f"--repeat {num_repeats}", f"the sweep has a cell {name} already")
-            found.append(replace(cell, name=name, repeat_of=cell.name, repeat=repeat))
+            options = with_own_folder(cell.options, suffix)
+            again = replace(cell, name=name, options=options, repeat_of=cell.name, repeat=repeat)
+            found.append(again)
     return found
 
 
