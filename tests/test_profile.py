@@ -108,6 +108,21 @@ def test_of_several_traced_cells_one_is_to_be_named(runs: Path) -> None:
     assert rank["rank"] == 1
 
 
+def test_a_recipe_that_starts_from_weights_is_profiled_without(tmp_path: Path) -> None:
+    recipe, text = tmp_path / "mine.yaml", (ROOT / "recipes/debug.yaml").read_text()
+    options = ["enable: true", "initial_load_in_hf: true", "last_save_in_hf: true"]
+    options += ["initial_load_in_hf_quantized: true", "initial_load_path: nowhere"]
+    recipe.write_text("\n  ".join([f"{text}checkpoint:", *options]))
+    words = ["profile", str(recipe), "--cluster", "local", "--dry-run"]
+    answer = submit(*words, runs=tmp_path)
+    assert (answer.status, answer.stderr) == (0, "")
+    # If checkpoints are asked for, so are the recipe's weights.
+    answer = submit(*words, "--set", "checkpoint.enable=true", runs=tmp_path)
+    assert answer.status == 1 and "nowhere is not there" in answer.stdout
+    answer = submit(*words, "--set", "checkpoint.last_save_in_hf=true", runs=tmp_path)
+    assert answer.status == 2 and "last_save_in_hf: has no effect" in answer.stderr
+
+
 @pytest.mark.nightly
 @pytest.mark.titan
 @pytest.mark.parametrize("recipe", ["debug", "qwen3_debug"])

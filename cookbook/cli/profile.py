@@ -37,7 +37,13 @@ _SETTINGS = {
     "training.steps": 8,
     # Log every step: reading the loss keeps the host from running ahead into the next step.
     "metrics.log_freq": 1,
+}
+# Without checkpoints, the last three would have no effect and be refused if the recipe sets them.
+_NO_CHECKPOINTS = {
     "checkpoint.enable": False,
+    "checkpoint.initial_load_in_hf": False,
+    "checkpoint.initial_load_path": None,
+    "checkpoint.last_save_in_hf": False,
 }
 # These options choose what to train, so they are rejected if the target is a trace.
 _OF_RECIPES = (
@@ -77,8 +83,11 @@ def profile(arguments: argparse.Namespace) -> int:
 
 def _trained(arguments: argparse.Namespace) -> CellFolder | int:
     """Train and profile the cell; return its folder, or an exit status if it did not finish."""
-    settings = {name: Setting(value, "profile") for name, value in _SETTINGS.items()}
-    steps = command_line_settings(arguments.set).get("training.steps")
+    asked = command_line_settings(arguments.set)
+    saves = asked.get("checkpoint.enable")
+    options = _SETTINGS if saves and saves.value else _SETTINGS | _NO_CHECKPOINTS
+    settings = {name: Setting(value, "profile") for name, value in options.items()}
+    steps = asked.get("training.steps")
     if steps:
         # Make the profiler's cycle as long as the run, so that it traces the run's last steps.
         settings["profiling.profile_freq"] = steps
