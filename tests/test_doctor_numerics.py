@@ -70,15 +70,20 @@ def test_on_a_cluster_it_is_a_job_of_one_node(
     cluster = load_cluster("soperator-b200")
     assert numerics.prove(cluster, tmp_path / "out.json") == 3
     words = (tmp_path / "words").read_text().splitlines()
-    assert {"--nodes=1", "--ntasks=1", "--gpus-per-node=8", "--exclusive"} <= set(words)
+    expected = {"--nodes=1", "--ntasks=1", "--gpus-per-node=8", "--cpus-per-task=128"}
+    assert expected | {"--exclusive", "--mem=0"} <= set(words)
     assert words[-4:] == ["cookbook.doctor", "--numerics", "--output", f"{tmp_path}/out.json"]
     assert capsys.readouterr().out.startswith("srun --nodes=1 ")
-    (cpu_nodes,) = [str(path) for path in CLUSTER_FILES if path.stem == "cpu-nodes"]
-    assert main(["--numerics", "--cluster", cpu_nodes]) == 3
+    (cpu_nodes,) = [path for path in CLUSTER_FILES if path.stem == "cpu-nodes"]
+    profile = tmp_path / "mine.yaml"
+    options = "sbatch: {qos: low, spread-job: true, contiguous: false}\ntime: 30:00"
+    profile.write_text(cpu_nodes.read_text().replace("sbatch: {qos: low}", options))
+    assert main(["--numerics", "--cluster", str(profile)]) == 3
     words = (tmp_path / "words").read_text().splitlines()
-    assert {"--partition=cpu", "--account=research"} <= set(words)
+    assert {"--partition=cpu", "--account=research", "--exclude=worker-3"} <= set(words)
+    assert {"--time=30:00", "--qos=low", "--spread-job"} <= set(words)
     assert words[-2:] == ["cookbook.doctor", "--numerics"]
-    assert not any(word.startswith(("--gpus", "--exclusive")) for word in words)
+    assert not any(word.startswith(("--gpus", "--exclusive", "--contig")) for word in words)
 
 
 # Stands in for torchrun: keeps its words and the cells, and writes what the ranks would have.

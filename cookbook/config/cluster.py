@@ -3,7 +3,7 @@
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,9 @@ class Bandwidth:
 
     all_reduce: Number
     all_to_all: Number
+
+
+OptionValue = str | int | bool
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,28 @@ class Cluster:
     def ranks(self) -> str:
         """A node's devices as messages show them: `8 B200` or `2 CPU ranks`."""
         return f"{self.ranks_per_node} {self.gpu.name if self.gpu else 'CPU ranks'}"
+
+    def slurm_options(self, leave_out: Sequence[str] = ()) -> dict[str, OptionValue]:
+        """Return sbatch's and srun's options by long name; True marks an option without a value.
+
+        GPUs are requested per node, so that a node's only task sees all of them, and without a
+        type, since the names of types differ among clusters.
+        `leave_out`: nodes to exclude in addition to those of the profile.
+        """
+        options: dict[str, OptionValue | None] = {
+            "gpus-per-node": self.ranks_per_node if self.gpu else None,
+            "cpus-per-task": self.cpus_per_task,
+            "exclusive": self.exclusive,
+            # 0 requests all of the node's memory; the default is a share per CPU.
+            "mem": 0 if self.exclusive else None,
+            "partition": self.partition or None,
+            "account": self.account or None,
+            "time": self.time or None,
+            "exclude": ",".join(dict.fromkeys([*self.exclude, *leave_out])) or None,
+            **self.sbatch,
+        }
+        # In YAML, true adds an option without a value, and false removes an option.
+        return {n: one for n, one in options.items() if one is not None and one is not False}
 
 
 # sbatch options that users may not set: they come from the profile's keys or are fixed.

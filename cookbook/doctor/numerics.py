@@ -88,11 +88,8 @@ def _prove_on(cluster: Cluster, output: Path | None) -> int:
         found = "there is no srun here to start a job with"
         raise InputError(f"--cluster {cluster.name}", found, remedy)
     words = ["srun", "--nodes=1", "--ntasks=1", "--job-name=cookbook-numerics"]
-    for name in ("gpus_per_node", "partition", "account"):
-        if value := getattr(cluster, name):
-            words.append(f"--{name.replace('_', '-')}={value}")
-    if cluster.exclusive:
-        words += ["--exclusive", "--mem=0"]
+    for name, value in cluster.slurm_options().items():
+        words.append(f"--{name}" if value is True else f"--{name}={value}")
     words += [sys.executable, "-m", "cookbook.doctor", "--numerics"]
     if output:
         words += ["--output", str(output.resolve())]

@@ -16,7 +16,7 @@ import jinja2
 
 from cookbook.base.paths import ROOT, TEMPLATES
 from cookbook.config.cell import Cell, launch_argv, train_argv
-from cookbook.config.cluster import Cluster
+from cookbook.config.cluster import Cluster, OptionValue
 from cookbook.config.options import argv_of, exported
 from cookbook.config.recipe import (
     Overlay,
@@ -116,40 +116,25 @@ def _render(cell: Cell, header: list[str], overlays: Sequence[Overlay], **contex
     )
 
 
-OptionValue = str | int | bool
-
-
 def sbatch_options(
     cell: Cell, job_name: str | None = None, leave_out: Sequence[str] = ()
 ) -> dict[str, OptionValue]:
     """Return sbatch's options by long name; True marks an option without a value.
 
-    Each node runs one task, since torchrun starts the ranks. GPUs are requested per node, so that
-    this task sees all of them, and without a type, since the names of types differ among clusters.
+    Each node runs one task, since torchrun starts the ranks.
     `leave_out`: nodes to exclude in addition to those of the cluster's profile.
     """
     cluster = cell.cluster
-    options: dict[str, OptionValue | None] = {
+    return {
         "job-name": job_name or cell.name,
         "nodes": cell.nodes + cell.spare_nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": cluster.ranks_per_node if cluster.gpu else None,
-        "cpus-per-task": cluster.cpus_per_task,
-        "exclusive": cluster.exclusive,
-        # 0 requests all of the node's memory; the default is a share per CPU.
-        "mem": 0 if cluster.exclusive else None,
-        "partition": cluster.partition or None,
-        "account": cluster.account or None,
-        "time": cluster.time or None,
-        "exclude": ",".join(dict.fromkeys([*cluster.exclude, *leave_out])) or None,
+        **cluster.slurm_options(leave_out),
         "requeue" if cluster.requeue else "no-requeue": True,
         # Signal only the batch shell: SIGUSR1 would kill a rank's helper processes.
         "signal": f"B:USR1@{cluster.grace_seconds}",
         "open-mode": "append",  # a requeued job appends to its earlier log
-        **cluster.sbatch,
     }
-    # In YAML, true adds an option without a value, and false removes an option.
-    return {n: value for n, value in options.items() if value is not None and value is not False}
 
 
 def sbatch_lines(cell: Cell, job_name: str | None = None) -> list[str]:

@@ -21,12 +21,12 @@
 #SBATCH --account=research
 #SBATCH --time=04:00:00
 #SBATCH --exclude=worker-7,worker-9
-#SBATCH --no-requeue
-#SBATCH --signal=B:USR1@300
-#SBATCH --open-mode=append
 #SBATCH --comment='it'"'"'s a "test" of $HOME'
 #SBATCH --reservation=moe
 #SBATCH --spread-job
+#SBATCH --no-requeue
+#SBATCH --signal=B:USR1@300
+#SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
 # Values are in single quotes on purpose: bash must not expand them.
