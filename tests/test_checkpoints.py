@@ -160,6 +160,24 @@ def test_what_was_saved_after_a_nan_is_passed_over(cell: Started) -> None:
     assert "attempt 2 continues after step 8" in cell.start(attempt=2)
 
 
+def test_a_nan_right_after_a_resume_costs_one_checkpoint_at_most(cell: Started) -> None:
+    for step in (4, 6, 8, 9):
+        save(cell.saved, step)
+    cut(cell.saved / "step-6" / FILES[0])
+    cell.folder.attempt(0).path.mkdir()
+    write_attempt_end(cell.folder.attempt(0), AttemptEnd(0, Cause.NAN_LOSS, last_good_step=8))
+    assert "attempt 1 continues after step 8" in cell.start(attempt=1)
+    write_attempt_end(cell.folder.attempt(1), AttemptEnd(1, Cause.NAN_LOSS))
+    words = cell.start(attempt=2)
+    assert "over step-8: attempt 1 had no finite loss and gradient after step 8; moved" in words
+    assert words.endswith("attempt 2 continues after step 4\n")
+    # The last whole one stays; what was saved after it does not.
+    save(cell.saved, 5)
+    write_attempt_end(cell.folder.attempt(2), AttemptEnd(2, Cause.NAN_LOSS))
+    assert cell.start(attempt=3).endswith("attempt 3 continues after step 4\n")
+    assert [path.name for path in cell.saved.iterdir()] == ["step-4"]
+
+
 def test_a_second_one_of_the_same_step_takes_no_place(cell: Started) -> None:
     save(cell.saved, 4)
     for attempt in range(3):

@@ -16,7 +16,14 @@ from cookbook.config.options import Options, Setting, layout_of
 from cookbook.config.stack import load_stack
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.record import CellRecord
-from cookbook.run.status import Cause, PassedOver, Resumption, read_attempt_end, write_json
+from cookbook.run.status import (
+    Cause,
+    PassedOver,
+    Resumption,
+    read_attempt_end,
+    read_resumptions,
+    write_json,
+)
 
 _LOAD_STEP = "checkpoint.load_step"
 _EXCLUDED = "checkpoint.exclude_from_loading"
@@ -38,13 +45,11 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         return Found(None)
     saved = [one for one in saved_steps(place) if wanted in (-1, one[0])]
     damaged: list[Checkpoint] = []
-    end = read_attempt_end(folder.attempts()[-1]) if folder.attempts() else None
-    good = (end.last_good_step or 0) if end and end.cause is Cause.NAN_LOSS else None
+    good, why = _last_good_step(folder, saved)
     for step, path in saved:
         checkpoint = read_checkpoint(step, path)
         if good is not None and step > good and checkpoint.damage is None:
-            damage = f"was saved after step {good}, the last one with a finite loss and gradient"
-            checkpoint = replace(checkpoint, damage=damage)
+            checkpoint = replace(checkpoint, damage=why)
         if checkpoint.damage is None:
             _check_states(checkpoint, saved, options)
             layout, readers = layout_of(options, record.world), checkpoint.text_readers
@@ -65,6 +70,23 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         found = str(damaged[0].damage if damaged else "is not there")
         raise InputError(f"{_LOAD_STEP}: step-{wanted}", found, remedy)
     return Found(None, tuple(damaged))
+
+
+def _last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[int | None, str]:
+    """Return the step after which a NaN made checkpoints unfit, and why; None without a NaN."""
+    attempt = folder.attempts()[-1] if folder.attempts() else None
+    end = read_attempt_end(attempt) if attempt else None
+    if attempt is None or end is None or end.cause is not Cause.NAN_LOSS:
+        return None, ""
+    if (good := end.last_good_step) is not None:
+        return good, f"was saved after step {good}, the last one with a finite loss and gradient"
+    # The checkpoint that this attempt loaded may contain the NaN, so go back to an older one. If
+    # there is none, load the same one again: that is better than losing the whole run.
+    resumed = next(read_resumptions([attempt]), None)
+    loaded = (resumed and resumed.step) or 0
+    older = (s for s, one in saved if 0 < s < loaded and read_checkpoint(s, one).damage is None)
+    why = f"attempt {attempt.number} had no finite loss and gradient after step {loaded}"
+    return next(older, loaded), why
 
 
 def _options_of(record: CellRecord) -> Options:
