@@ -205,6 +205,19 @@ def test_each_logged_step_is_a_line_at_once(tmp_path: Path) -> None:
     assert (ten.validation_loss, twenty.loss) == (2.75, float("inf"))
 
 
+def test_steps_with_a_validation_are_logged() -> None:
+    from cookbook.titan.tt_0_2_2.metrics import CookbookMetrics
+
+    for enable, logged in ((False, [1, 20, 40]), (True, [1, 15, 20, 30, 40])):
+        report: Any = CookbookMetrics.__new__(CookbookMetrics)
+        report.job_config = SimpleNamespace(
+            metrics=SimpleNamespace(log_freq=20),
+            validation=SimpleNamespace(enable=enable, freq=15),
+        )
+        report._load, report._logged_at = object(), math.inf
+        assert [step for step in range(1, 41) if report.should_log(step)] == logged
+
+
 def test_unlogged_steps_are_logged_once_a_minute(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,6 +234,7 @@ def test_unlogged_steps_are_logged_once_a_minute(
     for _ in range(2):
         report: Any = metrics.CookbookMetrics.__new__(metrics.CookbookMetrics)
         options = {"training": SimpleNamespace(steps=900), "comm": None}
+        options["validation"] = SimpleNamespace(enable=False)
         report.job_config = SimpleNamespace(metrics=SimpleNamespace(log_freq=10), **options)
         report.parallel_dims, report._load = None, object()
         for step in range(13, 32):

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torchtitan.components.metrics as metrics
 from torchtitan.components.metrics import BaseLogger
+from torchtitan.components.validate import BaseValidator
 from torchtitan.tools.logging import logger
 
 from cookbook.base.family import loss_rank
@@ -118,7 +119,10 @@ class CookbookMetrics(metrics.MetricsProcessor):
         if self._load is None:
             self._load = RouterLoad(self, step, self._is_metrics_rank())
             self._report()
-        is_logged: bool = super().should_log(step)
+        # Reports show a validation loss in the row of its step, so that step is logged too.
+        config = self.job_config
+        validates = config.validation.enable and BaseValidator(config).should_validate(step)
+        is_logged: bool = validates or super().should_log(step)
         # The supervisor reads the log and would take a long silence for a hang.
         now = time.monotonic()
         is_due = now - self._logged_at >= _HEARTBEAT_S
