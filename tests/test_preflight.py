@@ -25,7 +25,7 @@ from cookbook.run.slurm import StepEnd
 from cookbook.supervise import network_test
 from cookbook.supervise import preflight as module
 from cookbook.supervise.network_test import NetworkVerdict, Outcome, RankGroups, Team
-from cookbook.supervise.node_report import Reader, Report, format_report
+from cookbook.supervise.node_report import Reader, Report, format_report, report_node
 from cookbook.supervise.preflight import JobNodes
 
 ECC = Fault("gpu memory", "GPU 3: 1 uncorrectable ECC error(s)", 24.0)
@@ -74,6 +74,23 @@ def test_the_node_that_differs_from_most_is_named_with_what_differs() -> None:
     assert module.differing([_report("worker-0", {"driver": "580"}), _report("worker-1", {})]) == {}
 
 
+def test_a_node_without_the_texts_or_with_others_differs(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"1")
+    patterns = [f"0.5:{tmp_path}", f"0.5:{tmp_path}/*.jsonl"]
+
+    def texts() -> str:
+        job = ("local", dict(load_cluster("local").content), str(tmp_path), False)
+        return report_node(*job, files={}, texts={"texts": patterns}).facts["texts"]
+
+    whole = texts()
+    assert whole.startswith("3 files, ") and texts() == whole
+    (tmp_path / "b.jsonl.gz").write_bytes(b"12")
+    assert texts() != whole and texts().startswith("3 files, ")
+    (tmp_path / "a.jsonl").unlink()
+    assert texts() == f"'{tmp_path}/*.jsonl' matches no file"
+
+
 def test_reports_of_many_nodes_come_through_mixed_lines() -> None:
     reports = [
         Report(f"worker-{n}", float(n), [Fault("gpus", f"é{n}" * 500, 24)], {"torch": "2"})
@@ -110,6 +127,10 @@ def test_nodes_are_asked_for_what_their_job_needs(
         "parallelism.expert_parallel_comm_backend": "deepep",
         "parallelism.expert_parallel_degree": degree,
         "model.hf_assets_path": "assets/hf/A",
+        "data.files": ["0.7:web/*.jsonl", "0.3:code"],
+        "data.validation_files": ["held-out.jsonl"],
+        "validation.dataset_path": "c4",
+        "validation.enable": expected,
     }
     job.record = replace(job.record, options=options)
     asked: list[Any] = []
@@ -125,7 +146,9 @@ def test_nodes_are_asked_for_what_their_job_needs(
         "profile": dict(job.record.profile),
         "folder": str(job.cell.path),
         "deepep_between_nodes": expected,
-        "files": {"tokenizer": "assets/hf/A"},
+        "files": {"tokenizer": "assets/hf/A"} | ({"validation data": "c4"} if expected else {}),
+        "texts": {"texts": ["0.7:web/*.jsonl", "0.3:code"]}
+        | ({"validation texts": ["held-out.jsonl"]} if expected else {}),
     }
     assert job.faults["worker-0"] == [BUSY, ECC]
     (silent,) = job.faults["worker-2"]

@@ -15,13 +15,15 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cookbook.base.errors import InputError
 from cookbook.base.gpus import read_gpus
 from cookbook.base.paths import ROOT
+from cookbook.base.text_files import find_sources
 from cookbook.config.cluster import cluster_from_record
 from cookbook.config.stack import read_pins
 from cookbook.doctor.check import Fault, Surroundings, ask, node_faults
@@ -54,6 +56,7 @@ def report_node(
     folder: str,
     deepep_between_nodes: bool,
     files: Mapping[str, str],
+    texts: Mapping[str, Sequence[str]],
 ) -> Report:
     """Check this node, and return its faults and versions.
 
@@ -62,6 +65,7 @@ def report_node(
         profile: content of the cluster's profile.
         folder: the cell's folder, which all nodes write to.
         files: display name -> path of a file or folder that must be the same on all nodes.
+        texts: display name -> entries of `data.files` whose files must be the same on all nodes.
     """
     here = Surroundings(
         cluster=cluster_from_record(CellRecord(cluster=cluster, profile=profile)),
@@ -76,6 +80,7 @@ def report_node(
         facts[pin.name] = found.version if found else "not installed"
     facts["cookbook"] = _hash(sorted((ROOT / "cookbook").rglob("*.py")))
     facts |= {name: _digest(Path(path)) for name, path in files.items()}
+    facts |= {name: _digest_texts(patterns) for name, patterns in texts.items()}
     if here.installed_gpus:
         facts["GPU driver"] = here.installed_gpus[0].driver
         facts["GPU model"] = here.installed_gpus[0].model.name
@@ -96,6 +101,16 @@ def _digest(path: Path) -> str:
     digest = hashlib.sha256("\n".join(names).encode())
     digest.update(_hash([one for one in small if one.stat().st_size < _SMALL_BYTES]).encode())
     return f"{len(names)} files, {digest.hexdigest()[:12]}"
+
+
+def _digest_texts(patterns: Sequence[str]) -> str:
+    """Return a digest of the files' names and sizes, or why training would refuse the files."""
+    try:
+        files = [file for source in find_sources(patterns) for file in source.files]
+    except InputError as error:
+        return error.found
+    listed = "\n".join(f"{file} {file.stat().st_size}" for file in files)
+    return f"{len(files)} files, {hashlib.sha256(listed.encode()).hexdigest()[:12]}"
 
 
 def _hash(paths: Iterable[Path]) -> str:

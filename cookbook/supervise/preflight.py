@@ -149,12 +149,17 @@ def ask_nodes(job: JobNodes) -> None:
     deepep = options.get("parallelism.expert_parallel_comm_backend") == "deepep"
     degree = options.get("parallelism.expert_parallel_degree") or 1
     paths = {"tokenizer": "model.hf_assets_path", "data": "training.dataset_path"}
+    texts = {"texts": "data.files"}
+    if options.get("validation.enable"):
+        paths["validation data"] = "validation.dataset_path"
+        texts["validation texts"] = "data.validation_files"
     question = {
         "cluster": job.cluster.name,
         "profile": dict(record.profile),
         "folder": str(job.cell.path),
         "deepep_between_nodes": deepep and degree > record.ranks_per_node,
         "files": {name: str(path) for name, key in paths.items() if (path := options.get(key))},
+        "texts": {name: list(found) for name, key in texts.items() if (found := options.get(key))},
     }
     module, text = "cookbook.supervise.node_report", json.dumps(question)
     left, waiting, silent = REPORT_S, list(asked), dict[str, str]()
