@@ -11,6 +11,7 @@ from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.launch.script import render_launcher, render_script
+from cookbook.supervise.__main__ import parse, validate
 from tests.script_run import ScriptRunner, Start
 from tests.submit import ROOT
 
@@ -245,3 +246,14 @@ def test_the_names_that_a_launcher_takes(job: Job, environment: dict[str, str], 
         assert (start.status, start.asked) == (2, [])
         (name, word) = next(iter(environment.items()))
         assert f"train.sh: {name}: found '{word}', allowed: " in start.output
+
+
+def test_the_published_cell_has_its_number_by_plain_sbatch_too(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.script.write_text((ROOT / "train_671b.sh").read_text())
+    published = {"EP_BACKEND": "deepep", "SLURM_JOB_NUM_NODES": "32", "WANDB_API_KEY": "key"}
+    monkeypatch.setenv("COOKBOOK_CHECK", "1")  # DeepEP is not installed here
+    for word, number in (("--training.steps=20", 859), ("--training.local_batch_size=16", None)):
+        asked = job.run(word, **published).asked
+        assert validate(parse(asked[2:])).published == number, word

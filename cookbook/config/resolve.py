@@ -15,7 +15,7 @@ from cookbook.config.options import DEGREES, Options, Setting, Settings
 from cookbook.config.recipe import Overlay, Recipe, load_ep_backend, load_precision, load_recipe
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
-from cookbook.run.record import CellRecord
+from cookbook.run.record import OF_SCRIPTS, CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
@@ -99,6 +99,8 @@ def published_number(cell: Cell) -> float | None:
         return None
     as_published = merge_config(cell.recipe, cell.precision, cell.ep_backend, cell.cluster)
     names = {*cell.options.settings, *as_published.options.settings}
+    # Scripts set these themselves, enable_wandb only where there is a W&B key.
+    names -= {*OF_SCRIPTS, "metrics.enable_wandb"}
     same = all(cell.options[name] == as_published.options[name] for name in names)
     return number if same else None
 

@@ -16,7 +16,7 @@ from cookbook.base.yamlfile import Count, Flag, Natural, Number, Text, Words, fi
 from cookbook.run.folder import CellFolder
 
 # Options that scripts set from the other fields of the record.
-_OF_SCRIPTS = {
+OF_SCRIPTS = {
     *("job.custom_config_module", "experimental.custom_import", "job.description"),
     *("cookbook.precision", "cookbook.ep_backend", "cookbook.emulated"),
     *("cookbook.grouped_gemms", "cookbook.linear_layers", "cookbook.dispatch"),
@@ -85,7 +85,7 @@ class CellRecord:
     @property
     def asked_options(self) -> dict[str, Any]:
         """The options that the user requested, without those that every script sets."""
-        return {name: value for name, value in self.options.items() if name not in _OF_SCRIPTS}
+        return {name: value for name, value in self.options.items() if name not in OF_SCRIPTS}
 
     def as_yaml(self) -> str:
         seldom, content = ("files", "too_few_nodes", "profile"), dataclasses.asdict(self)
