@@ -48,6 +48,13 @@ class Started:
         names = ("debug", "bf16", "standard", "local")
         return Start(self.folder, script, NAME, *names, 1, 0, train_argv(cell), [*OPTIONS, *own])
 
+    def line(self, *own: str) -> list[str]:
+        """The words with which the script calls the supervisor."""
+        start = self.words(*own)
+        names = ["recipe", "cluster", "script", "precision", "ep_backend", "cell"]
+        words = [f"--{name.replace('_', '-')}={getattr(start, name)}" for name in names]
+        return [str(self.path), *words, "--", *start.arguments, "--", *start.own]
+
     def start(self, *own: str, attempt: int = 0) -> str:
         """Start an attempt, as script and supervisor do; what is said on standard error."""
         self.capture.readouterr()
@@ -272,10 +279,7 @@ def test_a_checked_line_writes_nothing(cell: Started, monkeypatch: pytest.Monkey
     monkeypatch.setenv("COOKBOOK_CHECK", "1")
     save(cell.saved, 4)
     cut(save(cell.saved, 6) / FILES[0])
-    before, start = listing(cell.path), cell.words()
-    names = ["recipe", "cluster", "script", "precision", "ep_backend", "cell"]
-    words = [f"--{name.replace('_', '-')}={getattr(start, name)}" for name in names]
-    words = [str(cell.path), *words, "--", *start.arguments, "--", *start.own]
+    before, words = listing(cell.path), cell.line()
     assert main(words) == CHECKED
     assert f"{NAME} may run: 1 node(s) x 2 CPU ranks\n" in cell.capture.readouterr().err
     assert listing(cell.path) == before
@@ -306,6 +310,33 @@ def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell:
     assert cell.folder.attempt(1).script.read_text() == script != cell.folder.script.read_text()
     newest = read_record(cell.folder.record)
     assert (newest.steps, newest.published_tokens_per_second_per_gpu) == (30, None)
+
+
+def test_other_steps_of_a_resumed_run_keep_the_schedule_of_the_learning_rate(
+    cell: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "")
+    supervisor, total = Mock(), "--lr_scheduler.total_steps="
+    monkeypatch.setattr("cookbook.supervise.__main__.Supervisor", supervisor)
+    steps = [f"--training.steps={number}" for number in (20, 30, 40, 50)]
+    # A seed checkpoint is of step 0.
+    for saved, words, kept in [
+        (0, [steps[0]], None),
+        (None, [steps[1]], None),
+        (5, [steps[2]], 30),
+        (None, [steps[3]], 30),
+        (None, [steps[1]], None),
+        (None, [steps[3]], 30),
+        (None, [steps[3], f"{total}60"], 60),
+        (None, [steps[3]], 60),
+    ]:
+        if saved is not None:
+            save(cell.saved, saved)
+        main(cell.line(*words))
+        _, arguments = supervisor.call_args.args
+        asked = [word for word in arguments if word.startswith(total)]
+        assert asked[-1:] == ([f"{total}{kept}"] if kept else []), words
+        assert read_record(cell.folder.record).options.get(total[2:-1]) == kept
 
 
 def test_a_restarted_job_reads_its_record(cell: Started, monkeypatch: pytest.MonkeyPatch) -> None:

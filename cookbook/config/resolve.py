@@ -15,7 +15,7 @@ from cookbook.config.options import DEGREES, Options, Setting, Settings
 from cookbook.config.recipe import Overlay, Recipe, load_ep_backend, load_precision, load_recipe
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
-from cookbook.run.record import OF_SCRIPTS, CellRecord
+from cookbook.run.record import OF_SCRIPTS, TOTAL_STEPS, CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
@@ -134,12 +134,8 @@ def cell_from_record(
         option: Setting(stack.setting(place, option).check(place, value), f"{place}: {option}")
         for option, value in record.asked_options.items()
     }
-    total = "lr_scheduler.total_steps"
-    if "training.steps" in overrides and total not in settings and record.steps is not None:
-        # A new number of steps must not change the learning-rate schedule.
-        settings[total] = Setting(record.steps, f"{place}: training.steps")
     trained = Options(stack, settings)
-    options = trained.override(overrides)
+    options = keep_schedule(trained.override(overrides), record, place)
     for option in ("model.name", "model.flavor"):
         if option in trained and options[option] != trained[option]:
             found = f"found {options[option]}, and the checkpoint is of {trained[option]}"
@@ -162,6 +158,17 @@ def cell_from_record(
     as_before = {key: getattr(record, key) for key in kept}
     merged = (recipe, precision, ep_backend, cluster, nodes, options, stack.hooks)
     return _judged(Cell(name, *merged, **as_before))
+
+
+def keep_schedule(options: Options, record: CellRecord, place: str) -> Options:
+    """Return the options for resuming the recorded cell, with its learning-rate schedule.
+
+    A new number of steps must not change the schedule, unless the options set it themselves.
+    """
+    steps = record.schedule_steps
+    if TOTAL_STEPS in options or steps in (None, options["training.steps"]):
+        return options
+    return options.override({TOTAL_STEPS: Setting(steps, f"{place}: training.steps")})
 
 
 def this_machine(

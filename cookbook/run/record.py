@@ -21,6 +21,8 @@ OF_SCRIPTS = {
     *("cookbook.precision", "cookbook.ep_backend", "cookbook.emulated"),
     *("cookbook.grouped_gemms", "cookbook.linear_layers", "cookbook.dispatch"),
 }
+# How many steps the learning-rate schedule covers; `training.steps` if it is not set.
+TOTAL_STEPS = "lr_scheduler.total_steps"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class CellRecord:
     @property
     def steps(self) -> int | None:
         return self._count("training.steps")
+
+    @property
+    def schedule_steps(self) -> int | None:
+        """The number of steps that the learning-rate schedule covers."""
+        return self._count(TOTAL_STEPS) or self.steps
 
     @property
     def loss_rank(self) -> int:

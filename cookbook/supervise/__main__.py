@@ -23,11 +23,11 @@ from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Options, parse_argv
 from cookbook.config.recipe import Overlay, load_ep_backend, load_precision, load_recipe
-from cookbook.config.resolve import published_number
+from cookbook.config.resolve import keep_schedule, published_number
 from cookbook.config.stack import load_stack
 from cookbook.run import slurm, status
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import earlier_record, keep_request, read_record
+from cookbook.run.record import TOTAL_STEPS, earlier_record, keep_request, read_record
 from cookbook.run.run import RunRecord, is_run, note_new_job, read_run, write_run
 from cookbook.supervise.exits import restarts
 from cookbook.supervise.resume_point import find_checkpoint
@@ -88,7 +88,11 @@ def validate(start: Start) -> Cell:
     for error in rules.judge(cell, is_submitted=is_submitted).errors:
         raise InputError(error.option or cell.name, error.reason, error.remedy)
     _check_folder(start.folder.path, cell)
-    find_checkpoint(start.folder, cell.record())
+    first, saved = earlier_record(start.folder), find_checkpoint(start.folder, cell.record())
+    # A seed checkpoint is of step 0: the schedule has not begun.
+    if first is not None and saved.checkpoint is not None and saved.checkpoint.step:
+        kept = keep_schedule(cell.options, first, shown_path(start.folder.record))
+        cell = replace(cell, options=kept)
     return replace(cell, published=published_number(cell))
 
 
@@ -186,8 +190,12 @@ def main(words: Sequence[str]) -> int:
         return CHECKED
     start_run(start)
     # submitit sets this variable only in its own jobs, but `slurm_job` needs it here too.
-    os.environ["SUBMITIT_EXECUTOR"] = str(read_record(start.folder.record).profile["scheduler"])
-    return Supervisor([start.folder], start.own)()
+    record = read_record(start.folder.record)
+    os.environ["SUBMITIT_EXECUTOR"] = str(record.profile["scheduler"])
+    # A resumed run may keep an earlier schedule, which the script's arguments do not have.
+    total = record.options.get(TOTAL_STEPS)
+    kept = [] if total is None else [f"--{TOTAL_STEPS}={total}"]
+    return Supervisor([start.folder], [*start.own, *kept])()
 
 
 if __name__ == "__main__":
