@@ -14,11 +14,12 @@ from cookbook.base.errors import InputError
 from cookbook.config.cell import train_argv
 from cookbook.run.folder import PARTS, CellFolder
 from cookbook.run.record import read_record
+from cookbook.run.states import RUN_VARIABLE
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise.__main__ import CHECKED, Start, main, start_run
 from cookbook.supervise.resume_point import prepare
 from cookbook.supervise.supervisor import SignalReceivedError
-from tests.cells import Point
+from tests.cells import CLUSTER_FILES, Point
 from tests.saved import FILES, cut, save
 from tests.submit import listing, submit
 
@@ -32,6 +33,7 @@ class Started:
 
     path: Path
     capture: pytest.CaptureFixture[str]
+    cluster: str = "local"
 
     @property
     def folder(self) -> CellFolder:
@@ -42,10 +44,10 @@ class Started:
         return self.path / "checkpoint"
 
     def words(self, *own: str) -> Start:
-        cell = Point("debug", "bf16", "standard", "local").cell()
+        names = ("debug", "bf16", "standard", self.cluster)
+        cell = Point(*names).cell()
         script = self.path.parents[2] / "script.sh"
         script.write_text(f"# {own}\n")
-        names = ("debug", "bf16", "standard", "local")
         return Start(self.folder, script, NAME, *names, 1, 0, train_argv(cell), [*OPTIONS, *own])
 
     def line(self, *own: str) -> list[str]:
@@ -77,6 +79,7 @@ def cell(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(RUN_VARIABLE, "")  # a start sets it
     return Started(tmp_path / "runs" / "mine" / NAME, capsys)
 
 
@@ -342,6 +345,7 @@ def test_other_steps_of_a_resumed_run_keep_the_schedule_of_the_learning_rate(
 def test_a_restarted_job_reads_its_record(cell: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cookbook.run.slurm.job_infos", lambda jobs: {})
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    (cell.cluster,) = (str(file) for file in CLUSTER_FILES if file.stem == "cpu-nodes")
     cell.start()
     files = [cell.folder.record, cell.folder.job, cell.folder.script, cell.folder.status]
     before = [file.read_bytes() for file in files]
@@ -355,4 +359,8 @@ def test_a_restarted_job_reads_its_record(cell: Started, monkeypatch: pytest.Mon
     with pytest.raises(InputError):
         start_run(gone)
     cell.start(attempt=1)
+    assert json.loads(cell.folder.job.read_text())["job_id"] == "78"
+    # In a run of Slurm jobs, a local cell's process is not taken for one.
+    cell.cluster = "local"
+    cell.start(attempt=2)
     assert json.loads(cell.folder.job.read_text())["job_id"] == "78"

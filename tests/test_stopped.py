@@ -13,7 +13,7 @@ import pytest
 
 from cookbook.launch.script import render_script
 from cookbook.launch.submit import create_run, submit_run
-from cookbook.run.run import Run
+from cookbook.run.run import Run, read_run
 from cookbook.run.states import cancel_run, cell_states
 from tests.cells import Point
 from tests.programs import PYTHON, write_program
@@ -32,28 +32,54 @@ def write_script(folder: Path, torchrun: str) -> Path:
     return script
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGTERM, 0)]
-)
-def test_a_stopped_script_is_cancelled(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    cell = tmp_path / "runs" / "r" / "a"
-    # torchrun may end well of it, having saved a checkpoint.
-    end = "trap 'exit 0' TERM\n" if status == 0 else ""
-    torchrun = f"#!/bin/bash\n{end}echo trains\nfor i in {{1..600}}; do sleep 0.1; done\n"
+def start_script(folder: Path, trap: str = "", **more: str) -> subprocess.Popen[bytes]:
+    """Start the cell's script by bash, for `runs/r/a` in `folder`; wait until it trains."""
+    cell = folder / "runs" / "r" / "a"
+    torchrun = f"#!/bin/bash\n{trap}echo trains\nfor i in {{1..600}}; do sleep 0.1; done\n"
     process = subprocess.Popen(
-        ["bash", str(write_script(tmp_path, torchrun))],
+        ["bash", str(write_script(folder, torchrun))],
         cwd=ROOT,
-        env={**os.environ, "VENV": str(tmp_path / "venv"), "CELL_DIR": str(cell)},
+        env={**os.environ, "VENV": str(folder / "venv"), "CELL_DIR": str(cell), **more},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     log = cell / "attempt-0" / "train.log"
     until(lambda: log.exists() and "trains" in log.read_text())
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGTERM, 0)]
+)
+def test_a_stopped_script_is_cancelled(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    # torchrun may end well of it, having saved a checkpoint.
+    process = start_script(tmp_path, "trap 'exit 0' TERM\n" if status == 0 else "")
     os.killpg(process.pid, number)
     assert process.wait(timeout=20) == (status or 143)
-    said = json.loads((cell / "status.json").read_text())
+    said = json.loads((tmp_path / "runs/r/a/status.json").read_text())
     assert (said["state"], said["reason"]) == ("cancelled", number.name)
+
+
+# The second is the job of a shell by salloc.
+@pytest.mark.parametrize("job", ["", "7"])
+def test_a_script_by_bash_is_followed_and_cancelled_like_a_run(tmp_path: Path, job: str) -> None:
+    process = start_script(tmp_path, SLURM_JOB_ID=job)
+    run = read_run(tmp_path / "runs/r")
+    try:
+        (state,) = cell_states(run)
+        assert (state.state, state.reason) == ("running", None)
+        process.kill()
+        process.wait()
+        (state,) = cell_states(run)
+        assert state.state == "running" and "was killed" in (state.reason or ""), state
+        assert cancel_run(run) == ["a"]
+        until(lambda: not processes(run))
+        (state,) = cell_states(run)
+        assert state.state == "failed" and "is gone" in (state.reason or "")
+    finally:
+        process.kill()
+        kill(processes(run))
 
 
 @pytest.fixture

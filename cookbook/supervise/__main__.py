@@ -29,6 +29,7 @@ from cookbook.run import slurm, status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import TOTAL_STEPS, earlier_record, keep_request, read_record
 from cookbook.run.run import RunRecord, is_run, note_new_job, read_run, write_run
+from cookbook.run.states import RUN_VARIABLE, process_job
 from cookbook.supervise.exits import restarts
 from cookbook.supervise.resume_point import find_checkpoint
 from cookbook.supervise.supervisor import Supervisor
@@ -132,11 +133,17 @@ def start_run(start: Start) -> None:
         keep_request(folder, cell.job_record(), start.script.read_text(encoding="utf-8"))
         now = status.Status(status.RUNNING, number, started=time.time(), restarts=restarts())
         status.write_status(folder, now)
-        if job_id:
+        run, scheduler = folder.path.parent, cell.cluster.scheduler
+        of_run = read_run(run).scheduler if is_run(run) else scheduler
+        # In a run of Slurm jobs, `cancel` would take a process's id for a Slurm job's.
+        if scheduler == of_run == "local":
+            status.write_job(folder, process_job(os.getpid()))
+            os.environ[RUN_VARIABLE] = str(run.resolve())
+        elif job_id:
             status.write_job(folder, job_id)
         else:
             folder.job.unlink(missing_ok=True)
-        if is_run(run := folder.path.parent):
+        if is_run(run):
             note_new_job(run)
         else:
             cluster, stack = cell.cluster, cell.options.stack.name
