@@ -1,22 +1,20 @@
 """`submit.py check-line`: an sbatch line is judged before it waits in the queue."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.programs import write_program
 from tests.script_run import stack_packages
 from tests.submit import ROOT, environment, listing
 
 
 def check_line(
-    checkout: Path, *words: str, cwd: Path | None = None, **more: str
+    checkout: Path, *words: str, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     packages = stack_packages(checkout.parent / "packages")
-    variables = environment(checkout / "lines", PYTHONPATH=packages, **more)
+    variables = environment(checkout / "lines", PYTHONPATH=packages)
     return subprocess.run(
         [sys.executable, str(checkout / "submit.py"), "check-line", *words],
         cwd=cwd or checkout,
@@ -74,20 +72,6 @@ def test_options_below_a_command_are_not_read_by_sbatch(checkout: Path, tmp_path
     done = check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path)
     assert done.returncode == 2
     assert "sbatch does not read `#SBATCH" in done.stderr and "below the command" in done.stderr
-
-
-@pytest.mark.parametrize(("status", "answer"), [(0, 0), (1, 1)])
-def test_slurm_is_asked_if_there(checkout: Path, tmp_path: Path, status: int, answer: int) -> None:
-    for name, text in {
-        "sinfo": "echo '32 gpu:b200:8'",
-        "sbatch": f'echo "no such partition: $*" >&2; exit {status}',
-    }.items():
-        write_program(tmp_path / name, f"#!/bin/sh\n{text}\n")
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = check_line(checkout, "sbatch", "--partition=x", "train_671b.sh", PATH=path)
-    assert done.returncode == answer
-    asked = "sbatch refuses it: no such partition: --test-only --partition=x train_671b.sh"
-    assert (asked in done.stderr) is bool(answer)
 
 
 def test_an_edited_copy_is_judged_by_what_it_says(checkout: Path, tmp_path: Path) -> None:

@@ -146,9 +146,6 @@ def test_a_cluster_that_the_environment_names(runs: Path) -> None:
     wrong = {"COOKBOOK_CLUSTER": "locl"}
     answer = submit("run", "debug", "--dry-run", runs=runs, variables=wrong)
     assert answer.status == 2 and "COOKBOOK_CLUSTER: unknown cluster 'locl'" in answer.stderr
-    # The command line wins.
-    answer = submit("show", "debug", "--cluster", "h200-node", runs=runs, variables=wrong)
-    assert (answer.status, yaml.safe_load(answer.stdout)["cluster"]) == (0, "h200-node")
 
 
 SUBMIT = [sys.executable, "submit.py"]

@@ -111,27 +111,6 @@ def test_status_logs_and_report_agree(smoke: tuple[Path, Answer]) -> None:
     assert answer.status == 0 and "have ended already" in answer.stdout
 
 
-@pytest.mark.nightly
-def test_the_second_familys_matrix_trains_by_its_stand_in(tmp_path: Path) -> None:
-    words = ["sweep", "qwen3", *SMALL, "--set", "training.steps=2"]
-    answer = _submit(*words, runs=tmp_path, timeout=900)
-    assert (answer.status, answer.stderr) == (0, ""), answer
-    assert "qwen3_30b_a3b_32nodes is too large here: its stand-in qwen3_debug" in answer.stdout
-    assert "attention: sdpa; a token attends to 32 tokens on average, in whole" in answer.stdout
-    cells = {cell["name"]: cell for cell in _report(tmp_path)["cells"]}
-    pairs = [f"{p}-{e}" for p in ("bf16", "mxfp8") for e in ("standard", "deepep", "mxfp8_a2a")]
-    assert [*cells] == [f"qwen3-debug-{pair}" for pair in pairs]
-    for name, cell in cells.items():
-        if name.endswith("deepep"):
-            assert cell["status"] == "refused" and "needs CUDA GPUs" in cell["reason"]
-            continue
-        assert cell["status"] == "finished" and cell["emulated"] == ("mxfp8" in name), cell
-        loss = cells["qwen3-debug-bf16-standard"]["final_loss"]
-        assert cell["final_loss"] == pytest.approx(loss, abs=0.05)
-    (run,) = tmp_path.iterdir()
-    assert _submit("compare", run.name, run.name, runs=tmp_path).status == 0
-
-
 def _processes_of(folder: Path) -> list[psutil.Process]:
     """Processes with the folder, or its target, on their command line."""
     names = {str(folder), str(folder.resolve())}

@@ -136,13 +136,6 @@ def test_scalars(text: str, value: Any, tmp_path: Path) -> None:
     assert read == value and type(read) is type(value)
 
 
-def test_every_profile_and_overlay_is_explained() -> None:
-    overlays = [*map(load_precision, PRECISIONS), *map(load_ep_backend, EP_BACKENDS)]
-    explained: list[Any] = [*map(load_cluster, CLUSTERS), *overlays]
-    for one in explained:
-        assert one.description and one.path.read_text(encoding="utf-8").startswith("# ")
-
-
 H200: dict[str, Any] = {"name": "NVIDIA H200"}
 
 

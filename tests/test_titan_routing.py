@@ -204,18 +204,9 @@ def test_contradicting_options_are_refused(caplog: pytest.LogCaptureFixture) -> 
     )
 
 
-RANDOM = ("--debug.moe_routing=random",)
-
-
-def test_recomputation_is_exact(assets: Path, tmp_path: Path) -> None:
-    def trained(name: str, *options: str) -> dict[str, Any]:
-        return run(assets, tmp_path / name, 2, *EP2, *STANDARD, *BF16, *options, *RANDOM)
-
-    standard = trained("none")
-    for name, recomputed in {
-        "full and none": (*FULL, "--activation_checkpoint.num_layers_kept=1"),
-        "selective": SELECTIVE,
-    }.items():
-        again = trained(name, *recomputed)
-        assert active(again)["recomputation"] == name
-        assert all(again[key] == standard[key] for key in ("losses", "grad_norms")), name
+def test_recomputation_deals_the_same_experts(assets: Path, tmp_path: Path) -> None:
+    options = (*EP2, *STANDARD, *BF16, "--debug.moe_routing=random")
+    plain = run(assets, tmp_path / "plain", 2, *options)
+    again = run(assets, tmp_path / "again", 2, *options, *SELECTIVE)
+    assert active(again)["moe_routing"] == "random"
+    assert all(again[key] == plain[key] for key in ("losses", "grad_norms"))

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.errors import InputError
 from cookbook.check.check import Built, dry_run
 from cookbook.config.cell import Cell
 from cookbook.predict.memory import groups_of
-from cookbook.predict.rank import describe_ranks, model_of, stage_layers
+from cookbook.predict.rank import describe_ranks, model_of
 from cookbook.predict.shapes import shapes_of
 from cookbook.predict.traffic import count_work
-from tests.check_cells import cell_of, with_options
+from tests.check_cells import cell_of
 
 pytestmark = pytest.mark.titan
 P = "parallelism"
@@ -21,6 +20,7 @@ TP, PP, EP = (f"{P}.{word}_parallel_degree" for word in ("tensor", "pipeline", "
 SCHEDULE = f"{P}.pipeline_parallel_schedule"
 MICROBATCH = f"{P}.pipeline_parallel_microbatch_size"
 GLOBAL = "training.global_batch_size"
+FIRST, LAST = (f"{P}.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "published": ("deepseek_v3_671b", {}),
     "fast": ("deepseek_v3_671b_fast", {}),
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stages by layers": (
         "deepseek_v3_671b",
-        {PP: 4, EP: 64, f"{P}.pipeline_parallel_layers_per_stage": 4},
+        {PP: 4, EP: 64, f"{P}.pipeline_parallel_layers_per_stage": 4, FIRST: 3, LAST: 0},
     ),
     "V-shaped, every third layer": (
         "deepseek_v3_16b",
@@ -106,44 +106,3 @@ def test_a_counted_rank_is_the_one_that_torchtitan_builds(
                     units[name] = unit | {"name": name}
             assert list(part["layers"]) == other["layers"]
             assert units == {unit["name"]: unit for unit in other["units"]}
-
-
-def test_sizes_are_those_of_the_whole_model(build: Callable[[Cell], Built]) -> None:
-    """What all ranks store together is the model, however it is cut."""
-    for options in ({TP: 2, EP: 1}, {EP: 8}, {PP: 2, EP: 1, SCHEDULE: "1F1B"}):
-        ranks = build(cell_of("debug", options)).ranks
-        stored = sum(u["local"] for rank in ranks for part in rank["parts"] for u in part["units"])
-        # Norms and the latents' projections are replicated under TP, and shards may be uneven.
-        whole = ranks[0]["parameters"]
-        assert whole <= stored * 8 // len(ranks) <= 1.2 * whole
-
-
-def test_stages_get_layers_as_torchtitan_deals_them() -> None:
-    from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
-
-    for stages, layers, first, last in ((1, 6, 1, 1), (4, 61, 1, 1), (8, 27, 0, 2), (5, 61, 3, 3)):
-        names = generate_llm_fqn_per_model_part(stages, layers, first, last)
-        dealt = [
-            [int(name.split(".")[1]) for name in part if name.startswith("layers.")]
-            for part in names
-        ]
-        assert stage_layers(stages, layers, first, last) == dealt
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options", "message"),
-    [
-        ("deepseek_v3_16b", {"model.name": "llama3"}, "not counted"),
-        ("deepseek_v3_16b", {"model.flavor": "17B"}, r"counted: .*16B"),
-        (
-            "deepseek_v3_671b",
-            {f"{P}.module_fqns_per_model_part": [["tok_embeddings"], ["output"]]},
-            "not counted",
-        ),
-    ],
-)
-def test_a_model_that_is_not_counted_is_refused(
-    recipe: str, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        describe_ranks(with_options(cell_of(recipe), options))
