@@ -143,6 +143,12 @@ def test_the_order_of_a_script(name: str) -> None:
     assert SCRIPTS[name].endswith("\n") and "\n\n\n" not in SCRIPTS[name]
 
 
+def test_scripts_stay_short() -> None:
+    assert len(CHECKED_IN["train_671b.sh"].splitlines()) <= 220
+    single = SCRIPTS["deepseek_v3_671b-mxfp8-deepep-soperator-b200"]
+    assert len(single.splitlines()) <= 160
+
+
 def _code(lines: list[str]) -> list[str]:
     return [line for line in lines if not line.lstrip().startswith("#")]
 
