@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,35 @@ def test_bad_steps_are_skipped_counted_and_limited(assets: Path, tmp_path: Path)
     lines = (tmp_path / "skipped/attempt-1/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["skipped_steps"] for line in lines] == [0, 1, 1, 1]
     assert all("2 of training.max_skipped_steps=1" in one["error"] for one in found["limit"])
+
+
+def test_the_tokens_of_a_skipped_step_move_no_routing_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torchtitan.config.job_config import Optimizer
+
+    from cookbook.titan.tt_0_2_2.loss_and_optimizer import GradientWatch, build_optimizers
+
+    monkeypatch.setattr(GradientWatch, "limit", 1)
+    dims: Any = SimpleNamespace(get_optional_mesh=lambda name: None)
+
+    def bias(*steps: tuple[list[float], float]) -> list[float]:
+        """The bias after steps of these counts and gradient norms."""
+        monkeypatch.setattr(GradientWatch, "skipped", 0)
+        model, block, moe = torch.nn.Module(), torch.nn.Module(), torch.nn.Linear(4, 4)
+        moe.register_buffer("expert_bias", torch.zeros(4))
+        moe.register_buffer("tokens_per_expert", torch.zeros(4))
+        moe.load_balance_coeff = 1e-3
+        block.moe_enabled, block.moe = True, moe
+        model.layers = torch.nn.ModuleDict({"0": block})
+        optimizers = build_optimizers([model], Optimizer(implementation="for-loop"), dims)
+        for counts, norm in steps:
+            moe.tokens_per_expert += torch.tensor(counts)
+            monkeypatch.setattr(GradientWatch, "norm", torch.tensor(norm))
+            optimizers.step()
+        return list(moe.expert_bias.tolist())
+
+    good = ([40.0, 20.0, 20.0, 0.0], 1.0)
+    assert bias(good, ([0.0, 0.0, 0.0, 100.0], math.nan), good) == bias(good, good) != [0.0] * 4
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "cosine"])

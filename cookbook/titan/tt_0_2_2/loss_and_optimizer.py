@@ -32,6 +32,7 @@ from torchtitan.tools.logging import logger
 
 from cookbook.titan.common.chunked_loss import VocabularyShard, chunked_cross_entropy
 from cookbook.titan.tt_0_2_2 import activity
+from cookbook.titan.tt_0_2_2.routing import moe_layers
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 LossFunction = Callable[..., Tensor]
@@ -182,6 +183,9 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
         if GradientWatch.skipped > GradientWatch.limit:
             raise RuntimeError(f"cookbook: the gradient norm is {norm} in too many steps: {words}")
         logger.warning(f"cookbook: skipped a step whose gradient norm is {norm} ({words})")
+        # Otherwise the next step would update the routing bias from this step's tokens too.
+        for moe in moe_layers(optimizers.model_parts).values():
+            moe.tokens_per_expert.zero_()
 
     optimizers.step = step_if_finite
     return optimizers
