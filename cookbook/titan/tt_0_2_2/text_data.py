@@ -182,15 +182,15 @@ class RepeatableValidator(Validator):
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Log the validation loss, the mean over tokens, on the rank that has the loss."""
-        self.validation_dataloader = build_dataloader(
-            validates=True, job_config=self.job_config, tokenizer=self.tokenizer, **self._place
-        )
         processor: Any = self.metrics_processor
         if processor.alarm:
             processor.alarm.pause()
         tokens, last_log = processor.ntokens_since_last_log, processor.time_last_log
         began = time.perf_counter()
         processor.ntokens_since_last_log, processor.time_last_log = 0, began
+        self.validation_dataloader = build_dataloader(
+            validates=True, job_config=self.job_config, tokenizer=self.tokenizer, **self._place
+        )
         super().validate(model_parts, step)
         processor.ntokens_since_last_log = tokens
         processor.time_last_log = last_log + time.perf_counter() - began
