@@ -130,7 +130,9 @@ def test_a_doubtful_cell_gets_advice_with_its_numbers(case: list[Any]) -> None:
 
 @pytest.mark.parametrize("case", TABLE["silent"], ids=str)
 def test_nothing_is_said_at_the_other_side_of_each_edge(case: list[Any]) -> None:
-    assert _advice(*case) == []
+    # The 16B's router scores by softmax, which is said wherever checkpoints are on.
+    always = {"routing_bias_stays_here"} if case[0] == SMALL else set()
+    assert {one.rule for one in _advice(*case)} <= always
 
 
 @pytest.mark.parametrize("ep_backend", ["standard", "deepep", "mxfp8_a2a"])

@@ -89,7 +89,7 @@ def tensors_of(folder: Path) -> dict[str, Any]:
 
 
 def test_files_hold_the_checkpoint_and_the_bias_stays_float32(
-    checkpoint: tuple[Path, Any], tmp_path: Path
+    checkpoint: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
     from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
@@ -98,6 +98,7 @@ def test_files_hold_the_checkpoint_and_the_bias_stays_float32(
 
     folder, model = checkpoint
     export(request(folder, tmp_path / "hf", dtype="bfloat16"))
+    assert "routing biases" not in capsys.readouterr().out
     expected = DeepSeekV3StateDictAdapter(model.model_args, None).to_hf(model.state_dict())
     found = tensors_of(tmp_path / "hf")
     assert set(found) == set(expected)
@@ -107,6 +108,32 @@ def test_files_hold_the_checkpoint_and_the_bias_stays_float32(
         assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 5 and max(file.stat().st_size for file in files) < 60_000
+
+
+def test_a_softmax_router_s_bias_is_written_but_transformers_routes_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    import transformers
+
+    from cookbook.titan.tt_0_2_2.export import export
+
+    args = small_model()
+    moe = {"score_func": "softmax", "route_norm": False, "num_expert_groups": None}
+    args.moe_args = dataclasses.replace(args.moe_args, **moe)
+    use_flavor(monkeypatch, "small", args)
+    model = save_model(args, tmp_path / "step-3")
+    export(request(tmp_path / "step-3", tmp_path / "hf"))
+    assert "wrote, for use here only, 2 routing biases of at most 2.9" in capsys.readouterr().out
+    assert sum("e_score_correction_bias" in name for name in tensors_of(tmp_path / "hf")) == 2
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
+    tokens = torch.randint(0, 97, (2, 48), generator=torch.Generator().manual_seed(2))
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.zero_()
+    with torch.no_grad():
+        expected, found = model(tokens), theirs(tokens).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("seq_len", [64, 8192])

@@ -40,6 +40,7 @@ class Model(Sizes):
     num_limited_groups: int | None  # how many groups a token's experts may be in; None for any
     attn_type: str  # TorchTitan's name for the flavor's attention
     by_document: bool  # whether tokens attend only within their document
+    publishes_bias: bool  # whether the published format's router has a routing bias
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.n_dense_layers
@@ -58,7 +59,6 @@ class Family:
     weights: Mapping[str, Sequence[str | None]]
     extra_layers: int = 0  # multi-token prediction layers that published checkpoints may add
     has_pipelines: bool = True  # whether TorchTitan can split the model into pipeline stages
-    publishes_bias: bool = True  # whether published checkpoints include the routing bias
 
 
 def is_v_shaped(schedule: str) -> bool:

@@ -156,10 +156,10 @@ def balance_is_real(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference=f"{TORCHTITAN}/protocols/state_dict_adapter.py")
 def routing_bias_stays_here(cell: Cell) -> Problems:
-    family = cell.options.family
-    if family and not family.publishes_bias and cell.options["checkpoint.enable"]:
-        reason = f"{family.title}'s published format has no routing bias: an export leaves it out, "
-        yield "", f"{reason}and weights loaded from such files begin with zeros", ""
+    model = cell.options.model
+    if model and not model.publishes_bias and cell.options["checkpoint.enable"]:
+        reason = f"{cell.options.model_title}'s published format has no routing bias: transformers "
+        yield "", f"{reason}routes an export without it; published weights start it at zero", ""
 
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/utils.py")

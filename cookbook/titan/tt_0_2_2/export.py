@@ -92,7 +92,7 @@ def export(request: Request) -> int:
             tensors |= read_part(reader, metadata, part)
         write_file(to / name, tensors)
         print(f"wrote {name}", flush=True)
-    _name_left_out(reader, metadata, {part.fqn for parts in files for part in parts})
+    _name_unused_biases(request, reader, metadata, {part.fqn for one in files for part in one})
     weights = {name: file for file, parts in named.items() for part in parts for name in part.names}
     config = FAMILIES[request.model].config_json(request.flavor, request.seq_len, request.dtype)
     write_whole(to / "config.json", json.dumps(config, indent=2) + "\n")
@@ -105,20 +105,24 @@ def export(request: Request) -> int:
     return total
 
 
-def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[str]) -> None:
-    """Print how many routing biases the export left out because the published format has none."""
-    left_out = [
+def _name_unused_biases(
+    request: Request, reader: FileSystemReader, metadata: Metadata, written: set[str]
+) -> None:
+    """Print how many routing biases transformers will not use, as the published format has none."""
+    published = FAMILIES[request.model].flavors[request.flavor].sizes().publishes_bias
+    unused = [
         Part(fqn, (fqn,), 0, tuple(saved.size), torch.float32)
         for fqn, saved in metadata.state_dict_metadata.items()
         if isinstance(saved, TensorStorageMetadata) and fqn.endswith("expert_bias")
-        if fqn not in written
+        if not (published and fqn in written)
     ]
-    if left_out:
-        biases = [read_part(reader, metadata, part)[part.fqn] for part in left_out]
+    if unused:
+        biases = [read_part(reader, metadata, part)[part.fqn] for part in unused]
         largest = max(float(bias.abs().max()) for bias in biases)
+        fate = "wrote, for use here only," if unused[0].fqn in written else "left out"
         print(
-            f"left out {len(left_out)} routing biases of at most {largest:.2g}: the format has no "
-            "place for them, and the exported model routes by its scores alone"
+            f"{fate} {len(unused)} routing biases of at most {largest:.2g}: the format has no "
+            "place for them, and transformers routes by the scores alone"
         )
 
 

@@ -189,10 +189,7 @@ class FamilyParts:
     def family(self) -> Family:
         """The description of this family for the driver, which does not import torch."""
         flavors = {name: args.sizes() for name, args in self.flavors.items()}
-        adapter: Any = self.released().state_dict_adapter
-        named = adapter(next(iter(self.flavors.values())), None).from_hf_map.values()
-        has_bias = any("expert_bias" in (name or "") for name in named)
-        facts = self.weights, self.extra_layers, self.has_pipelines, has_bias
+        facts = self.weights, self.extra_layers, self.has_pipelines
         return Family(self.name, self.title, flavors, *facts)
 
     def config_json(self, flavor: str, seq_len: int, dtype: str) -> dict[str, Any]:
@@ -251,6 +248,8 @@ class CookbookArgs:
             num_limited_groups=moe.num_limited_groups,
             attn_type=self.attn_type,
             by_document=self.attn_mask_type == "block_causal",
+            # Transformers' routers that score by softmax (DeepSeek-V2, Qwen3-MoE) have no bias.
+            publishes_bias=moe.score_func == "sigmoid",
             **self.own_sizes(),
         )
 
