@@ -125,7 +125,6 @@ def test_a_gemms_share_of_the_peak_follows_from_its_shapes(tmp_path: Path) -> No
     work = 2 * 4096 * 2048 * 1024
     assert dense.tflops == pytest.approx(work / 60e-6 / 1e12)
     assert dense.peak_share == pytest.approx(work / 60e-6 / 989e12)
-    # Milliseconds a step, of two.
     assert (dense.ms, dense.known_ms) == pytest.approx((0.53, 0.03))
     assert experts.tflops == pytest.approx(2 * 8192 * 2048 * 1408 / 100e-6 / 1e12)
 

@@ -84,7 +84,6 @@ ON_A_CPU = [fault for fault in FAULTS if not fault.gpu_only]
 
 @pytest.fixture(scope="module")
 def said_of() -> dict[str, list[str]]:
-    """What the self-check says of each fault."""
     said: dict[str, list[str]] = {}
     for ranks in {fault.ranks for fault in ON_A_CPU}:
         names = [fault.name for fault in FAULTS if fault.ranks == ranks]

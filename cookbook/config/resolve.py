@@ -34,10 +34,7 @@ def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
 
 
 def with_own_folder(options: Options, suffix: str) -> Options:
-    """Append `suffix` to an absolute checkpoint folder, so that each cell has its own.
-
-    In a shared folder, cells would load each other's checkpoints.
-    """
+    """Append `suffix` to an absolute checkpoint folder: cells must not load each other's."""
     option, folder = "checkpoint.folder", options["checkpoint.folder"]
     if not folder.startswith("/"):
         return options
@@ -45,7 +42,6 @@ def with_own_folder(options: Options, suffix: str) -> Options:
 
 
 def _judged(cell: Cell) -> Cell:
-    """Raise InputError if the input is wrong; set `refused` if a rule finds another error."""
     findings = validation_errors(cell)
     for one in findings:
         if one.is_input:

@@ -62,8 +62,7 @@ _WORKER: dict[str, Any] = {
     "training.dataloader.persistent_workers": True,
 }
 OVERLAYS = ("precision", "ep_backend")
-# Local batch sizes to try: the first tuple without pipeline parallelism. With it, the second tuple
-# and the requested cell's own size.
+# Local batch sizes to try without pipeline parallelism, and with it besides the cell's own size.
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
 # How many layouts to check, at most, to explain why a requested value is never valid.

@@ -126,9 +126,7 @@ def earlier_record(folder: CellFolder) -> CellRecord | None:
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
     """Write the new record and script; keep old ones that differ in the last attempt's folder.
 
-    After an attempt on the same cluster, take only nodes, options, `max_restarts`, `too_few_nodes`
-    and `profile` from `asked`, and the rest from the old record. If nodes or options differ, drop
-    the published number.
+    After an attempt on the same cluster, only what a resume may change is taken from `asked`.
     """
     first, attempts = earlier_record(folder), folder.attempts()
     record = asked

@@ -61,8 +61,7 @@ def report_node(
     """Check this node, and return its faults and versions.
 
     Args:
-        cluster: name of the cluster's profile.
-        profile: content of the cluster's profile.
+        cluster, profile: name and content of the cluster's profile.
         folder: the cell's folder, which all nodes write to.
         files: display name -> path of a file or folder that must be the same on all nodes.
         texts: display name -> entries of `data.files` whose files must be the same on all nodes.

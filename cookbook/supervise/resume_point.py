@@ -14,16 +14,9 @@ from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.options import Options, Setting, layout_of
 from cookbook.config.stack import load_stack
+from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.record import CellRecord
-from cookbook.run.status import (
-    Cause,
-    PassedOver,
-    Resumption,
-    read_attempt_end,
-    read_resumptions,
-    write_json,
-)
 
 _LOAD_STEP = "checkpoint.load_step"
 _EXCLUDED = "checkpoint.exclude_from_loading"
@@ -75,14 +68,14 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
 def _last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[int | None, str]:
     """Return the step after which a NaN made checkpoints unfit, and why; None without a NaN."""
     attempt = folder.attempts()[-1] if folder.attempts() else None
-    end = read_attempt_end(attempt) if attempt else None
-    if attempt is None or end is None or end.cause is not Cause.NAN_LOSS:
+    end = status.read_attempt_end(attempt) if attempt else None
+    if attempt is None or end is None or end.cause is not status.Cause.NAN_LOSS:
         return None, ""
     if (good := end.last_good_step) is not None:
         return good, f"was saved after step {good}, the last one with a finite loss and gradient"
     # The checkpoint that this attempt loaded may contain the NaN, so go back to an older one. If
     # there is none, load the same one again: that is better than losing the whole run.
-    resumed = next(read_resumptions([attempt]), None)
+    resumed = next(status.read_resumptions([attempt]), None)
     loaded = (resumed and resumed.step) or 0
     older = (s for s, one in saved if 0 < s < loaded and read_checkpoint(s, one).damage is None)
     why = f"attempt {attempt.number} had no finite loss and gradient after step {loaded}"
@@ -133,12 +126,12 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
             number += 1
             target = aside / f"{name}-{number}"
         one.path.rename(target)
-        passed.append(PassedOver(name, str(one.damage), str(target)))
+        passed.append(status.PassedOver(name, str(one.damage), str(target)))
     # TorchTitan reads `initial_load_path` only if the checkpoint folder does not exist.
     if passed and not any(saved.iterdir()):
         saved.rmdir()
     step = found.checkpoint.step if found.checkpoint else None
-    resumption = Resumption(attempt.number, step, tuple(passed))
+    resumption = status.Resumption(attempt.number, step, tuple(passed))
     if step is not None and step >= steps:
         another = shown_path(folder.path.parent.with_name("another") / folder.name)
         print(
@@ -148,7 +141,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
         )
     if not resumption.lines:
         return
-    write_json(attempt.resumption, resumption)
+    status.write_json(attempt.resumption, resumption)
     with attempt.log.open("a", encoding="utf-8") as log:
         for line in resumption.lines:
             for stream in (log, sys.stderr):

@@ -81,10 +81,7 @@ def not_saved() -> Iterator[None]:
 
 @contextmanager
 def last_product() -> Iterator[None]:
-    """Save no results in this context, and skip its GEMMs in recomputation: no gradient needs them.
-
-    The GEMMs in `_SKIPPED` are skipped; others, such as `aten.mm`, are recomputed.
-    """
+    """Save no results in this context, and skip its `_SKIPPED` GEMMs in recomputation."""
     with not_saved(), _Unmultiplied() if in_recompute() else nullcontext():
         yield
 
