@@ -34,19 +34,23 @@ def write_script(folder: Path, torchrun: str) -> Path:
 
 def start_script(folder: Path, trap: str = "", **more: str) -> subprocess.Popen[bytes]:
     """Start the cell's script by bash, for `runs/r/a` in `folder`; wait until it trains."""
-    cell = folder / "runs" / "r" / "a"
     torchrun = f"#!/bin/bash\n{trap}echo trains\nfor i in {{1..600}}; do sleep 0.1; done\n"
-    process = subprocess.Popen(
-        ["bash", str(write_script(folder, torchrun))],
-        cwd=ROOT,
-        env={**os.environ, "VENV": str(folder / "venv"), "CELL_DIR": str(cell), **more},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    log = cell / "attempt-0" / "train.log"
+    write_script(folder, torchrun)
+    process = start(folder, **more)
+    log = folder / "runs/r/a/attempt-0/train.log"
     until(lambda: log.exists() and "trains" in log.read_text())
     return process
+
+
+def start(folder: Path, **more: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["bash", str(folder / "train.sh")],
+        cwd=ROOT,
+        env=os.environ | {"VENV": f"{folder}/venv", "CELL_DIR": f"{folder}/runs/r/a"} | more,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,6 +73,9 @@ def test_a_script_by_bash_is_followed_and_cancelled_like_a_run(tmp_path: Path, j
     try:
         (state,) = cell_states(run)
         assert (state.state, state.reason) == ("running", None)
+        second = start(tmp_path, SLURM_JOB_ID=job)
+        said = second.communicate(timeout=60)[1].decode()
+        assert second.returncode == 2 and f"process {process.pid} trains here; wait" in said
         process.kill()
         process.wait()
         (state,) = cell_states(run)

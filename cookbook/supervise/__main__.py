@@ -29,7 +29,7 @@ from cookbook.run import slurm, status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import TOTAL_STEPS, earlier_record, keep_request, read_record
 from cookbook.run.run import RunRecord, is_run, note_new_job, read_run, write_run
-from cookbook.run.states import RUN_VARIABLE, process_job
+from cookbook.run.states import RUN_VARIABLE, is_alive, process_job
 from cookbook.supervise.exits import restarts
 from cookbook.supervise.resume_point import find_checkpoint
 from cookbook.supervise.supervisor import Supervisor
@@ -153,18 +153,23 @@ def start_run(start: Start) -> None:
 
 def _refuse_another_job(folder: CellFolder) -> None:
     """Raise InputError if another job is queued or running for this cell."""
-    own, run = os.environ.get("SLURM_JOB_ID"), folder.path.parent
-    if own is None or not is_run(run) or read_run(run).scheduler != "slurm":
+    own, run, job = os.environ.get("SLURM_JOB_ID"), folder.path.parent, status.read_job(folder)
+    if job is None or not is_run(run) or status.read_status(folder).state not in status.OPEN:
         return
-    job = status.read_job(folder)
-    if job is None or job.job_id == own or status.read_status(folder).state not in status.OPEN:
+    if read_run(run).scheduler == "local":
+        if job.job_id == str(os.getpid()) or not is_alive(job):
+            return
+        wrong, end = f"process {job.job_id} trains here", "cancel it with submit.py cancel"
+    elif own in (None, job.job_id):
         return
-    info = slurm.job_infos([job.job_id]).get(job.job_id)
-    if info is not None and info.state in slurm.WAITING | slurm.ACTIVE:
-        another = shown_path(run.with_name("another") / folder.name)
-        remedy = f"wait for its end, or scancel {job.job_id}; for a run of its own: "
-        wrong = f"job {job.job_id} trains here ({info.state.lower()})"
-        raise InputError(shown_path(folder.path), wrong, f"{remedy}CELL_DIR={another}")
+    else:
+        info = slurm.job_infos([job.job_id]).get(job.job_id)
+        if info is None or info.state not in slurm.WAITING | slurm.ACTIVE:
+            return
+        wrong, end = f"job {job.job_id} trains here ({info.state.lower()})", f"scancel {job.job_id}"
+    another = f"CELL_DIR={shown_path(run.with_name('another') / folder.name)}"
+    remedy = f"wait for its end, or {end}; for a run of its own: {another}"
+    raise InputError(shown_path(folder.path), wrong, remedy)
 
 
 # Exit status if COOKBOOK_CHECK is set and the script is valid.
