@@ -257,22 +257,6 @@ def test_the_summary_counts_states_steps_and_time() -> None:
     assert "1 running" in summarize([replace(LEFT, step=20), *waiting])
 
 
-def test_a_terminal_is_redrawn_in_place_in_colour(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("TERM", "xterm"), ("COLUMNS", "100"), ("LINES", "24")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    terminal = Terminal()
-    progress = Progress(terminal)
-    progress.update([RUNNING, QUEUED])
-    progress.update([replace(RUNNING, state="failed", emulated=True), QUEUED])
-    progress.close()
-    text = terminal.getvalue()
-    # Up to the summary, and no clearing of the screen: nothing flickers.
-    assert "\x1b[1A" in text and "\x1b[2J" not in text
-    assert "\x1b[31mfailed" in text and "\x1b[35memulated" in text
-    assert text.endswith("\x1b[?25h")
-
-
 def test_a_log_gets_a_line_only_when_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     # A dumb terminal is a log too.
     monkeypatch.setenv("TERM", "dumb")

@@ -311,9 +311,7 @@ def test_a_fault_that_is_no_single_nodes(monkeypatch: pytest.MonkeyPatch, is_slo
     monkeypatch.setattr(network_test, "_test", only_together)
     verdict = network_test.test_bandwidth(names(4), GROUPS)
     # Slow ranks train; those that cannot communicate do not.
-    said, other = verdict.warning, verdict.error
-    if not is_slow:
-        said, other = other, said
+    said, other = (verdict.warning, verdict.error)[:: 1 if is_slow else -1]
     assert "each smaller group of nodes passes by itself" in said and not other
     assert not verdict.bad
 

@@ -27,7 +27,7 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
-from tests.cells import CLUSTER_FILES, RECIPES, RUNNABLE, STACK, Point
+from tests.cells import CLUSTER_FILES, RECIPES, RUNNABLE, STACK, Point, walked
 from tests.saved import FILES, cut, save
 from tests.submit import Answer, submit
 
@@ -216,13 +216,13 @@ def test_the_recorded_cell_comes_back_and_new_requests_win() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_option_of_a_recipe_comes_back(recipe: str) -> None:
-    for point in (point for point in RUNNABLE if point.recipe == recipe):
+    for point in walked([point for point in RUNNABLE if point.recipe == recipe]):
         cell = point.cell()
         assert made_again(cell.record()).options.values == cell.options.values, point
 
 
 def test_what_users_may_set_comes_back_and_what_scripts_set_does_not() -> None:
-    for name in (name for name in STACK.options if name.startswith("cookbook.")):
+    for name in walked([name for name in STACK.options if name.startswith("cookbook.")]):
         record = replace(debug().record(), options={name: STACK.options[name].default})
         try:
             STACK.setting("", name)

@@ -10,6 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cookbook.predict.layer_memory import layer_bytes
+from cookbook.predict.shapes import shapes_of
+from tests.check_cells import cell_of
+from tests.predict_machine import on_gpus
 from tests.titan_ranks import run_ranks
 from tests.titan_run import (
     A2A,
@@ -205,3 +209,43 @@ def test_grouped_query_heads_attend_as_repeated_ones() -> None:
     grad = torch.randn_like(out)
     found, expected = (torch.autograd.grad(one, (q, k, v), grad) for one in (out, exact))
     torch.testing.assert_close(found, expected)
+
+
+def bytes_saved(length: int) -> int:
+    """The bytes that autograd holds for a layer of the debug model with autocast."""
+    import torchtitan.models.qwen3.model.model as titan
+
+    from cookbook.titan.tt_0_2_2.cpu import prepare_cpu
+    from cookbook.titan.tt_0_2_2.families import qwen3
+
+    prepare_cpu()
+    args = copy.deepcopy(qwen3.QWEN3.flavors["debugmodel_moe"])
+    # With fewer key heads, the CPU's SDPA materializes the scores.
+    args.n_kv_heads = args.n_heads
+    block = titan.TransformerBlock(0, args)
+    rope = titan.precompute_rope_cache(args.head_dim, length)
+    hidden = torch.randn(1, length, args.dim, requires_grad=True)
+    known = {one.untyped_storage().data_ptr() for one in (*block.parameters(), rope)}
+    held: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        block(hidden, rope, None)
+    return sum(one.untyped_storage().nbytes() for one in held.values())
+
+
+def test_a_layer_of_a_rank_alone_saves_what_is_predicted() -> None:
+    one_rank = {"parallelism.expert_parallel_degree": 1, "training.local_batch_size": 1}
+    cell = cell_of("qwen3_debug", one_rank | {"training.seq_len": 2048}, cluster=on_gpus(1).cluster)
+    shapes = shapes_of(cell)
+    counted = layer_bytes(dataclasses.replace(shapes, kv_heads=shapes.heads), moe=True)
+    (measured,) = run_ranks(bytes_saved, 1, 2048)
+    # Unlike a GPU, the CPU copies attention's output and saves the outputs of both norms in FP32.
+    measured -= 2048 * (2 * 16 * 128 + 2 * 4 * 256)
+    # Autocast copies the input.
+    assert 2 * shapes.hidden_bytes + counted.saved == pytest.approx(measured, rel=0.01)

@@ -145,25 +145,3 @@ def test_training_is_the_same_with_and_without_validation(
     assert list(losses) == [1, 2, 4] and all(0 < loss < 10 for loss in losses.values())
     seen = [[line["tokens_seen"] for line in each if "loss" in line] for each in (plain, both)]
     assert seen[0] == seen[1]
-
-
-def test_opening_the_validation_texts_is_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchtitan.components.validate import Validator
-
-    from cookbook.titan.tt_0_2_2 import text_data
-
-    now, paused = [100.0], list[bool]()
-
-    def open_texts(**given: Any) -> None:
-        assert paused
-        now[0] += 7
-
-    monkeypatch.setattr(text_data, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(text_data, "build_dataloader", open_texts)
-    monkeypatch.setattr(Validator, "validate", lambda *given: None)
-    alarm = SimpleNamespace(pause=lambda: paused.append(True))
-    processor = SimpleNamespace(alarm=alarm, ntokens_since_last_log=64, time_last_log=90.0)
-    validator: Any = object.__new__(text_data.RepeatableValidator)
-    vars(validator).update(job_config=None, tokenizer=None, metrics_processor=processor, _place={})
-    validator.validate([], 1)
-    assert (processor.ntokens_since_last_log, processor.time_last_log) == (64, 97.0)
