@@ -34,11 +34,10 @@ def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
 
 
 def with_own_folder(options: Options, suffix: str) -> Options:
-    """Append `suffix` to an absolute checkpoint folder: cells must not load each other's."""
+    """Append `suffix` to an absolute checkpoint folder, so that no two cells share it."""
     option, folder = "checkpoint.folder", options["checkpoint.folder"]
-    if not folder.startswith("/"):
-        return options
-    return options.override({option: Setting(f"{folder}{suffix}", options.origin(option))})
+    own = Setting(f"{folder}{suffix}", options.origin(option))
+    return options.override({option: own}) if folder.startswith("/") else options
 
 
 def _judged(cell: Cell) -> Cell:

@@ -115,13 +115,11 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
     for repeat in range(2, num_repeats + 1):
         runnable = [cell for cell in cells if not cell.refused]
         for cell in runnable if repeat % 2 else reversed(runnable):
-            suffix = f"-r{repeat}"
-            name = f"{cell.name}{suffix}"
+            name = f"{cell.name}-r{repeat}"
             if any(other.name == name for other in cells):
                 raise InputError(f"--repeat {num_repeats}", f"the sweep has a cell {name} already")
-            options = with_own_folder(cell.options, suffix)
-            again = replace(cell, name=name, options=options, repeat_of=cell.name, repeat=repeat)
-            found.append(again)
+            own = with_own_folder(cell.options, f"-r{repeat}")
+            found.append(replace(cell, name=name, options=own, repeat_of=cell.name, repeat=repeat))
     return found
 
 

@@ -122,7 +122,7 @@ class Kernels:
         elif head == s.v_head == 128:
             kind = f"{kernel}_128"
         # `waste`: masked keys per query that the kernel computes anyway. It is 0 for SDPA, whose
-        # rate already accounts for them.
+        # measured rate includes them.
         waste = getattr(hw, f"{kernel}_waste_tokens", 0.0)
         rate = getattr(hw, f"{kind}_{'backward' if backward else 'forward'}_tflops")
         widths = 3 * head + 2 * s.v_head if backward else head + s.v_head

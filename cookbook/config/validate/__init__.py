@@ -1,7 +1,7 @@
 """Validate a cell against rules and this environment, for `submit.py` and the job.
 
-The rules cover mistakes that TorchTitan detects only once the job runs, or never. Mistakes that it
-detects while it builds the model are left to that build (`check/`).
+The rules cover mistakes that TorchTitan finds only when the job runs, or never. Mistakes that it
+finds while it builds the model are left to that build (`check/`).
 """
 
 import importlib.util

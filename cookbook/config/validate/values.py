@@ -1,4 +1,4 @@
-"""Rules for values that TorchTitan accepts by mistake, or rejects only once all ranks run.
+"""Rules for values that TorchTitan accepts by mistake, or rejects only when all ranks run.
 
 They cover single options, recomputation, weights, text files, validation and checkpoints.
 """
@@ -68,7 +68,7 @@ def bounds(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def names(cell: Cell) -> Problems:
-    """Refuse unknown names, which TorchTitan ignores or rejects only once the job runs."""
+    """Refuse unknown names: TorchTitan ignores some, and rejects others when the job runs."""
     for option, known in {**_NAMES, "training.dataset": cell.options.stack.datasets}.items():
         value = cell.options[option]
         for name in [value] if isinstance(value, str) else value:
