@@ -329,7 +329,6 @@ def test_other_steps_of_a_resumed_run_keep_the_schedule_of_the_learning_rate(
         (5, [steps[2]], 30),
         (None, [steps[3]], 30),
         (None, [steps[1]], None),
-        (None, [steps[3]], 30),
         (None, [steps[3], f"{total}60"], 60),
         (None, [steps[3]], 60),
     ]:
