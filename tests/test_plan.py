@@ -206,7 +206,8 @@ def test_memory_budgets_are_layouts_of_their_own() -> None:
     assert {recomputation(one.cell) for one in found.candidates} == named
 
 
-NARROW = on_gpus(8, {TP: 8, EP: 1})
+NARROW = on_gpus(8, {TP: 4, EP: 1})
+REPLICAS = DEGREES["dp_replicate"]
 WIDE = on_gpus(8, {TP: 1, EP: 8, BATCH: 2})
 
 
@@ -214,8 +215,10 @@ WIDE = on_gpus(8, {TP: 1, EP: 8, BATCH: 2})
     ("start", "end", "changes"),
     [
         (NARROW, WIDE, ["TP", "EP", "pipeline and batch"]),
-        # At EP 8 and TP 8 nothing would be left to FSDP.
-        (WIDE, NARROW, ["TP + EP", "pipeline and batch"]),
+        # EP 8 does not divide the 4 ranks of a replica.
+        (WIDE, on_gpus(8, {REPLICAS: 2, EP: 4, BATCH: 2}), ["data parallelism + EP"]),
+        # TP 4 in two replicas leaves nothing to FSDP, so that it would compute in FP32.
+        (on_gpus(8, {TP: 2, REPLICAS: 2, EP: 1}), NARROW, ["TP + data parallelism"]),
         (
             FOUR,
             on_gpus(4, {BATCH: 2}, precision="float8", ep_backend="deepep"),

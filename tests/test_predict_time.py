@@ -131,6 +131,7 @@ def test_every_measured_point_is_predicted() -> None:
         ({"compile.enable": False}, "not compiled"),
         ({"compile.components": ["loss"]}, "not compiled"),
         ({"training.enable_cpu_offload": True}, "CPU offload"),
+        ({"training.mixed_precision_param": "float32"}, "FP32"),
         ({"optimizer.implementation": "foreach"}, "not fused"),
         ({"training.dataset_path": "/data/mine"}, "documents in /data/mine"),
         ({"model.flavor": "17B"}, "not counted"),

@@ -128,6 +128,16 @@ class Cell:
         return bool(self.options["compile.enable"] and "model" in components)
 
     @property
+    def param_dtype(self) -> str:
+        """The precision of forward and backward: float32 where nothing casts the parameters.
+
+        FSDP casts them. Without it autocast does, but not with TP or PP (`maybe_enable_amp`).
+        """
+        layout = self.layout
+        casts = layout.has_fsdp or layout.tp * layout.pp == 1
+        return str(self.options["training.mixed_precision_param"]) if casts else "float32"
+
+    @property
     def environment(self) -> dict[str, str]:
         """The environment variables that cluster, EP backend and precision set; later ones win."""
         parts = (self.cluster, self.ep_backend, self.precision)

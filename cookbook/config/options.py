@@ -94,6 +94,10 @@ class Layout:
     def stage_ranks(self) -> int:
         return self.world // self.pp
 
+    @property
+    def has_fsdp(self) -> bool:
+        return self.dp_shard * self.cp > 1
+
 
 def layout_of(options: Options, world: int) -> Layout:
     degrees = {short: options[name] for short, name in DEGREES.items()}

@@ -1,5 +1,6 @@
 """Predict the memory and speed of layouts, and explain the difference between two layouts."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -162,7 +163,7 @@ class Stop:
 def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Stop]:
     """Turn `start` into `end`, one group of options at a time; return the layouts on the way.
 
-    If changing a group makes the layout invalid, change the next group together with it.
+    If a group makes the layout invalid or its time unknown, change the next group with it.
     """
 
     def stop(changed: str, cell: Cell) -> Stop:
@@ -183,9 +184,10 @@ def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Sto
             continue
         at = replace(at, options=at.options.override(settings))
         waiting.append(title)
-        if not validation_errors(at):
-            stops.append(stop(" + ".join(waiting), at))
-            waiting = []
+        with contextlib.suppress(InputError):
+            if not validation_errors(at):
+                stops.append(stop(" + ".join(waiting), at))
+                waiting = []
     if waiting:
         stops.append(stop(" + ".join(waiting), end))
     return stops

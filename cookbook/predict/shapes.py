@@ -75,9 +75,6 @@ def shapes_of(cell: Cell) -> Shapes:
     sent = tokens // (layout.tp if layout.ep > 1 and layout.etp == 1 else 1)
     routing = routing_of(cell)
     uneven = UNEVEN_ROUTING if routing == "trained" and layout.ep > 1 else 1.0
-    is_alone = layout.tp == layout.pp == 1
-    mixed_precision = layout.dp_shard * layout.cp > 1 or layout.ep > 1
-    casts = mixed_precision or is_alone
     nodes = max(layout.ep * layout.etp // cell.cluster.ranks_per_node, 1)
     sizes = asdict(model) | {
         "heads": -(-model.heads // layout.tp),
@@ -97,15 +94,15 @@ def shapes_of(cell: Cell) -> Shapes:
         rows=int(sent * model.top_k * uneven),
         ranks_per_token=destinations(model, layout.ep, routing),
         nodes_per_token=destinations(model, nodes, routing),
-        act=BYTES[options["training.mixed_precision_param"] if casts else "float32"],
+        act=BYTES[cell.param_dtype],
         grad=BYTES[options["training.mixed_precision_reduce"]],
         ep=layout.ep,
         deepep=cell.exchange.has_own_layer,
         scored_activations=cell.exchange.has_own_layer and options[SCORE_ACTIVATIONS],
         row_kernels=not cell.exchange.has_own_layer and options[ROW_KERNELS],
         quantized=cell.precision.expects("grouped_gemms") != "bf16",
-        mixed_precision=mixed_precision,
-        autocast=is_alone and not mixed_precision,
+        mixed_precision=layout.has_fsdp,
+        autocast=layout.tp * layout.pp == 1 and not layout.has_fsdp,
         compiled="model" in components,
         saves=cell.saves,
         loss_tokens=-(-tokens // num_chunks) if num_chunks else None,

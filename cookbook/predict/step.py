@@ -180,8 +180,10 @@ def refuse_unmodelled(cell: Cell) -> None:
     options = cell.options
     offloads, is_eager = options["training.enable_cpu_offload"], not cell.is_compiled
     is_unfused = options["optimizer.implementation"] != "fused"
+    param, is_fp32 = "training.mixed_precision_param", cell.param_dtype == "float32"
     for name, is_found, found, remedy in (
         (DEGREES["cp"], cell.layout.cp > 1, "context parallelism", "set it to 1"),
+        (param, is_fp32, "FP32, as with TP or PP and no FSDP", "use bfloat16 and FSDP"),
         ("compile.enable", is_eager, "a model that is not compiled", "compile the model"),
         ("training.enable_cpu_offload", offloads, "CPU offload", "set it to false"),
         ("optimizer.implementation", is_unfused, "an optimizer that is not fused", "use fused"),

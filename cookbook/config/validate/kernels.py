@@ -126,6 +126,9 @@ def flash_attention(cell: Cell) -> Problems:
     if cell.uses_flash_attention and int(capability) not in (0, 9, 10):
         reason = "FlashAttention-4 needs a GPU of compute capability 9.x (H100, H200) or 10.x "
         yield ATTENTION, f"{reason}(B200), {have}", f"set {ATTENTION}=flavor"
+    elif cell.uses_flash_attention and cell.cluster.gpu and cell.param_dtype == "float32":
+        reason = "FlashAttention-4 cannot compute in FP32, as TorchTitan does with TP or PP and no "
+        yield ATTENTION, f"{reason}FSDP", f"use bfloat16 and FSDP, or set {ATTENTION}=flavor"
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/context_parallel.py")
