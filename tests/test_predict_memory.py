@@ -28,6 +28,7 @@ EAGER_LOSS = {"compile.components": ["model"]}
 MODE = "activation_checkpoint.mode"
 SELECTIVE = {MODE: "selective", "activation_checkpoint.selective_ac_option": "op"}
 LIST = "activation_checkpoint.op_sac_save_list"
+POLICY = "parallelism.fsdp_reshard_after_forward"
 
 
 def memory(cell: Cell, **changed: Any) -> StageMemory:
@@ -164,6 +165,22 @@ def test_a_layers_backward_has_its_parameters_and_the_next_ones() -> None:
     assert found["new gradients"] == 2 * (own + experts) + 4 * experts
 
 
+@pytest.mark.parametrize("options", [{}, {"loss.num_chunks": 8}])
+def test_what_fsdp_never_reshards_is_kept_and_counted_once(options: dict[str, Any]) -> None:
+    policies = ({**options, POLICY: policy} for policy in ("default", "never"))
+    default, never = map(on_gpus, (4, 4), policies)
+    (rank,) = describe_ranks(never)
+    kept = 2 * sum(unit.gathered for unit in rank.units)
+    assert memory(never).terms["gathered parameters"] == pytest.approx(kept / GIB)
+    # The loss has the output layer's weight among them, a layer's backward its parameters.
+    before, after = (
+        memory_terms._loss(rank, shapes_of(cell), layers_of(cell), True)["output layer"]
+        for cell in (default, never)
+    )
+    assert before - after == 2 * WORDS * DIM
+    assert "gathered layers" not in layers_of(never).backward()
+
+
 def test_swiglu_keeps_gate_up_and_product_and_eager_silu_too() -> None:
     compiled, eager = (
         kept(on_gpus(4, {MODE: "none", "compile.components": components}))
@@ -264,7 +281,8 @@ def test_a_rank_keeps_at_most_three_stages_gathered() -> None:
     rank = dataclasses.replace(
         rank, parts=parts, stages=[0, 2, 4, 6], num_stages=8, num_microbatches=6
     )
-    found = predict_memory(cell, dataclasses.replace(rank, in_flight=[[2, 1, 1, 1], [1] * 4]))
+    rank = dataclasses.replace(rank, in_flight=[[2, 1, 1, 1], [1] * 4])
+    found = predict_memory(with_options(cell, {"parallelism.pipeline_parallel_degree": 2}), rank)
     terms = {name: gib * GIB for name, gib in found.terms.items()}
     assert terms["gathered parameters"] == pytest.approx((40 + 30 + 20) * scale * 2)
     # Nothing is reduced between microbatches, so that all stages' gradients are there.

@@ -13,6 +13,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
 from cookbook.predict.facts import hardware_of, load_hardware
+from cookbook.predict.shapes import RESHARD
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import cell_of, h200, with_options
 from tests.predict_machine import FACTS, RATES
@@ -132,6 +133,7 @@ def test_every_measured_point_is_predicted() -> None:
         ({"compile.components": ["loss"]}, "not compiled"),
         ({"training.enable_cpu_offload": True}, "CPU offload"),
         ({"training.mixed_precision_param": "float32"}, "FP32"),
+        ({RESHARD: "always", "parallelism.pipeline_parallel_degree": 2}, "each microbatch"),
         ({"optimizer.implementation": "foreach"}, "not fused"),
         ({"training.dataset_path": "/data/mine"}, "documents in /data/mine"),
         ({"model.flavor": "17B"}, "not counted"),

@@ -243,7 +243,7 @@ class RankLayers:
             terms = self._working(layer)
             if s.mixed_precision:
                 sizes = [unit.gathered for unit in layer.units]
-                if not pipelined:
+                if not s.keeps_gathered:
                     # This layer's parameters and the next layer's, which are prefetched.
                     terms["gathered layers"] = 2.0 * sum(sizes) * s.act
                 reduced = 0 if pipelined else max(sizes, default=0) * s.grad

@@ -133,8 +133,13 @@ def state_gib(rank: Rank) -> float:
 
 
 def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
+    gathered = [part.gathered for part in rank.parts]
+    terms = dict[str, float]()
+    if shapes.mixed_precision and shapes.keeps_gathered:
+        # PyTorch's `_add_unshard_reshard` keeps at most three stages of a pipeline unsharded.
+        terms["gathered parameters"] = float(sum(sorted(gathered)[-3:]) * shapes.act)
     if rank.num_stages == 1:
-        return {"activations": float(layers.kept(rank.parts[0]))}
+        return terms | {"activations": float(layers.kept(rank.parts[0]))}
     hidden = shapes.hidden_bytes
     output = shapes.tokens * shapes.vocab * shapes.act
     if shapes.loss_tokens is not None:
@@ -150,17 +155,14 @@ def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
             for count, size, part in zip(counts, kept, rank.parts, strict=True)
         )
 
-    terms = {
+    terms |= {
         "activations": float(max(map(in_flight, rank.in_flight))),
         # PipelineStage allocates a receive buffer for every microbatch of a step.
         "pipeline receive buffers": rank.neighbours * rank.num_microbatches * hidden,
     }
     if shapes.mixed_precision:
-        # Between a pipeline's microbatches FSDP neither reshards parameters nor reduces gradients
-        # (`backward_maybe_with_nosync`); gradients accumulate in the reduction's precision.
-        gathered = [part.gathered for part in rank.parts]
-        # PyTorch's `_add_unshard_reshard` keeps at most three stages unsharded.
-        terms["gathered parameters"] = float(sum(sorted(gathered)[-3:]) * shapes.act)
+        # Between a pipeline's microbatches FSDP does not reduce gradients
+        # (`backward_maybe_with_nosync`); they accumulate in the reduction's precision.
         terms["unreduced gradients"] = float(sum(gathered) * shapes.grad)
     return terms
 
@@ -185,8 +187,9 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
             # The last stage of a pipeline also holds the logits during the loss.
             size += s.act if rank.num_stages > 1 else 0
         logits = elements * size
-        # The output layer's gathered weight, and its gradient before reduction.
-        weight = 2.0 * sum(unit.gathered for unit in rank.units if unit.name == "output")
+        # The output layer's gathered weight, if not kept anyway, and its gradient before reduction.
+        output = sum(unit.gathered for unit in rank.units if unit.name == "output")
+        weight = float(output * (1 if s.keeps_gathered else 2))
     else:
         elements = float(s.loss_tokens * s.vocab)
         gradients = _loss_gradients(s)
@@ -194,7 +197,7 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
         # In eager mode a chunk needs three FP32 tensors in addition to its logits.
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
         logits = gradients + max(chunk, gradients / 4 * s.act)
-        weight = float(s.vocab * s.dim)
+        weight = 0.0 if s.keeps_gathered else float(s.vocab * s.dim)
         if s.sequence_tokens < s.tokens:
             # TP ranks shard the vocabulary, so each of them gathers all hidden states.
             hidden += s.tokens

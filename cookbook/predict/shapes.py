@@ -21,6 +21,7 @@ from cookbook.predict.rank import model_of
 UNEVEN_ROUTING = 1.2
 # `destinations` simulates group-limited routing with this many tokens: it is accurate to 0.1%.
 _TOKENS = 16_384
+RESHARD = "parallelism.fsdp_reshard_after_forward"
 # The number of queries per block in FlashAttention-4's backward.
 FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
 
@@ -44,6 +45,7 @@ class Shapes(Sizes):
     row_kernels: bool
     quantized: bool  # whether the routed experts' GEMMs are quantized
     mixed_precision: bool  # whether FSDP casts the parameters
+    keeps_gathered: bool  # whether FSDP keeps gathered parameters from the forward to the backward
     autocast: bool  # whether autocast casts the weights: only if none of FSDP, TP, PP is used
     compiled: bool
     saves: frozenset[str]  # operators whose outputs selective recomputation saves
@@ -102,6 +104,8 @@ def shapes_of(cell: Cell) -> Shapes:
         row_kernels=not cell.exchange.has_own_layer and options[ROW_KERNELS],
         quantized=cell.precision.expects("grouped_gemms") != "bf16",
         mixed_precision=layout.has_fsdp,
+        # With a pipeline, FSDP gathers once for all microbatches. `predict_step` refuses `always`.
+        keeps_gathered=layout.pp > 1 or options[RESHARD] == "never",
         autocast=layout.tp * layout.pp == 1 and not layout.has_fsdp,
         compiled="model" in components,
         saves=cell.saves,

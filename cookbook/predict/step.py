@@ -21,7 +21,7 @@ from cookbook.predict.facts import (
 )
 from cookbook.predict.layer_time import HOST, Kernels, LayerTimes, add, scaled
 from cookbook.predict.rank import Layer, Rank, describe_ranks, play
-from cookbook.predict.shapes import shapes_of
+from cookbook.predict.shapes import RESHARD, shapes_of
 from cookbook.predict.traffic import Links
 
 OPTIMIZER, COPIES = "optimizer and gradient norm", "copies and casts, FSDP's packing"
@@ -181,8 +181,10 @@ def refuse_unmodelled(cell: Cell) -> None:
     offloads, is_eager = options["training.enable_cpu_offload"], not cell.is_compiled
     is_unfused = options["optimizer.implementation"] != "fused"
     param, is_fp32 = "training.mixed_precision_param", cell.param_dtype == "float32"
+    reshards = cell.layout.pp > 1 and options[RESHARD] == "always"
     for name, is_found, found, remedy in (
         (DEGREES["cp"], cell.layout.cp > 1, "context parallelism", "set it to 1"),
+        (RESHARD, reshards, "gathering for each microbatch", "use default"),
         (param, is_fp32, "FP32, as with TP or PP and no FSDP", "use bfloat16 and FSDP"),
         ("compile.enable", is_eager, "a model that is not compiled", "compile the model"),
         ("training.enable_cpu_offload", offloads, "CPU offload", "set it to false"),

@@ -68,9 +68,7 @@ class Exchanges:
     @property
     def gathers(self) -> int:
         """All-gathers per module and accumulation round: 2 if FSDP reshards after the forward."""
-        # With a pipeline, FSDP gathers a module only once for all microbatches.
-        keeps = self.cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
-        return 1 if keeps or self.cell.layout.pp > 1 else 2
+        return 1 if self.shapes.keeps_gathered else 2
 
     def tensor(self) -> Traffic:
         """Return the traffic of one gather or one reduction of the hidden states over TP."""
