@@ -139,9 +139,12 @@ def test_a_recipe_says_where_it_runs_and_what_limits_it() -> None:
     assert "# 123 tokens/s/GPU, 57 GiB a GPU, limited by dense GEMMs (50% of a step).\n" in text
     # Options of overlays and cluster stay theirs, and nothing differs from the recipe.
     assert not re.search(r"quantize|comm_backend|mixed_precision|# deepseek_v3_671b: ", text)
-    changed = with_options(planned, {BATCH: 17})
+    assert "\n#     python submit.py run mine\n" in text
+    # A recipe cannot change an overlay's option; `--set` can.
+    changed = with_options(planned, {BATCH: 17, "quantize.grouped_mm.mx.fqns": ["experts", "wo"]})
     text = render_recipe("mine", candidate(1, 2, cell=changed), base)
     assert re.findall(r"# deepseek_v3_671b: .*\n +(\w+: .*)", text) == ["local_batch_size: 17"]
+    assert " submit.py run mine --set quantize.grouped_mm.mx.fqns=experts,wo\n" in text
 
 
 def test_a_planned_recipe_keeps_the_recipes_own_keys(tmp_path: Path) -> None:

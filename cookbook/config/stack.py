@@ -106,6 +106,12 @@ class Option:
                 value = readers[self.kind](text)
         return self.check(place, value)
 
+    def as_text(self, value: Any) -> str:
+        """Return a checked `value` as a text that `parse` reads."""
+        if isinstance(value, list):
+            return json.dumps(value) if self.kind == "lists" else ",".join(value)
+        return str(value)
+
     def arguments(self, value: Any) -> list[str]:
         """Return the argv words that set this option to a checked `value`."""
         section, _, key = self.name.rpartition(".")
@@ -115,7 +121,7 @@ class Option:
             return [f"--{self.name}", *(",".join(items) for items in value)]
         if self.kind == "list" and not value:
             return []
-        return [f"--{self.name}={','.join(value) if self.kind == 'list' else value}"]
+        return [f"--{self.name}={self.as_text(value)}"]
 
 
 _ALLOWED = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}

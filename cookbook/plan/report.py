@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,12 +230,18 @@ def check_target(path: Path) -> None:
 def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
     """Return the YAML of a recipe for `candidate`; comments in it give the values of `base`."""
     cell, step, recipe = candidate.cell, candidate.step, candidate.cell.recipe
-    overlays = cell.precision, cell.ep_backend
+    overlays, options = (cell.precision, cell.ep_backend), cell.options.stack.options
+    # Options that these files set are theirs, since they win over a recipe; over them wins `--set`.
+    theirs = {**cell.ep_backend.settings, **cell.precision.settings, **cell.cluster.settings}
+    command = ["python", "submit.py", "run", name]
+    for option, setting in theirs.items():
+        if (value := cell.options[option]) != setting.value:
+            command += ["--set", f"{option}={options[option].as_text(value)}"]
     lines = [
         f"# {recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",
         "#",
         "# Predicted, not measured (docs/evidence/prediction.md). Run it with:",
-        f"#     python submit.py run {name}",
+        f"#     {shlex.join(command)}",
     ]
     if step is not None:
         share = step.terms_ms[step.largest] / step.step_ms
@@ -253,12 +260,9 @@ def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
         value = getattr(recipe, field.name)
         if field.name not in _NOT_KEPT and value != field.default:
             lines.append(f"{field.name}: {_scalar(value)}")
-    theirs = {**cell.cluster.settings, **cell.ep_backend.settings, **cell.precision.settings}
-    theirs |= cell.precision.emulated or {}
-    defaults = cell.options.stack.options
     sections: dict[str, list[str]] = {}
     for option, value in cell.options.values.items():
-        if option in theirs or value is defaults[option].default is None:
+        if option in theirs or value is options[option].default is None:
             continue
         section, _, key = option.partition(".")
         own = sections.setdefault(section, ["", f"{section}:"])
