@@ -14,7 +14,7 @@ import pytest
 
 from cookbook.run import status
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord
+from cookbook.run.record import CellRecord, read_record
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING, AttemptEnd, Cause, Status
 from cookbook.supervise.attempt import Timeouts, end_orphan_processes
 from cookbook.supervise.exits import Decision, decide
@@ -46,10 +46,16 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make(
-    folder: Path, name: str = "cell", body: str = "exit 0", most: int = 9, state: str = QUEUED
+    folder: Path,
+    name: str = "cell",
+    body: str = "exit 0",
+    most: int = 9,
+    state: str = QUEUED,
+    run: str = "run",
+    saved: str = "checkpoint",
 ) -> CellFolder:
-    cell = CellFolder(folder / "run" / name)
-    options = {"checkpoint.enable": True}
+    cell = CellFolder(folder / run / name)
+    options = {"checkpoint.enable": True, "checkpoint.folder": saved}
     CellRecord(max_restarts=most, options=options).write(cell.record)
     cell.script.write_text(f"{HEAD}{body}\n")
     status.write_status(cell, Status(state))
@@ -103,6 +109,18 @@ def test_a_dead_rank_is_followed_by_another_attempt(
     # It was seen when the rank was gone, and the others had some seconds to end by themselves.
     assert first.started and first.seen and first.ended
     assert first.started < first.seen < first.ended
+
+
+def test_runs_and_cells_share_no_absolute_checkpoint_folder(tmp_path: Path) -> None:
+    used = set()
+    for run_name, name in (("a", "cell"), ("a", "cell-r2"), ("b", "cell")):
+        cell = make(tmp_path, name, 'echo "$@"', run=run_name, saved="/data/mine")
+        assert run(cell) == 0
+        used.add(cell.attempt(0).log.read_text())
+        # Where the next start looks for them is where training is told to write them.
+        found = cell.checkpoints(read_record(cell.record).options)
+        assert f"--checkpoint.folder={found}\n" in used and found.is_relative_to("/data/mine")
+    assert len(used) == 3
 
 
 def test_a_hang_is_ended_with_all_that_it_started_and_followed(

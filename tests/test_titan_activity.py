@@ -205,17 +205,33 @@ def test_each_logged_step_is_a_line_at_once(tmp_path: Path) -> None:
     assert (ten.validation_loss, twenty.loss) == (2.75, float("inf"))
 
 
-def test_steps_with_a_validation_are_logged() -> None:
-    from cookbook.titan.tt_0_2_2.metrics import CookbookMetrics
+def test_steps_with_a_validation_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cookbook.titan.tt_0_2_2 import metrics
 
+    now, said = [0.0], dict[int, float]()
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
+    monkeypatch.setattr(metrics, "time", clock)
+
+    def log(report: Any, step: int, extra_metrics: dict[str, float]) -> None:
+        said[step], report.time_last_log = extra_metrics["time_metrics/end_to_end(s)"], now[0]
+
+    monkeypatch.setattr("torchtitan.components.metrics.MetricsProcessor.log", log)
     for enable, logged in ((False, [1, 20, 40]), (True, [1, 15, 20, 30, 40])):
-        report: Any = CookbookMetrics.__new__(CookbookMetrics)
+        report: Any = metrics.CookbookMetrics.__new__(metrics.CookbookMetrics)
         report.job_config = SimpleNamespace(
             metrics=SimpleNamespace(log_freq=20),
+            training=SimpleNamespace(max_skipped_steps=0),
             validation=SimpleNamespace(enable=enable, freq=15),
         )
-        report._load, report._logged_at = object(), math.inf
-        assert [step for step in range(1, 41) if report.should_log(step)] == logged
+        report._load, report._logged_at = SimpleNamespace(log=lambda step: {}), math.inf
+        report.time_last_log = now[0]
+        said.clear()
+        for step in range(1, 41):
+            now[0] += 2.5
+            if report.should_log(step):
+                report.log(step)
+        # Each step took 2.5 seconds, however many were made since the last log.
+        assert said == dict.fromkeys(logged, 2.5)
 
 
 def test_unlogged_steps_are_logged_once_a_minute(

@@ -108,7 +108,9 @@ def test_of_many_logged_steps_the_counts_of_few_are_kept_and_none_is_lost(
         job_config=SimpleNamespace(
             debug=SimpleNamespace(moe_force_load_balance=False, moe_routing="trained"),
             training=SimpleNamespace(steps=1000),
-            metrics=SimpleNamespace(log_freq=10),
+            # Each logs at 50 of the 100 steps below.
+            metrics=SimpleNamespace(log_freq=20),
+            validation=SimpleNamespace(enable=True, freq=20),
         ),
     )
     load = RouterLoad(processor, first_step=1, writes=True)

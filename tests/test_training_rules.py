@@ -13,7 +13,6 @@ import pytest
 from cookbook.base.text_files import find_sources
 from cookbook.check.check import check_cells
 from cookbook.cli.main import main
-from cookbook.config.sweep import in_rounds
 from tests.check_cells import STACK, cell_of
 from tests.made_up_run import Run, metrics_line
 from tests.saved import FILES, cut
@@ -206,15 +205,6 @@ def test_texts_of_a_new_start(inputs: Path, monkeypatch: pytest.MonkeyPatch, cap
     words += [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
     main(words)
     assert "cell continues after step 2 of 9" in capsys.readouterr().out
-
-
-def test_cells_share_no_absolute_checkpoint_folder() -> None:
-    for precision in ("bf16", "mxfp8"):
-        options = {f"{C}.enable": True, f"{C}.folder": "/data/mine"}
-        cells = in_rounds([cell_of("debug", options, cluster="local", precision=precision)], 3)
-        assert len(cells) == 3
-        for cell in cells:
-            assert cell.options[f"{C}.folder"] == f"/data/mine/{cell.name}"
 
 
 def advice(options: dict[str, Any]) -> dict[str, str]:

@@ -240,8 +240,9 @@ def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
     if found.checkpoint is None:
         reason = "is off, so nothing is loaded"
         if cell.options["checkpoint.enable"]:
+            saved = shown_path(folder.checkpoints(cell.record().options))
             damaged = "".join(f"; {one.path.name} {one.damage}" for one in found.damaged)
-            reason = f"has no whole checkpoint in {shown_path(folder.path)}{damaged}"
+            reason = f"has no whole checkpoint in {saved}{damaged}"
         new_run = f"start a new run: {command}" if command else "start a new run"
         raise InputError("checkpoint.enable", reason, new_run)
     if found.checkpoint.step >= cell.steps:

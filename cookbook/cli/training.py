@@ -25,7 +25,7 @@ def export_weights(arguments: argparse.Namespace) -> int:
     def option(name: str) -> Any:
         return record.options.get(name, stack.options[name].default)
 
-    saved = dict(saved_steps(cell.path / option("checkpoint.folder")))
+    saved = dict(saved_steps(cell.checkpoints(record.options)))
     whole = [step for step, path in saved.items() if read_checkpoint(step, path).damage is None]
     place = f"{run.name}/{cell.name}"
     if not whole:

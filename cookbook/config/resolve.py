@@ -28,16 +28,7 @@ def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
     if len(name) > 200:
         found = f"its name has {len(name)} characters, allowed: 200"
         raise InputError(f"cell {name[:40]}...", found, "vary less, or shorten the names")
-    cell = replace(cell, name=name, published=published_number(cell))
-    cell = replace(cell, options=with_own_folder(cell.options, f"/{name}"))
-    return _judged(cell)
-
-
-def with_own_folder(options: Options, suffix: str) -> Options:
-    """Append `suffix` to an absolute checkpoint folder, so that no two cells share it."""
-    option, folder = "checkpoint.folder", options["checkpoint.folder"]
-    own = Setting(f"{folder}{suffix}", options.origin(option))
-    return options.override({option: own}) if folder.startswith("/") else options
+    return _judged(replace(cell, name=name, published=published_number(cell)))
 
 
 def _judged(cell: Cell) -> Cell:

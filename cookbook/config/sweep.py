@@ -22,7 +22,7 @@ from cookbook.config.recipe import (
     names_in,
     word_of,
 )
-from cookbook.config.resolve import merge_config, resolve_cell, with_own_folder
+from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.config.stack import load_stack
 
 Pair = tuple[Overlay, Overlay]
@@ -118,8 +118,7 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
             name = f"{cell.name}-r{repeat}"
             if any(other.name == name for other in cells):
                 raise InputError(f"--repeat {num_repeats}", f"the sweep has a cell {name} already")
-            own = with_own_folder(cell.options, f"-r{repeat}")
-            found.append(replace(cell, name=name, options=own, repeat_of=cell.name, repeat=repeat))
+            found.append(replace(cell, name=name, repeat_of=cell.name, repeat=repeat))
     return found
 
 

@@ -86,9 +86,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
         # The attempt's steps after `kept` are lost: training resumes from `kept`.
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
-            # If `checkpoint.folder` is absolute, `/` ignores the cell's path.
-            folder = cell.path / str(record.options.get("checkpoint.folder", "checkpoint"))
-            saved = saved_steps(folder)
+            saved = saved_steps(cell.checkpoints(record.options))
             kept = next((step for step, path in saved if (path / ".metadata").is_file()), 0)
         steps, lost = [step for step, _ in own if step], 0
         if steps and kept is not None:

@@ -8,6 +8,7 @@ pickle, read here without torch.
 
 import pickle
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,11 @@ class CellFolder:
     def next_attempt(self) -> Attempt:
         attempts = self.attempts()
         return self.attempt(attempts[-1].number + 1 if attempts else 0)
+
+    def checkpoints(self, options: Mapping[str, Any]) -> Path:
+        """Return the folder of the checkpoints; runs that name the same absolute one share none."""
+        path, folder = self.path.resolve(), Path(options.get("checkpoint.folder") or "checkpoint")
+        return folder / path.parent.name / path.name if folder.is_absolute() else path / folder
 
     def newest_log(self) -> Path | None:
         """Return the log of the last attempt that has one, else the job's newest log."""

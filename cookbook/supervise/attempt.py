@@ -163,7 +163,8 @@ class RunningAttempt:
         self._late_at: float | None = None
         self._started = time.time()
         # Start a new session, so that a signal reaches every process that the script starts.
-        command, variables = ["bash", str(cell.script), *arguments], os.environ | environment
+        own = f"--checkpoint.folder={cell.checkpoints(record.options)}"
+        command, variables = ["bash", str(cell.script), *arguments, own], os.environ | environment
         self.process = subprocess.Popen(command, env=variables, start_new_session=True)
 
     def send(self, number: int) -> None:
@@ -197,7 +198,7 @@ class RunningAttempt:
             if self._late_at is not None and time.monotonic() > self._late_at:
                 self._late_at = None
                 options = self._record.options
-                folder = self.cell.path / str(options.get("checkpoint.folder", "checkpoint"))
+                folder = self.cell.checkpoints(options)
                 # Requeue only with a finished checkpoint to resume from, else the job would repeat
                 # its steps. A save writes .metadata last.
                 if options.get("checkpoint.enable") and any(folder.glob("step-*/.metadata")):

@@ -33,7 +33,7 @@ class Found:
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
     """Find the checkpoint to load and the damaged checkpoints that are newer."""
     options = _options_of(record)
-    wanted, place = options[_LOAD_STEP], folder.path / str(options["checkpoint.folder"])
+    wanted, place = options[_LOAD_STEP], folder.checkpoints(record.options)
     if not options["checkpoint.enable"]:
         return Found(None)
     saved = [one for one in saved_steps(place) if wanted in (-1, one[0])]
@@ -114,7 +114,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
     """Move damaged checkpoints aside, and record where the attempt resumes."""
     found = find_checkpoint(folder, record)
     options = _options_of(record)
-    saved, steps = folder.path / str(options["checkpoint.folder"]), options["training.steps"]
+    saved, steps = folder.checkpoints(record.options), options["training.steps"]
     attempt.path.mkdir(parents=True, exist_ok=True)
     # Move damaged checkpoints out of this folder. If one were only renamed, to `step-N-damaged`,
     # TorchTitan could still find `step-N` in its name, and try to load the folder `step-N`.

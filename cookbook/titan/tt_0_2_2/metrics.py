@@ -87,6 +87,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
     logger: BaseLogger
     alarm: StallAlarm | None = None
     _load: RouterLoad | None = None  # None before the first step
+    _logged_step = 0  # the last logged step
     _logged_at = -math.inf  # time.monotonic() of the last log line
 
     def __init__(self, job_config: Any, parallel_dims: Any, model_args: Any) -> None:
@@ -118,6 +119,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
             self.alarm.step()
         if self._load is None:
             self._load = RouterLoad(self, step, self._is_metrics_rank())
+            self._logged_step = step - 1
             self._report()
         # Reports show a validation loss in the row of its step, so that step is logged too.
         config = self.job_config
@@ -136,6 +138,10 @@ class CookbookMetrics(metrics.MetricsProcessor):
         """Log TorchTitan's metrics, and the router's load since the last logged step."""
         assert self._load is not None
         extra = (extra_metrics or {}) | self._load.log(step)
+        # TorchTitan divides by `log_freq`, also if fewer steps were made since the last log.
+        seconds = time.perf_counter() - self.time_last_log
+        extra["time_metrics/end_to_end(s)"] = seconds / (step - self._logged_step)
+        self._logged_step = step
         if self.job_config.training.max_skipped_steps:
             extra["skipped_steps"] = GradientWatch.skipped
         super().log(step, *values, extra_metrics=extra)

@@ -84,6 +84,8 @@ class RouterLoad:
         attempt = attempt_folder()
         self._file = attempt / "router_load.jsonl" if attempt else None
         num_logs = job_config.training.steps / job_config.metrics.log_freq
+        if (validation := job_config.validation).enable:
+            num_logs += job_config.training.steps / validation.freq
         self._logs_per_counts = math.ceil(num_logs / _MOST_COUNTS)
         self._kept = torch.zeros(self._shape, dtype=torch.float64)
         self._kept_from = self._first_step = first_step
