@@ -1,5 +1,6 @@
 """`run` and `sweep`: which cells are checked, submitted and waited for; the words for sbatch."""
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -196,6 +197,12 @@ def test_each_cell_that_can_run_is_a_job_of_its_own(
 
 def test_the_batch_file(slurm: Slurm, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somebody/elses")
+    # As in train.sh, a file of the cluster may fail, and the profile's own variables win.
+    site = slurm.folder / "the site.sh"
+    site.write_text('false; echo "${UNSET}"\nexport NCCL_IB_HCA=mlx5_0 NCCL_DEBUG=INFO VENV=/site\n')
+    files, variables = (str(site), "/no/such file"), Words({"NCCL_DEBUG": "WARN ALL"})
+    cluster = replace(cells[0].cluster, source=files, environment=variables)
+    cells[0] = replace(cells[0], cluster=cluster)
     run = create_run("smoke", cells[:1])
     # `run --resume NAME`, called beside the run: the checkout, where sbatch runs, has no such path.
     monkeypatch.chdir(run.folder.parent)
@@ -205,14 +212,16 @@ def test_the_batch_file(slurm: Slurm, cells: list[Cell], monkeypatch: pytest.Mon
     options = sbatch_options(cells[0]) | {"output": f"{run.cell('a').job_files}/%j.log"}
     header = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     assert header == [option_word(name, value) for name, value in options.items()]
-    exports = dict(
-        line.removeprefix("export ").split("=", 1) for line in lines if line.startswith("export ")
-    )
-    assert exports == {
+    started = {
         "SUBMITIT_EXECUTOR": "slurm",
         "PYTHONPATH": f"{ROOT}:/somebody/elses",
         "VENV": sys.prefix,
+        "NCCL_IB_HCA": "mlx5_0",
+        "NCCL_DEBUG": "WARN ALL",
     }
+    script = "\n".join([*lines[:-1], f"exec printenv {' '.join(started)}"])
+    printed = subprocess.run(["bash", "-c", script], capture_output=True, check=True, text=True)
+    assert printed.stdout.split("\n")[1:-1] == [*started.values()]
     # Slurm's signals go to the batch shell: it must be the supervisor by then.
     assert lines[-1].startswith(f"exec {sys.executable} ")
 

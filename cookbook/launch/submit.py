@@ -24,6 +24,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT, python_path, runs_folder
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
+from cookbook.config.options import exported
 from cookbook.launch.script import option_word, render_script, sbatch_options
 from cookbook.run.excluded import Choice, choose, excluded_file, read_excluded
 from cookbook.run.folder import CellFolder
@@ -88,10 +89,17 @@ class CellSlurmExecutor(SlurmExecutor):
         options["output"] = str(self.folder / "%j.log")
         if begin is not None:
             options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
+        # The nodes are tested before train.sh starts, so the profile must apply here too. Files that
+        # are missing are left to train.sh, which reports them.
+        cluster = cell.cluster
+        files = map(shlex.quote, [*cluster.source, *cluster.source_if_exists])
+        variables = exported(cluster.environment).items()
         lines = [
             "#!/bin/bash",
             f"# Runs {title} under the cookbook's supervisor.",
             *(f"#SBATCH {option_word(option, value)}" for option, value in options.items()),
+            *(f"[[ ! -r {file} ]] || source {file}" for file in files),
+            *(f"export {variable}={shlex.quote(value)}" for variable, value in variables),
             "export SUBMITIT_EXECUTOR=slurm",
             f"export PYTHONPATH={shlex.quote(python_path())}",
             f"export VENV={shlex.quote(sys.prefix)}",
