@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -299,8 +300,14 @@ def test_a_run_that_has_made_its_steps_says_so(cell: Started) -> None:
 
 
 def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell: Started) -> None:
+    # A cell of a sweep, never started before.
+    of_sweep: dict[str, Any] = {"stand_in_for": "671b", "baseline": "base", "prediction": "fast"}
+    of_sweep |= {"repeat_of": "debug", "repeat": 2}
+    submitted = replace(Point("debug", "bf16", "standard", cell.cluster).cell(), **of_sweep)
+    submitted.record().write(cell.folder.record)
     cell.start()
     record = replace(read_record(cell.folder.record), published_tokens_per_second_per_gpu=9.0)
+    assert {name: getattr(record, name) for name in of_sweep} == of_sweep
     record.write(cell.folder.record)
     first, script = cell.folder.record.read_text(), cell.folder.script.read_text()
     cell.start(attempt=1)

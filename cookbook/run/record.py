@@ -21,6 +21,8 @@ OF_SCRIPTS = {
     *("cookbook.precision", "cookbook.ep_backend", "cookbook.emulated"),
     *("cookbook.grouped_gemms", "cookbook.linear_layers", "cookbook.dispatch"),
 }
+# What a sweep says of its cell, and a script does not.
+_OF_SWEEPS = ("stand_in_for", "baseline", "prediction", "repeat_of", "repeat")
 # How many steps the learning-rate schedule covers; `training.steps` if it is not set.
 TOTAL_STEPS = "lr_scheduler.total_steps"
 
@@ -126,10 +128,13 @@ def earlier_record(folder: CellFolder) -> CellRecord | None:
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
     """Write the new record and script; keep old ones that differ in the last attempt's folder.
 
-    After an attempt on the same cluster, only what a resume may change is taken from `asked`.
+    What a sweep says of its cell stays. After an attempt on the same cluster, only what a resume
+    may change is taken from `asked`.
     """
     first, attempts = earlier_record(folder), folder.attempts()
     record = asked
+    if first:
+        record = replace(asked, **{name: getattr(first, name) for name in _OF_SWEEPS})
     if first and attempts and first.cluster == asked.cluster:
         is_same = (first.nodes, first.asked_options) == (asked.nodes, asked.asked_options)
         published = first.published_tokens_per_second_per_gpu
