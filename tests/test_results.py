@@ -185,10 +185,11 @@ def test_a_gpu_cell_is_held_beside_its_prediction(run: Run) -> None:
         assert cell.predicted_largest is None
 
 
-def test_memory_is_the_peak_of_all_attempts(run: Run) -> None:
-    first = "".join(metrics_line(step, memory="99.50") for step in (1, 2))
-    run.add("base", first, metrics_line(2, memory="10.00"))
+def test_memory_is_the_peak_of_all_attempts_since_a_change(run: Run) -> None:
+    folder = run.add("base", *(metrics_line(1, memory=peak) for peak in ("99.50", "20.00", "10.00")))
     assert run.only().memory_gib == 99.5
+    (folder / "attempt-1/cell.yaml").write_text("nodes: 4\n")
+    assert run.only().memory_gib == 20
 
 
 @pytest.mark.parametrize(

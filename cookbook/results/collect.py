@@ -2,7 +2,7 @@
 
 - Metrics come from the log of the loss rank: rank 0, or with PP the first rank of the last stage.
 - Throughput, TFLOPs and MFU are medians over the logged steps after warm-up (`measured_steps`).
-- Memory is the peak over all ranks, steps and attempts.
+- Memory is the peak over all ranks, steps and attempts since the cell was last changed.
 - If several attempts trained the same step, the newest attempt's metrics count.
 """
 
@@ -50,6 +50,8 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         # Report the cell even though its record is unreadable.
         record, problem = CellRecord(), str(error)
     attempts = folder.attempts()
+    # An attempt made before the cell's configuration was changed keeps its own record.
+    unchanged = takewhile(lambda one: not one.record.exists(), reversed(attempts))
     curve, loads = metrics.collect_steps(folder, record), metrics.collect_router_load(folder)
     measured, throughput = measured_steps(curve), measure(curve)
     environments = [read_json(attempt.environment) for attempt in reversed(attempts)]
@@ -87,7 +89,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         tflops_per_gpu=median_of(step.tflops for step in measured),
         # On a CPU, ignore TorchTitan's MFU: it assumes the peak of an A100.
         mfu=None if record.device == "cpu" else median_of(step.mfu for step in measured),
-        memory_gib=metrics.read_peak_memory(log for attempt in attempts for log in attempt.logs()),
+        memory_gib=metrics.read_peak_memory(log for one in unchanged for log in one.logs()),
         final_loss=curve[-1].loss if curve else None,
         validation_loss=next((loss for loss in validated if loss is not None), None),
         attention=attention,
@@ -122,7 +124,6 @@ def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
         return None
     seconds = 0.0
     for attempt in reversed(folder.attempts()):
-        # An attempt made before the cell's configuration was changed keeps its own record.
         record = read_record(attempt.record) if attempt.record.exists() else record
         seconds += (metrics.logged_seconds(attempt.log) or 0.0) * record.world
     return seconds / 3600 or None
