@@ -176,11 +176,11 @@ TRAIN_ARGS=(
   "${EP_BACKEND_ARGS[@]}"
   "${PRECISION_ARGS[@]}"
 )
-# Log to Weights & Biases if there is a key in the environment or from `wandb login`.
+# Log to Weights & Biases if there is a key in the environment or from `wandb login`, unless told not to.
 if [[ -n "${WANDB_API_KEY:-}" ]] || grep -qs 'api\.wandb\.ai' "${NETRC:-${HOME:-}/.netrc}"; then
   export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
   export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"
-  TRAIN_ARGS+=("--metrics.enable_wandb")
+  TRAIN_ARGS=(--metrics.enable_wandb "${TRAIN_ARGS[@]}")
 fi
 
 if [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]]; then

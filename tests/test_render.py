@@ -331,6 +331,13 @@ def test_wandb_key(runner: ScriptRunner, checkout: Path, tmp_path: Path, machine
     start = _start(runner, checkout, "train_16b.sh", **options)
     assert ("--metrics.enable_wandb" in start.train_args) == (machine == "api.wandb.ai")
     assert "--metrics.enable_tensorboard" in start.train_args
+    cell = _cell("deepseek_v3_16b", "bf16", "standard")
+    asked = cell.options.override({"metrics.enable_wandb": Setting(False, "")})
+    script = tmp_path / "train.sh"
+    script.write_text(render_script(replace(cell, options=asked), checkout))
+    start = _start(runner, checkout, script, **options)
+    given = [word for word in start.train_args if "enable_wandb" in word]
+    assert given[-1] == "--metrics.no_enable_wandb"
 
 
 @pytest.fixture(scope="module")
