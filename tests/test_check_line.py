@@ -33,7 +33,11 @@ def check_line(
             ["PRECISION=mxfp8", "sbatch", "--nodes=16", "train_671b.sh", "--training.steps=5"],
             "671b-mxfp8-standard may run: 16 node(s)",
         ),
-        (["sbatch", "-N16", "-p", "main", "train_671b.sh"], "may run: 16 node(s)"),
+        (
+            # Read by the supervisor, W&B and NCCL, and like names that the script reads itself.
+            ["COOKBOOK_PREFLIGHT=nodes WANDB_RUN_ID=a NCCL_IB_TC=1 sbatch -N16 train_671b.sh"],
+            "may run: 16 node(s)",
+        ),
         (["sbatch", "--nodes", "8-16", "train_671b.sh"], "may run: 8 node(s)"),
         (["sbatch", "--gres=nvme:1", "train_671b.sh"], "may run: 32 node(s) x 8 B200"),
     ],
@@ -79,6 +83,10 @@ def test_an_edited_copy_is_judged_by_what_it_says(checkout: Path, tmp_path: Path
     subprocess.run([sys.executable, str(checkout / "submit.py"), *words], check=True)
     script = tmp_path / "mine.sh"
     assert check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path).returncode == 0
+    # It would train BF16 all the same.
+    done = check_line(checkout, "PRECISION=mxfp8", "sbatch", "mine.sh", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "reads; render another script with --precision" in done.stderr
     script.write_text(script.read_text().replace("--training.steps=8", "--training.steps=0"))
     done = check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path)
     assert done.returncode == 2

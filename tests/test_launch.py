@@ -199,7 +199,7 @@ def test_the_batch_file(slurm: Slurm, cells: list[Cell], monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", "/somebody/elses")
     # As in train.sh, a file of the cluster may fail, and the profile's own variables win.
     site = slurm.folder / "the site.sh"
-    site.write_text('false; echo "${UNSET}"\nexport NCCL_IB_HCA=mlx5_0 NCCL_DEBUG=INFO VENV=/site\n')
+    site.write_text('false; echo "${UNSET}"\nexport NCCL_IB_HCA=mlx5_0 NCCL_DEBUG=INFO VENV=/\n')
     files, variables = (str(site), "/no/such file"), Words({"NCCL_DEBUG": "WARN ALL"})
     cluster = replace(cells[0].cluster, source=files, environment=variables)
     cells[0] = replace(cells[0], cluster=cluster)

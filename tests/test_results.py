@@ -186,7 +186,8 @@ def test_a_gpu_cell_is_held_beside_its_prediction(run: Run) -> None:
 
 
 def test_memory_is_the_peak_of_all_attempts_since_a_change(run: Run) -> None:
-    folder = run.add("base", *(metrics_line(1, memory=peak) for peak in ("99.50", "20.00", "10.00")))
+    peaks = ("99.50", "20.00", "10.00")
+    folder = run.add("base", *(metrics_line(1, memory=peak) for peak in peaks))
     assert run.only().memory_gib == 99.5
     (folder / "attempt-1/cell.yaml").write_text("nodes: 4\n")
     assert run.only().memory_gib == 20

@@ -252,6 +252,10 @@ def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+# Variables of programs that a job starts: the script names few of them.
+_OF_OTHERS = re.compile("(NCCL|NVSHMEM|SLURM|WANDB)_")
+# Variables that only a launcher reads; a cell's script was rendered with these options.
+_CHOICES = {"PRECISION": "--precision", "RECIPE": "--precision", "EP_BACKEND": "--ep-backend"}
 # The lines with which every rendered script calls the supervisor's checks.
 _CHECKS = (
     "set -euo pipefail",
@@ -274,11 +278,15 @@ def check_line(arguments: argparse.Namespace) -> int:
     options = _options([*_header(script, lines), *typed])
     exports = filter(_VARIABLE.match, options.export.split(","))
     variables |= dict(item.split("=", 1) for item in exports)
-    known = set(re.findall(r"\$\{([A-Z_]+):?-", text)) | {"PRECISION", "EP_BACKEND", "RECIPE"}
+    # The supervisor reads COOKBOOK_PREFLIGHT.
+    known = {*re.findall(r"\$\{([A-Z_]+):?-", text), "COOKBOOK_PREFLIGHT"}
     for name in variables:
-        close = nearest(name, known)
-        if name not in known and close and not re.search(rf"\{{{name}\b", text):
-            found = "is no variable that the script reads"
+        if name in known or _OF_OTHERS.match(name) or re.search(rf"\{{{name}\b", text):
+            continue
+        found, close = "is no variable that the script reads", nearest(name, {*known, *_CHOICES})
+        if name in _CHOICES:
+            raise InputError(name, found, f"render another script with {_CHOICES[name]}")
+        if close:
             raise InputError(name, found, f"did you mean {close[0]}?")
     nodes = options.nodes.partition("-")[0]
     if not (nodes.isdecimal() and int(nodes)):

@@ -89,8 +89,8 @@ class CellSlurmExecutor(SlurmExecutor):
         options["output"] = str(self.folder / "%j.log")
         if begin is not None:
             options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
-        # The nodes are tested before train.sh starts, so the profile must apply here too. Files that
-        # are missing are left to train.sh, which reports them.
+        # The nodes are tested before train.sh starts, so the profile must apply here too. train.sh
+        # reports the files that are missing.
         cluster = cell.cluster
         files = map(shlex.quote, [*cluster.source, *cluster.source_if_exists])
         variables = exported(cluster.environment).items()
