@@ -186,7 +186,7 @@ if [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]]; then
   export COOKBOOK_ROOT VENV
   exec "${VENV}/bin/python" -m cookbook.supervise "${CELL_DIR}" --script="${SCRIPT}" \
     --cell="${CELL}" --recipe=deepseek_v3_671b --precision="${PRECISION}" \
-    --ep-backend="${EP_BACKEND}" --cluster=soperator-b200 \
+    --ep-backend="${EP_BACKEND}" --cluster=soperator-b200 --nproc-per-node=8 \
     --nodes="${SLURM_JOB_NUM_NODES}" -- "${TRAIN_ARGS[@]}" -- "$@"
 fi
 

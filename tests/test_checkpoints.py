@@ -320,6 +320,10 @@ def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell:
     assert cell.folder.attempt(1).script.read_text() == script != cell.folder.script.read_text()
     newest = read_record(cell.folder.record)
     assert (newest.steps, newest.published_tokens_per_second_per_gpu) == (30, None)
+    # The profile has other ranks since then.
+    replace(newest, ranks_per_node=8).write(cell.folder.record)
+    cell.start("--training.steps=30", attempt=4)
+    assert read_record(cell.folder.record) == newest
 
 
 def test_other_steps_of_a_resumed_run_keep_the_schedule_of_the_learning_rate(

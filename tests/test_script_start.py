@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
@@ -180,6 +181,15 @@ def test_a_clusters_own_file_is_read_though_it_reads_unset_variables(job: Job) -
     assert start.environment["NCCL_IB_HCA"] == "mlx5_4:1"
     # What the profile itself says comes later.
     assert start.environment["FROM_PROFILE"] == "yes"
+
+
+def test_ranks_that_the_profile_no_longer_has_are_refused(job: Job) -> None:
+    profile = job.render().cluster.path
+    start = parse(job.run().asked[2:])
+    profile.write_text(yaml.safe_dump(PROFILE | {"ranks_per_node": 4}))
+    load_cluster.cache_clear()
+    with pytest.raises(InputError, match="found 2, and mine-1 has 4 here; render the script again"):
+        validate(start)
 
 
 @pytest.mark.parametrize("key", ["source", "source_if_exists"])

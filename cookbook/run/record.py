@@ -136,11 +136,13 @@ def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
     if first:
         record = replace(asked, **{name: getattr(first, name) for name in _OF_SWEEPS})
     if first and attempts and first.cluster == asked.cluster:
-        is_same = (first.nodes, first.asked_options) == (asked.nodes, asked.asked_options)
+        same = ("nodes", "ranks_per_node", "asked_options")
+        is_same = all(getattr(first, name) == getattr(asked, name) for name in same)
         published = first.published_tokens_per_second_per_gpu
         record = replace(
             first,
             nodes=asked.nodes,
+            ranks_per_node=asked.ranks_per_node,
             options=first.options if is_same else asked.options,
             published_tokens_per_second_per_gpu=published if is_same else None,
             max_restarts=asked.max_restarts,

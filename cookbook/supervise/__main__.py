@@ -46,6 +46,7 @@ class Start:
         nodes: the job's number of nodes, including `spare_nodes`, which do not train.
         arguments: the TorchTitan options in the script.
         own: the TorchTitan options that the user put after the script's name on the sbatch line.
+        nproc_per_node: the ranks that the script starts on each node; 0 if it does not say.
     """
 
     folder: CellFolder
@@ -59,6 +60,7 @@ class Start:
     spare_nodes: int
     arguments: Sequence[str]
     own: Sequence[str]
+    nproc_per_node: int = 0
 
 
 def validate(start: Start) -> Cell:
@@ -81,6 +83,9 @@ def validate(start: Start) -> Cell:
         emulated=options["cookbook.emulated"],
     )
     granted, ranks = os.environ.get("SLURM_GPUS_ON_NODE", ""), cell.cluster.ranks_per_node
+    if start.nproc_per_node not in (0, ranks):
+        found = f"found {start.nproc_per_node}, and {cell.cluster.name} has {ranks} here"
+        raise InputError("--nproc-per-node", found, "render the script again")
     if cell.cluster.gpu is not None and granted.isdecimal() and int(granted) < ranks:
         found = f"the job has {granted} GPUs a node, and the script starts {ranks} ranks"
         remedy = f"ask for --gpus-per-node={ranks}, or set gpus_per_node in the cluster's profile"
@@ -183,7 +188,8 @@ def parse(words: Sequence[str]) -> Start:
     for name in ("cell", "recipe", "precision", "ep-backend", "cluster"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--spare-nodes", type=int, default=0)
+    for name in ("spare-nodes", "nproc-per-node"):
+        parser.add_argument(f"--{name}", type=int, default=0)
     # Split by hand: argparse would parse TorchTitan's options as its own.
     marked = [*words, "--", "--"]
     first = marked.index("--")

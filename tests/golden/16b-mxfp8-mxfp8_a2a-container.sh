@@ -137,7 +137,7 @@ if [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]]; then
   export COOKBOOK_ROOT VENV
   exec "${VENV}/bin/python" -m cookbook.supervise "${CELL_DIR}" --script="${SCRIPT}" \
     --cell="${CELL}" --recipe=deepseek_v3_16b --precision=mxfp8 \
-    --ep-backend=mxfp8_a2a --cluster=/shared/moe-cookbook/tests/clusters/container.yaml \
+    --ep-backend=mxfp8_a2a --cluster=/shared/moe-cookbook/tests/clusters/container.yaml --nproc-per-node=8 \
     --nodes="${SLURM_JOB_NUM_NODES}" -- "${TRAIN_ARGS[@]}" -- "$@"
 fi
 
