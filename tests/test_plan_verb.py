@@ -198,6 +198,9 @@ def test_held_and_varied_values(search: Search, capsys: pytest.CaptureFixture[st
     assert {cell.options[TP] for cell in search.cells} == {1, 2}
     named = search.documents
     assert named is not None and (named.mean_tokens, named.median_tokens) == (300, 200)
+    once, synonyms = len(search.cells), ["--vary", "precision=mxfp8,mxfp8_default"]
+    assert main([*ONE_NODE, *words, *synonyms, "--ep-backend", "deepep", "--best", "0"]) == 0
+    assert len(search.cells) == once
     # Without words the recipe's own, and other EP backends than its own.
     assert main([*ONE_NODE, "--best", "0"]) == 0
     assert len({cell.pair for cell in search.cells}) > 1

@@ -200,7 +200,8 @@ def space_of(
         values = text.split(",")
         if key in OVERLAYS:
             with named_at(place):
-                named[key] = [load[key](name) for name in values]
+                # Synonyms name one overlay.
+                named[key] = [*{one.name: one for one in map(load[key], values)}.values()]
             continue
         option = stack.setting(place, key)
         if key in varied:
