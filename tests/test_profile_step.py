@@ -198,6 +198,10 @@ def test_a_trace_is_read_plain_and_packed(tmp_path: Path, packed: bool, suffix: 
         (b'{"traceEvents": []}', "holds no operation and no kernel; the profiler recorded nothing"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x"}]}', "PyTorch does not"),
         (b"\x1f\x8bnonsense", "cannot be read"),
+        (
+            b'{"traceEvents": [{"ph":"X","cat":"cpu_op","name":"x","ts":1,"dur":0,"tid":1}]}',
+            "covers no time; profile",
+        ),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: bytes, words: str) -> None:

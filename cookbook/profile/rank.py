@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cookbook.base.errors import InputError
 from cookbook.base.gpus import peak_tflops
 from cookbook.base.yamlfile import shown_path
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS, NUMBERS
@@ -106,6 +107,8 @@ def profile_rank(path: Path) -> RankProfile:
     kernels = kernels_of(trace)
     windows = step_windows(trace, kernels)
     start, end, count = windows[0], windows[-1], len(windows) - 1
+    if start == end:
+        raise InputError(shown_path(path), "covers no time", "profile the recipe again")
     step_ms = _per_step(end - start, count)
     divided, gaps = divide(kernels, start, end)
     categories = {}
