@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import cache_from_source
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,6 +178,16 @@ def test_gpus_are_those_that_a_run_gets(node: Node) -> None:
     assert finding.found.startswith("CUDA_VISIBLE_DEVICES='-1' hides all 8")
     # The driver is here all the same.
     assert node.findings()["ibgda"].state == "ok"
+
+
+def test_a_small_dev_shm_is_no_problem_where_an_image_is_built(
+    node: Node, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=64 << 20))
+    assert node.findings()["scratch"].state == "problem"
+    node.gpus = NoGpusError("no library", has_driver=False)
+    assert node.findings()["scratch"].state == "warning"
+    assert node.problems()["scratch"] == "/tmp: 0.1 GiB free"
 
 
 class TestCluster:

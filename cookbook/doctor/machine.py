@@ -309,8 +309,10 @@ def scratch(here: Surroundings) -> Verdict:
         except OSError as error:
             return "problem", f"{folder}: {error.strerror}", "create it"
         if free < 1:
+            # Without GPUs, as where an image is built, NCCL never runs.
+            state: State = "problem" if here.gpus or here.is_in_job else "warning"
             remedy = "free some, or give the container more"
-            return "problem", f"{folder}: {free:.1f} GiB free", remedy
+            return state, f"{folder}: {free:.1f} GiB free", remedy
         found.append(f"{free:.0f} GiB in {folder}")
     return "ok", " and ".join(found)
 
