@@ -108,11 +108,12 @@ def test_of_several_traced_cells_one_is_to_be_named(runs: Path) -> None:
     assert rank["rank"] == 1
 
 
-def test_a_recipe_that_starts_from_weights_is_profiled_without(tmp_path: Path) -> None:
+def test_a_recipe_is_profiled_without_its_weights_and_validation(tmp_path: Path) -> None:
     recipe, text = tmp_path / "mine.yaml", (ROOT / "recipes/debug.yaml").read_text()
     options = ["enable: true", "initial_load_in_hf: true", "last_save_in_hf: true"]
     options += ["initial_load_in_hf_quantized: true", "initial_load_path: nowhere"]
-    recipe.write_text("\n  ".join([f"{text}checkpoint:", *options]))
+    text += "validation: {enable: true, freq: 0}\ncheckpoint:"
+    recipe.write_text("\n  ".join([text, *options]))
     words = ["profile", str(recipe), "--cluster", "local", "--dry-run"]
     answer = submit(*words, runs=tmp_path)
     assert (answer.status, answer.stderr) == (0, "")
@@ -145,7 +146,7 @@ def test_a_recipe_is_trained_and_profiled(recipe: str, tmp_path: Path) -> None:
     assert (found["on_gpu"], found["device"]) == (False, "CPU")
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     for rank in found["ranks"]:
-        assert rank["steps"] == [1, 2]
+        assert rank["steps"] == [2, 3]
         parts = [category["ms"] for category in rank["categories"].values()]
         assert sum(parts) + rank["idle"]["host_ms"] == pytest.approx(rank["step_ms"])
         assert rank["accounted"] > 0.95

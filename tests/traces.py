@@ -67,8 +67,8 @@ class TraceFile:
         return self
 
     def step(self, number: int, start: float, end: float) -> TraceFile:
-        """A training step of the host."""
-        return self.add("user_annotation", f"ProfilerStep#{number}", start, end, MAIN)
+        """A training step of the host; the profiler counts them from 0."""
+        return self.add("user_annotation", f"ProfilerStep#{number - 1}", start, end, MAIN)
 
     def op(
         self, name: str, start: float, end: float, thread: int = MAIN, **arguments: Any

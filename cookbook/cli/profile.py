@@ -37,6 +37,8 @@ _SETTINGS = {
     "training.steps": 8,
     # Log every step: reading the loss keeps the host from running ahead into the next step.
     "metrics.log_freq": 1,
+    # TorchTitan's profiler counts a validation as part of the step before it.
+    "validation.enable": False,
 }
 # Without checkpoints, the last three would have no effect and be refused if the recipe sets them.
 _NO_CHECKPOINTS = {

@@ -238,7 +238,8 @@ class _Reader:
         name, start = event["name"], float(event["ts"])
         end = start + float(event["dur"])
         if not is_work and (step := _STEP.fullmatch(name)):
-            self._steps.append(Step(int(step[1]), start, end))
+            # The profiler counts from 0, and training from 1.
+            self._steps.append(Step(int(step[1]) + 1, start, end))
             return
         flops, bits = 0.0, 0
         if _GEMM.fullmatch(name):
