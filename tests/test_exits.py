@@ -136,14 +136,6 @@ def test_a_refused_attempt_has_excluded_nodes(cell: CellFolder, reason: str, cau
     assert exits.refused_end(cell.attempt(0), reason).left_out == ()
 
 
-def test_requeues_after_saves_are_free(cell: CellFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    for number, job_id in enumerate(["77", "77", "76"]):
-        cell.attempt(number).path.mkdir(exist_ok=True)
-        cell.attempt(number).stopped.write_text(f"{job_id} 5\n")
-    assert exits.restarts_after_failure(cell) == 1
-
-
 def test_a_step_with_a_gradient_that_is_no_number_is_no_good_one(cell: CellFolder) -> None:
     head = "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - "
     norms = {3: "1.5", 4: "nan", 5: "inf"}

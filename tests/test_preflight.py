@@ -22,6 +22,7 @@ from cookbook.run.excluded import Choice, Excluded, choose, exclude_nodes, read_
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import StepEnd
+from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise import network_test
 from cookbook.supervise import preflight as module
 from cookbook.supervise.network_test import NetworkVerdict, Outcome, RankGroups, Team
@@ -178,7 +179,16 @@ def requeued(job: JobNodes) -> tuple[Sequence[str] | None, float | None]:
 
 
 def test_requeued_within_its_restarts(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    def end(cause: Cause, job_id: str = "77") -> None:
+        write_attempt_end(job.attempt, AttemptEnd(0, cause, job_id=job_id))
+        job.attempt = job.cell.next_attempt()
+        job.attempt.path.mkdir()
+
+    # Slurm started it again after each; a save and a preemption are no failures.
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "5")
+    for cause in (Cause.DEAD_RANK, Cause.STOPPED, Cause.STOPPED, Cause.SAVED, Cause.BAD_NODES):
+        end(cause)
+    end(Cause.DEAD_RANK, job_id="76")
     job.faults = {"worker-1": [ECC]}
     # The spare one takes its place.
     module.decide(job)
@@ -187,8 +197,8 @@ def test_requeued_within_its_restarts(job: JobNodes, monkeypatch: pytest.MonkeyP
     found = json.loads(job.attempt.preflight.read_text())
     assert (found["nodes"], found["for_slurm"]) == ([], ["worker-1", "worker-2"])
     assert found["excluded"].keys() == {"worker-1", "worker-2"}
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    with pytest.raises(JobError, match=r"started again 3 times already .*ECC error"):
+    end(Cause.BAD_NODES)
+    with pytest.raises(JobError, match=r"restarted 3 times already, as max_restarts.*ECC error"):
         module.decide(job)
 
 

@@ -142,7 +142,7 @@ def classify_exit(
 ) -> AttemptEnd:
     """Return how and why an attempt ended."""
     end = _with_steps(_end(attempt, Cause.FINISHED, None, code, started), attempt, record)
-    if (step := _read_stopped(attempt)[1]).isdecimal():
+    if (step := _read_stopped(attempt)).isdecimal():
         reason = f"asked to stop, it saved step {step} and ended"
         return replace(end, cause=Cause.SAVED, reason=reason)
     if not code:
@@ -183,12 +183,12 @@ def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attemp
     return replace(end, first_step=first, last_step=last, last_good_step=good)
 
 
-def _read_stopped(attempt: Attempt) -> tuple[str, str]:
-    """Read the job id and the saved step from `attempt.stopped`; both are empty if this fails."""
+def _read_stopped(attempt: Attempt) -> str:
+    """Read the saved step from `attempt.stopped`; empty if this fails."""
     with contextlib.suppress(OSError, ValueError):
-        job_id, step = attempt.stopped.read_text(encoding="utf-8").split()
-        return job_id, step
-    return "", ""
+        _, step = attempt.stopped.read_text(encoding="utf-8").split()
+        return step
+    return ""
 
 
 def restarts() -> int:
@@ -196,15 +196,13 @@ def restarts() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-def restarts_after_failure(cell: CellFolder) -> int:
-    """Return how many of this job's requeues count as restarts after a failure.
+def job_ends(cell: CellFolder) -> list[AttemptEnd]:
+    """Return how the cell's attempts in this job ended, those before a requeue included.
 
-    A requeue does not count if the job was asked to stop before it and saved a checkpoint. All
-    others count, whatever their cause.
+    Another job may have other options.
     """
-    job_id = os.environ.get("SLURM_JOB_ID")
-    saved = [one for one in cell.attempts() if job_id and _read_stopped(one)[0] == job_id]
-    return restarts() - len(saved)
+    job_id, history = own_job(), status.read_history(cell.attempts())
+    return [end for end in history if job_id and end.job_id == job_id]
 
 
 def slurm_job() -> str | None:

@@ -26,7 +26,7 @@ from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import StepEnd, retry_while_busy, run_step
 from cookbook.run.status import read_json
-from cookbook.supervise.exits import Action, Decision, restarts_after_failure
+from cookbook.supervise.exits import RULES, Action, Decision, job_ends
 from cookbook.supervise.network_test import RankGroups, test_bandwidth
 from cookbook.supervise.node_report import Reader, Report
 
@@ -273,9 +273,9 @@ def decide(job: JobNodes) -> None:
     if missing <= 0:
         return
     why = "; ".join(f"{node}: {reason}" for node, reason in job.reasons.items())
-    restarts = restarts_after_failure(job.cell)
-    if restarts >= job.record.max_restarts:
-        allowed = f"the job was started again {restarts} times already (max_restarts)"
+    failures = sum(RULES[end.cause].is_counted for end in job_ends(job.cell))
+    if failures >= job.record.max_restarts:
+        allowed = f"restarted {failures} times already, as max_restarts allows"
         raise JobError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
     # Keep the exclusions by the user and the profile. Those by earlier checks may have expired.

@@ -139,9 +139,7 @@ class Supervisor:
             self.late_s = float(cluster_from_record(record).late_seconds)
         end_orphan_step(cell)
         exits.note_killed_attempt(cell, record)
-        # Count only attempts of this job, requeues included: another job may have other options.
-        job_id, history = exits.own_job(), status.read_history(cell.attempts())
-        ends = [end for end in history if job_id and end.job_id == job_id]
+        ends = exits.job_ends(cell)
         while True:
             end, decision = self._attempt(cell, record, ends)
             if self.signal_number:
