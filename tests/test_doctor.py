@@ -195,6 +195,11 @@ class TestCluster:
         assert node.findings(partition="hidden")["partition"].found.startswith("hidden: 32 nodes")
         own = str(ROOT / "tests/clusters/container.yaml")
         assert "no partition 'training'" in node.findings(own)["partition"].found
+        # The ranks use the image's packages and compiler.
+        shutil.rmtree(node.folder / "site/deep_ep-1.2.1.dist-info")
+        states = {name: finding.state for name, finding in node.findings(own).items()}
+        ours = ("torchao kernels", "compiler", "bytecode", "deepep", "flash attention")
+        assert {states[name] for name in ours} == {"not here"} and states["pins"] == "ok"
         assert node.findings(own, partition="main")["partition"].state == "ok"
         finding = node.findings(partition="gpus")["partition"]
         assert (finding.state, "there are: hidden, main" in finding.found) == ("problem", True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config import validate
 from cookbook.config.cluster import load_cluster
@@ -74,6 +75,9 @@ def test_on_a_cluster_it_is_a_job_of_one_node(
     assert expected | {"--exclusive", "--mem=0"} <= set(words)
     assert words[-4:] == ["cookbook.doctor", "--numerics", "--output", f"{tmp_path}/out.json"]
     assert capsys.readouterr().out.startswith("srun --nodes=1 ")
+    (container,) = [path for path in CLUSTER_FILES if path.stem == "container"]
+    with pytest.raises(InputError, match=r"container: its ranks use .* in the image, on a node:"):
+        main(["--numerics", "--cluster", str(container)])
     (cpu_nodes,) = [path for path in CLUSTER_FILES if path.stem == "cpu-nodes"]
     profile = tmp_path / "mine.yaml"
     options = "sbatch: {qos: low, spread-job: true, contiguous: false}\ntime: 30:00"

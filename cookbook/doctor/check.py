@@ -122,8 +122,11 @@ class Check:
     is_for_local: bool  # whether the doctor also runs it with --local
     node_hours: float | None  # hours to exclude a node that fails it; None if not run on nodes
     is_for_gpus: bool  # whether it is skipped if no GPU is visible
+    is_for_ranks: bool  # whether a cluster's container has its own of what it looks at
 
     def finding(self, here: Surroundings) -> Finding | None:
+        if self.is_for_ranks and here.cluster and here.cluster.container:
+            return Finding(self.name, "not here", "that of the container's image counts")
         verdict = self.look(here) if here.gpus or not self.is_for_gpus else None
         return Finding(self.name, *verdict) if verdict else None
 
@@ -136,10 +139,15 @@ CHECKS: list[Check] = []
 
 
 def check(
-    name: str, *, local: bool = False, node_hours: float | None = None, of_gpus: bool = False
+    name: str,
+    *,
+    local: bool = False,
+    node_hours: float | None = None,
+    of_gpus: bool = False,
+    of_ranks: bool = False,
 ) -> Callable[[Callable[[Surroundings], Verdict]], Check]:
     def add(look: Callable[[Surroundings], Verdict]) -> Check:
-        CHECKS.append(Check(name, look, local, node_hours, of_gpus))
+        CHECKS.append(Check(name, look, local, node_hours, of_gpus, of_ranks))
         return CHECKS[-1]
 
     return add

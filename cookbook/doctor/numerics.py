@@ -83,6 +83,10 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
 
 def _prove_on(cluster: Cluster, output: Path | None) -> int:
     """Run the comparison on a node of `cluster`, as a job, and wait for it."""
+    if cluster.container:
+        found = "its ranks use the kernels of the container's image, not those of .venv"
+        remedy = "in the image, on a node: python -m cookbook.doctor --numerics"
+        raise InputError(f"--cluster {cluster.name}", found, remedy)
     if shutil.which("srun") is None:
         remedy = "run it on a login node, or leave --cluster out to prove this machine's kernels"
         found = "there is no srun here to start a job with"

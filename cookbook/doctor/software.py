@@ -57,7 +57,7 @@ def pins(here: Surroundings) -> Verdict:
     return "ok", f"stack {stack_name(requirements)}, {len(pinned)} packages as pinned"
 
 
-@check("torchao kernels")
+@check("torchao kernels", of_ranks=True)
 def torchao_kernels(here: Surroundings) -> Verdict:
     """Check that TorchAO's CUDA kernels, built for one CUDA major version, can load."""
     cuda, folder = torch_cuda(here.site), package_folder("torchao", here.site)
@@ -71,7 +71,7 @@ def torchao_kernels(here: Surroundings) -> Verdict:
     return "ok", f"MXFP8 kernels for CUDA {major}"
 
 
-@check("compiler", local=True)
+@check("compiler", local=True, of_ranks=True)
 def compiler(here: Surroundings) -> Verdict:
     """Check for the C compiler and the Python headers that torch.compile and Triton need."""
     missing = [] if any(map(here.which, ("gcc", "cc", "clang"))) else ["a C compiler"]
@@ -84,7 +84,7 @@ def compiler(here: Surroundings) -> Verdict:
     return "ok", "C compiler and Python headers"
 
 
-@check("bytecode")
+@check("bytecode", of_ranks=True)
 def bytecode(here: Surroundings) -> Verdict:
     """Check that the packages have bytecode; otherwise each rank compiles them at each start."""
     folder = package_folder("torch", here.site)
@@ -97,7 +97,7 @@ def bytecode(here: Surroundings) -> Verdict:
     return "ok", "the packages' modules are compiled"
 
 
-@check("deepep")
+@check("deepep", of_ranks=True)
 def deepep(here: Surroundings) -> Verdict:
     pin = next(pin for pin in read_pins(here.repository / "requirements.txt") if pin.source)
     built = find_deepep(here.site)
@@ -125,7 +125,7 @@ def deepep(here: Surroundings) -> Verdict:
     return "ok", f"{built.version}, inter-node kernels{nvshmem}"
 
 
-@check("flash attention", local=True)
+@check("flash attention", local=True, of_ranks=True)
 def flash_attention(here: Surroundings) -> Verdict:
     models = [gpu.model for gpu in here.gpus]
     if here.is_login_node and here.cluster:
