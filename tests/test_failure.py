@@ -110,6 +110,21 @@ def test_reasons_from_outside_python(tmp_path: Path, line: str) -> None:
     assert reason_of(tmp_path, "starting", line, EXITED) == line
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "cause"),
+    [
+        ("srun: error: h200: task 0: Killed", 137, Cause.DEAD_RANK),
+        ("srun: error: w-[0-1]: tasks 0-1: Bus error (core dumped)", 135, Cause.DEAD_RANK),
+        ("srun: error: h200: task 0: Exited with exit code 2", 2, Cause.WRONG_OPTION),
+        ("slurmstepd: error: execve(): torchrun: No such file or directory", 2, Cause.MISSING_FILE),
+    ],
+)
+def test_torchrun_itself_ends(tmp_path: Path, line: str, code: int, cause: Cause) -> None:
+    others = [CANCELLED.replace("JOB 7", "STEP 7.0").replace(" DUE TO TIME LIMIT", ""), EXITED]
+    (tmp_path / "train.log").write_text("\n".join([line, *others]))
+    assert find_cause(tmp_path, code) == (cause, line)
+
+
 def test_the_log_of_a_rank_that_the_console_did_not_show(tmp_path: Path) -> None:
     stderr = tmp_path / "ranks" / "7_0_x" / "attempt_0" / "5" / "stderr.log"
     stderr.parent.mkdir(parents=True)

@@ -53,6 +53,9 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|Connection (?:closed|reset)|Broken pipe|remote process exited|DistBackendError"
         r"|DistNetworkError|Rendezvous\w*Error|Socket Timeout|recvValue|NCCL error"
         r"|CUDA error|uncorrectable ECC|unspecified launch failure"
+        # srun on a task that a signal ended, such as torchrun itself.
+        r"|^srun: error: \S+: tasks? [0-9,-]+: "
+        r"(?:Killed|Terminated|Aborted|Segmentation fault|Bus error)"
         # What `find_cause` returns as the reason if it knows only that a signal ended the script.
         r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$",
     ),
@@ -72,6 +75,7 @@ _LINES = (
     (_SLURM, re.compile(r"DUE TO (?:TIME LIMIT|NODE FAILURE|PREEMPTION)|oom[_-]kill")),
     (_LINE, re.compile(r"Watchdog caught|Unrecognized options:|error: (?:argument|unrecognized)")),
     (_LINE, re.compile(r"^srun: error: (?!.*(?:Exited with exit code|\btasks? [0-9]))")),
+    (_LINE, re.compile(r"^slurmstepd\S*: error: execve\(\): ")),
     (_SCRIPT, re.compile(r"^(?:\S*/)?[\w.+-]+(?:\.sh|: line [0-9]+): |^cookbook\.supervise: ")),
     # Exit code -15 marks ranks that torchrun itself ended.
     (_EXIT, re.compile(r"failed \(exitcode: (?!-15)-?[0-9]+\) local_rank")),
@@ -98,9 +102,10 @@ def find_cause(attempt: Path, exit_code: int) -> tuple[Cause, str]:
     if reason is None:
         ended = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else None
         reason = ended or f"exit status {exit_code}"
-    # Exit code 2 means that the script refused to run; torchrun fails with 1.
-    is_wrong = is_refusal or exit_code == 2
-    return Cause.WRONG_OPTION if is_wrong else cause_of(reason), reason
+    cause = cause_of(reason)
+    # The script refuses to run with exit code 2, torchrun fails with 1; srun's 2 is a missing file.
+    is_wrong = is_refusal or (exit_code == 2 and cause is Cause.ERROR)
+    return Cause.WRONG_OPTION if is_wrong else cause, reason
 
 
 def find_reason(attempt: Path) -> str | None:
