@@ -5,6 +5,7 @@ without a default is required. A field with `metadata={"key": name}` is read fro
 Errors name file, line, key and allowed values.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -80,7 +81,9 @@ def read_yaml(path: Path) -> YamlFile:
         if not isinstance(node, yaml.MappingNode):
             if node.tag in (f"{_TAG}int", f"{_TAG}float"):
                 texts[keys] = node.value
-            return make(node)
+            with contextlib.suppress(ValueError, KeyError, AttributeError):
+                return make(node)
+            raise yaml.MarkedYAMLError(None, None, "value does not fit its tag", node.start_mark)
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
