@@ -105,6 +105,50 @@ def test_the_rate_stays_at_the_end_of_its_schedule(decay_type: str) -> None:
     assert rates(10, 6)[6:] == [rates(6, None)[-1]] * 4
 
 
+@pytest.mark.parametrize("saved_after", [1, 4])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_resume_trains_with_the_options_asked_at_the_schedules_position(
+    tmp_path: Path, saved_after: int, in_backward: bool
+) -> None:
+    import torch
+    from torch.distributed import checkpoint
+    from torchtitan.config.job_config import LRScheduler, Optimizer
+
+    from cookbook.titan.tt_0_2_2.loss_and_optimizer import build_lr_schedulers, build_optimizers
+
+    dims: Any = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=0, pp_enabled=0)
+
+    def train(steps: int, resumes: bool, **asked: float) -> list[dict[str, Any]]:
+        """Train two model parts; what each optimizer's step used, but not its parameters."""
+        parts = [torch.nn.ModuleDict({name: torch.nn.Linear(2, 1, bias=False)}) for name in "ab"]
+        for part in parts:
+            part.layers = torch.nn.ModuleDict()
+        config = Optimizer(early_step_in_backward=in_backward, implementation="for-loop", **asked)
+        optimizers = build_optimizers(parts, config, dims)
+        schedulers = build_lr_schedulers(optimizers, LRScheduler(warmup_steps=2), 8)
+        state = {"optimizer": optimizers, "lr_scheduler": schedulers}
+        if resumes:
+            checkpoint.load(state, checkpoint_id=tmp_path)
+        used = []
+        for _ in range(steps):
+            (logged,) = schedulers.schedulers[0].get_last_lr()
+            for one in optimizers:
+                (group,) = one.param_groups
+                used.append({**group, "params": None, "logged": logged})
+            for part, name in zip(parts, "ab", strict=True):
+                part[name](torch.ones(1, 2)).sum().backward()
+            optimizers.step()
+            schedulers.step()
+        if not resumes:
+            checkpoint.save(state, checkpoint_id=tmp_path)
+        return used
+
+    other = {"lr": 1e-6, "weight_decay": 0.3, "eps": 1e-5, "beta1": 0.5, "beta2": 0.6}
+    whole = train(8, resumes=False, **other)
+    train(saved_after, resumes=False)
+    assert train(8 - saved_after, resumes=True, **other) == whole[2 * saved_after :]
+
+
 VALIDATE = (
     "--validation.enable",
     "--validation.freq=2",

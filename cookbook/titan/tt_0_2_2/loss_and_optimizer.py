@@ -10,6 +10,8 @@
   of weights, moments and routing bias.
 - A run that is resumed with more steps keeps its original schedule (`lr_scheduler.total_steps`).
   After its end the learning rate is constant; TorchTitan's would turn negative or rise again.
+- A checkpoint also holds the learning rate, betas, epsilon and weight decay, and loading it would
+  undo a change of them. Here those of the options apply, at the schedule's position.
 """
 
 import math
@@ -163,10 +165,19 @@ def watch_gradients(job_config: Any) -> None:
 def build_optimizers(*args: Any, **kwargs: Any) -> Any:
     """Return TorchTitan's optimizers, extended to update the routing bias in every family.
 
+    A checkpoint's moments are loaded, but not its options, such as the weight decay.
+
     With `training.max_skipped_steps` N, `step` skips up to N steps whose gradients are not finite,
     and fails at the next one.
     """
     optimizers = build_optimizers_with_moe_load_balancing(*args, **kwargs)
+    load = optimizers.load_state_dict
+
+    def load_moments(state: dict[str, Any]) -> None:
+        asked = optimizers.state_dict().items()
+        load(state | {name: value for name, value in asked if name.startswith("param_groups.")})
+
+    optimizers.load_state_dict = load_moments
     if not GradientWatch.limit:
         return optimizers
     step = optimizers.step
@@ -197,11 +208,23 @@ def _clip_and_note(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def build_lr_schedulers(optimizers: Any, lr_scheduler_config: Any, training_steps: int) -> Any:
-    """Return TorchTitan's schedulers, with a constant rate after the schedule's last step."""
+    """Return TorchTitan's schedulers, with a constant rate after the schedule's last step.
+
+    Only their position is loaded from a checkpoint.
+    """
     schedulers = titan_lr_schedulers(optimizers, lr_scheduler_config, training_steps)
     last = (lr_scheduler_config.total_steps or training_steps) - 1
     for scheduler in schedulers:
         scheduler.lr_lambdas = [
             lambda step, own=own: own(min(step, last)) for own in scheduler.lr_lambdas
         ]
+    load = schedulers.load_state_dict
+
+    def load_position(state: dict[str, Any]) -> None:
+        # All schedulers are alike, so the checkpoint has the state of one.
+        load(state | {"base_lrs": schedulers.schedulers[0].base_lrs})
+        for scheduler in schedulers:
+            scheduler._update_lr(scheduler.last_epoch)
+
+    schedulers.load_state_dict = load_position
     return schedulers
