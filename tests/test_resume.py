@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError, JobError
+from cookbook.base.yamlfile import Words
 from cookbook.config.cell import Cell
 from cookbook.config.options import Setting
 from cookbook.config.resolve import cell_from_record
@@ -167,10 +168,12 @@ def test_each_request_is_kept_with_its_attempt(monkeypatch: pytest.MonkeyPatch) 
     # Attempt 1 never began; the next request takes its place.
     assert resume_cells(run, [_longer(20, 2)]) == ["12"]
     (folder.path / "attempt-1").mkdir()
-    assert resume_cells(run, [_longer(30, 2)]) == ["13"]
+    longest = _longer(30, 2)
+    cluster = replace(longest.cluster, environment=Words({"NCCL_DEBUG": "INFO"}))
+    assert resume_cells(run, [replace(longest, cluster=cluster)]) == ["13"]
 
     record = read_record(folder.record)
-    assert (record.steps, record.world) == (30, 4)
+    assert (record.steps, record.world, record.environment["NCCL_DEBUG"]) == (30, 4, "INFO")
     assert (folder.path / "attempt-0/cell.yaml").read_text() == first
     assert read_record(folder.attempt(1).record).steps == 20
 

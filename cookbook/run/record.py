@@ -146,6 +146,7 @@ def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
             options=first.options if is_same else asked.options,
             published_tokens_per_second_per_gpu=published if is_same else None,
             max_restarts=asked.max_restarts,
+            environment=asked.environment,
             too_few_nodes=asked.too_few_nodes,
             profile=asked.profile,
         )
