@@ -26,6 +26,7 @@ from tests.submit import listing, submit
 
 NAME = "debug-bf16-standard"
 OPTIONS = ("--checkpoint.enable", "--training.steps=20")
+WORKERS = "training.dataloader.num_workers=1"
 
 
 @dataclass
@@ -258,6 +259,21 @@ def test_another_number_of_readers_is_refused_or_reads_anew(cell: Started) -> No
     assert "checkpoint.exclude_from_loading=dataloader" in str(refused.value)
     cell.start("--checkpoint.exclude_from_loading=dataloader")
     assert cell.step() == 6
+
+
+@pytest.mark.parametrize("option", ["data.files=b", "data.shuffle_seed=2", WORKERS])
+def test_a_lost_position_in_the_texts_is_refused_or_reads_anew(cell: Started, option: str) -> None:
+    for name in "ab":
+        (cell.path.parents[2] / f"{name}.jsonl").write_text('{"text": "x"}\n')
+    texts = f"--data.files={cell.path.parents[2]}"
+    first = ("--training.dataset=text", f"{texts}/a.jsonl")
+    cell.start(*first)
+    save(cell.saved, 6)
+    changed = (*first, f"{texts}/b.jsonl" if option == "data.files=b" else f"--{option}")
+    with pytest.raises(InputError, match=f"{option.partition('=')[0]}: differs from the check"):
+        cell.start(*changed)
+    cell.start(*changed, "--checkpoint.exclude_from_loading=dataloader", attempt=1)
+    assert cell.step(1) == 6
 
 
 def test_a_step_that_is_asked_for_is_judged_alone(cell: Started) -> None:

@@ -95,6 +95,7 @@ def test_a_dry_run_says_where_each_cell_goes_on_and_writes_nothing() -> None:
             "found 16B, and the checkpoint is of debugmodel; leave it out",
         ),
         (["--nodes=3"], "--nodes: found 3, allowed: 1 to 2 on cluster cpu-nodes"),
+        (["--set=training.dataset=c4"], "training.dataset: differs from the checkpoint's"),
         (["--nodes=2"], "2 data-parallel ranks read the texts, and now there are 4"),
         (["--set=parallelism.expert_parallel_degree=3"], "3 does not divide"),
     ],

@@ -22,7 +22,6 @@ C, V, D = "checkpoint", "validation", "data"
 DRY_RUN = "run debug --dry-run --cluster local"
 VALIDATE = {f"{V}.enable": True, f"{V}.steps": 1}
 LOAD = {f"{C}.enable": True, f"{C}.initial_load_in_hf": True, f"{C}.initial_load_path": "{}/hf"}
-RESUME = "run --resume RUN/cell --dry-run"
 
 
 def text(files: str, **more: Any) -> dict[str, Any]:
@@ -84,8 +83,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     # What a long run needs.
     (DRY_RUN, {f"{C}.enable": True, f"{C}.folder": "s3://bucket/x"}, "found s3://bucket/x"),
     (DRY_RUN, {f"{C}.enable": True, f"{C}.folder": "../mine"}, "leaves the cell's folder"),
-    (RESUME, {"training.steps": 9, f"{D}.files": "{}/good.jsonl"}, "differs from the checkpoint's"),
-    (RESUME, {"training.steps": 9, f"{D}.shuffle_seed": 2}, "differs from the checkpoint's"),
 ]
 
 
@@ -151,7 +148,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "not-weights/a.safetensors").write_bytes(b"<html>not found</html>")
     run = Run(folder / "runs")
     options = {"training.steps": 8, f"{C}.enable": True, f"{C}.folder": "checkpoint"}
-    options |= {"training.dataset": "text", f"{D}.files": ["/mine"]}
     for cell, steps in {"cell": (2, 4), "never-saved": ()}.items():
         path = run.add(cell, metrics_line(1), options=options, stack=STACK.name, cluster="local")
         for step in steps:
@@ -194,17 +190,6 @@ def test_right_inputs_are_not(inputs: Path, capsys: Any) -> None:
         given = [f"{name}={value}".replace("{}", str(inputs)) for name, value in options.items()]
         words = [word for one in given for word in ("--set", one)]
         assert main([*DRY_RUN.split(), *words]) == 0, capsys.readouterr().out
-
-
-def test_texts_of_a_new_start(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("COOKBOOK_RUNS", str(inputs / "runs"))
-    options = {"training.steps": 9, f"{D}.files": inputs / "good.jsonl"}
-    options |= {f"{C}.exclude_from_loading": "dataloader", "model.name": "deepseek_v3"}
-    options |= {"model.flavor": "debugmodel"}
-    words = RESUME.replace("RUN", Run(inputs).folder.name).split()
-    words += [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
-    main(words)
-    assert "cell continues after step 2 of 9" in capsys.readouterr().out
 
 
 def advice(options: dict[str, Any]) -> dict[str, str]:

@@ -126,12 +126,6 @@ def cell_from_record(
         if option in trained and options[option] != trained[option]:
             found = f"found {options[option]}, and the checkpoint is of {trained[option]}"
             raise InputError(options.origin(option), found, "leave it out, or start a new run")
-    reads_anew = "dataloader" in options["checkpoint.exclude_from_loading"]
-    for option in ("data.files", "data.shuffle_seed"):
-        if trained["data.files"] and options[option] != trained[option] and not reads_anew:
-            found = "differs from the checkpoint's, so the run would lose its position in the texts"
-            remedy = "leave it out, or --set checkpoint.exclude_from_loading=dataloader"
-            raise InputError(options.origin(option), found, remedy)
     with named_at(place):
         recipe, cluster = load_recipe(parts["recipe"]), load_cluster(parts["cluster"])
         precision = load_precision(parts["precision"])

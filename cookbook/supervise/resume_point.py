@@ -16,10 +16,15 @@ from cookbook.config.options import Options, Setting, layout_of
 from cookbook.config.stack import load_stack
 from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
-from cookbook.run.record import CellRecord
+from cookbook.run.record import CellRecord, earlier_record
 
 _LOAD_STEP = "checkpoint.load_step"
 _EXCLUDED = "checkpoint.exclude_from_loading"
+# Each worker of the data loader saves its own position.
+_OF_POSITION = (
+    *("training.dataset", "training.dataloader.num_workers"),
+    *("data.files", "data.shuffle_seed"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,16 +50,8 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
             checkpoint = replace(checkpoint, damage=why)
         if checkpoint.damage is None:
             _check_states(checkpoint, saved, options)
-            layout, readers = layout_of(options, record.world), checkpoint.text_readers
-            ranks = layout.dp_replicate * layout.dp_shard
-            if step and readers != ranks and "dataloader" not in options[_EXCLUDED]:
-                raise InputError(
-                    shown_path(path),
-                    f"{readers} data-parallel ranks read the texts, and now there are {ranks}; "
-                    "TorchTitan cannot reshard the data loader's state",
-                    f"keep {readers} data-parallel ranks (more ranks can go to TP or PP), or read "
-                    f"the texts from the start with {_EXCLUDED}=dataloader",
-                )
+            if step and "dataloader" not in options[_EXCLUDED]:
+                _check_texts(checkpoint, options, record, earlier_record(folder) or record)
             return Found(checkpoint, tuple(damaged))
         damaged.append(checkpoint)
     # TorchTitan ignores `load_step` unless the checkpoint folder exists.
@@ -108,6 +105,26 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
         holds = "safetensors files (checkpoint.last_save_in_hf)"
     found = f"holds {holds}, so training cannot continue from it"
     raise InputError(shown_path(path), found, remedy)
+
+
+def _check_texts(
+    checkpoint: Checkpoint, options: Options, record: CellRecord, first: CellRecord
+) -> None:
+    """Raise InputError if the data loader cannot load the checkpoint's position in the texts."""
+    anew, before = f"read the texts from the start with {_EXCLUDED}=dataloader", _options_of(first)
+    layout, readers = layout_of(options, record.world), checkpoint.text_readers
+    ranks = layout.dp_replicate * layout.dp_shard
+    if readers != ranks:
+        raise InputError(
+            shown_path(checkpoint.path),
+            f"{readers} data-parallel ranks read the texts, and now there are {ranks}; "
+            "TorchTitan cannot reshard the data loader's state",
+            f"keep {readers} data-parallel ranks (more ranks can go to TP or PP), or {anew}",
+        )
+    for option in _OF_POSITION:
+        if options[option] != before[option]:
+            found = "differs from the checkpoint's, so the run would lose its position in the texts"
+            raise InputError(option, found, f"leave it out, or {anew}")
 
 
 def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
