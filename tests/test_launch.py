@@ -20,6 +20,7 @@ from cookbook.config.cell import Cell
 from cookbook.launch import submit as executor
 from cookbook.launch.script import option_word, sbatch_options
 from cookbook.launch.submit import create_run, submit_run
+from cookbook.run.excluded import exclude_nodes
 from cookbook.run.record import read_record
 from cookbook.run.run import Run, is_submit_locked, read_run
 from cookbook.run.slurm import sbatch as slurm_sbatch
@@ -203,13 +204,15 @@ def test_the_batch_file(slurm: Slurm, cells: list[Cell], monkeypatch: pytest.Mon
     files, variables = (str(site), "/no/such file"), Words({"NCCL_DEBUG": "WARN ALL"})
     cluster = replace(cells[0].cluster, source=files, environment=variables)
     cells[0] = replace(cells[0], cluster=cluster)
+    exclude_nodes({"worker-1": "GPU 3 is missing", "worker-2": "moved"}, hours=1)
     run = create_run("smoke", cells[:1])
     # `run --resume NAME`, called beside the run: the checkout, where sbatch runs, has no such path.
     monkeypatch.chdir(run.folder.parent)
     submit_run(read_run(Path(run.name)), cells[:1])
     lines = (slurm.taken / "0").read_text().splitlines()
     assert lines[0] == "#!/bin/bash"
-    options = sbatch_options(cells[0]) | {"output": f"{run.cell('a').job_files}/%j.log"}
+    options = sbatch_options(cells[0], leave_out=["worker-1", "worker-2"])
+    options |= {"output": f"{run.cell('a').job_files}/%j.log"}
     header = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     assert header == [option_word(name, value) for name, value in options.items()]
     started = {
@@ -218,6 +221,8 @@ def test_the_batch_file(slurm: Slurm, cells: list[Cell], monkeypatch: pytest.Mon
         "VENV": sys.prefix,
         "NCCL_IB_HCA": "mlx5_0",
         "NCCL_DEBUG": "WARN ALL",
+        # A requeue leaves them out for as long as they are on the list.
+        "COOKBOOK_LEFT_OUT": "worker-1,worker-2",
     }
     script = "\n".join([*lines[:-1], f"exec printenv {' '.join(started)}"])
     printed = subprocess.run(["bash", "-c", script], capture_output=True, check=True, text=True)

@@ -203,8 +203,10 @@ def test_requeued_within_its_restarts(job: JobNodes, monkeypatch: pytest.MonkeyP
 
 
 def test_what_the_user_excludes_stays_so(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "left_out_by", lambda job_id: ["worker-4", "worker-5"])
-    # The list named worker-5 when this job was told; its entry is gone by now.
+    left_out = ["worker-4", "worker-5", "worker-6", "worker-7"]
+    monkeypatch.setattr(slurm, "left_out_by", lambda job_id: left_out)
+    # The list named the others, at submission and at a requeue; their entries are gone by now.
+    monkeypatch.setenv("COOKBOOK_LEFT_OUT", "worker-6,worker-7")
     job.attempt.preflight.write_text(json.dumps({"for_slurm": ["worker-5"]}))
     job.faults = {"worker-1": [BUSY]}
     job.record = replace(job.record, nodes=4)

@@ -103,6 +103,7 @@ class CellSlurmExecutor(SlurmExecutor):
             "export SUBMITIT_EXECUTOR=slurm",
             f"export PYTHONPATH={shlex.quote(python_path())}",
             f"export VENV={shlex.quote(sys.prefix)}",
+            f"export COOKBOOK_LEFT_OUT={','.join(self.choice.nodes)}",
             # exec, so that Slurm's signals reach the supervisor instead of a shell.
             f"exec {command}\n",
         ]

@@ -278,8 +278,9 @@ def decide(job: JobNodes) -> None:
         allowed = f"restarted {failures} times already, as max_restarts allows"
         raise JobError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
-    # Keep the exclusions by the user and the profile. Those by earlier checks may have expired.
-    of_list = set(job.listed())
+    # Keep the exclusions by the user and the profile. Those by the submission (`launch.submit`) and
+    # by earlier checks may have expired.
+    of_list = {*job.listed(), *os.environ.get("COOKBOOK_LEFT_OUT", "").split(",")}
     for attempt in job.cell.attempts():
         of_list.update(read_json(attempt.preflight).get("for_slurm", ()))
     of_list -= set(job.cluster.exclude)
