@@ -285,8 +285,13 @@ def test_a_step_that_is_asked_for_is_judged_alone(cell: Started) -> None:
         cell.start("--checkpoint.load_step=6")
     with pytest.raises(InputError, match="load_step: step-5: is not there"):
         cell.start("--checkpoint.load_step=5")
-    cell.start("--checkpoint.load_step=4")
-    assert cell.step() == 4 and len(list(cell.saved.iterdir())) == 3
+    back = "--checkpoint.load_step=4"
+    assert "step-8: is later than checkpoint.load_step=4; moved to" in cell.start(back)
+    assert (cell.step(), [path.name for path in cell.saved.iterdir()]) == (4, ["step-4"])
+    # The same line by hand asks for it again.
+    save(cell.saved, 8)
+    cell.start(back, attempt=1)
+    assert cell.step(1) == 4 and (cell.path / "checkpoint-damaged/step-8-2").is_dir()
 
 
 def test_no_checkpoint_is_judged_where_none_is_loaded(cell: Started) -> None:

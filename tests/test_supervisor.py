@@ -20,6 +20,7 @@ from cookbook.supervise.attempt import Timeouts, end_orphan_processes
 from cookbook.supervise.exits import Decision, decide
 from cookbook.supervise.resume_point import prepare
 from cookbook.supervise.supervisor import Supervisor
+from tests.saved import save
 from tests.started import lives, start_marked
 
 # Every script begins with it: the number of its attempt, its log, and the steps that it prints.
@@ -121,6 +122,26 @@ def test_runs_and_cells_share_no_absolute_checkpoint_folder(tmp_path: Path) -> N
         found = cell.checkpoints(read_record(cell.record).options)
         assert f"--checkpoint.folder={found}\n" in used and found.is_relative_to("/data/mine")
     assert len(used) == 3
+
+
+def test_a_run_is_rolled_back_once(tmp_path: Path) -> None:
+    body = """
+echo "$@" >"${A}/arguments"; ((K == 2)) && exit 0
+((K)) || cp -r "${CELL_DIR}/checkpoint/step-4" "${CELL_DIR}/checkpoint/step-6"
+torchrun_says -9; exit 1
+"""
+    cell = make(tmp_path, body=body, most=1)
+    record = read_record(cell.record)
+    replace(record, options=record.options | {"checkpoint.load_step": 4}).write(cell.record)
+    for step in (4, 8):
+        save(cell.path / "checkpoint", step, readers=record.world)
+    # A requeued job reads the record again.
+    assert run(cell) == 1 and run(cell) == 0
+    assert [one.step for one in status.read_resumptions(cell.attempts())] == [4, 6, 6]
+    assert (cell.path / "checkpoint-damaged/step-8").is_dir()
+    # The script still asks for step 4, and of TorchTitan's options the last one wins.
+    arguments = {(one.path / "arguments").read_text() for one in cell.attempts()}
+    assert {text.split()[0] for text in arguments} == {"--checkpoint.load_step=-1"}
 
 
 def test_a_hang_is_ended_with_all_that_it_started_and_followed(

@@ -163,8 +163,7 @@ class RunningAttempt:
         self._late_at: float | None = None
         self._started = time.time()
         # Start a new session, so that a signal reaches every process that the script starts.
-        own = f"--checkpoint.folder={cell.checkpoints(record.options)}"
-        command, variables = ["bash", str(cell.script), *arguments, own], os.environ | environment
+        command, variables = ["bash", str(cell.script), *arguments], os.environ | environment
         self.process = subprocess.Popen(command, env=variables, start_new_session=True)
 
     def send(self, number: int) -> None:

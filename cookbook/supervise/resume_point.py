@@ -18,7 +18,7 @@ from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.record import CellRecord, earlier_record
 
-_LOAD_STEP = "checkpoint.load_step"
+LOAD_STEP = "checkpoint.load_step"
 _EXCLUDED = "checkpoint.exclude_from_loading"
 # Each worker of the data loader saves its own position.
 _OF_POSITION = (
@@ -29,20 +29,23 @@ _OF_POSITION = (
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint that a cell loads (None if there is none), and the newer, damaged ones."""
+    """The checkpoint that a cell loads (None if there is none), and the newer, unfit ones."""
 
     checkpoint: Checkpoint | None
     damaged: tuple[Checkpoint, ...] = ()
 
 
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
-    """Find the checkpoint to load and the damaged checkpoints that are newer."""
+    """Find the checkpoint to load and the newer ones, which are damaged or not asked for."""
     options = _options_of(record)
-    wanted, place = options[_LOAD_STEP], folder.checkpoints(record.options)
+    wanted, place = options[LOAD_STEP], folder.checkpoints(record.options)
     if not options["checkpoint.enable"]:
         return Found(None)
-    saved = [one for one in saved_steps(place) if wanted in (-1, one[0])]
-    damaged: list[Checkpoint] = []
+    saved, damaged = saved_steps(place), list[Checkpoint]()
+    if wanted != -1:
+        later = f"is later than {LOAD_STEP}={wanted}"
+        damaged = [Checkpoint(path, step, later) for step, path in saved if step > wanted]
+        saved = [one for one in saved if one[0] == wanted]
     good, why = _last_good_step(folder, saved)
     for step, path in saved:
         checkpoint = read_checkpoint(step, path)
@@ -55,10 +58,10 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
             return Found(checkpoint, tuple(damaged))
         damaged.append(checkpoint)
     # TorchTitan ignores `load_step` unless the checkpoint folder exists.
-    if wanted != -1 and (damaged or place.is_dir()):
-        remedy = f"leave {_LOAD_STEP} out, and the newest whole checkpoint is taken"
-        found = str(damaged[0].damage if damaged else "is not there")
-        raise InputError(f"{_LOAD_STEP}: step-{wanted}", found, remedy)
+    if wanted != -1 and place.is_dir():
+        remedy = f"leave {LOAD_STEP} out, and the newest whole checkpoint is taken"
+        found = str(damaged[-1].damage if saved else "is not there")
+        raise InputError(f"{LOAD_STEP}: step-{wanted}", found, remedy)
     return Found(None, tuple(damaged))
 
 
@@ -128,7 +131,7 @@ def _check_texts(
 
 
 def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
-    """Move damaged checkpoints aside, and record where the attempt resumes."""
+    """Move damaged checkpoints aside, and those later than a requested step; record the resume."""
     found = find_checkpoint(folder, record)
     options = _options_of(record)
     saved, steps = folder.checkpoints(record.options), options["training.steps"]
@@ -144,6 +147,10 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
             target = aside / f"{name}-{number}"
         one.path.rename(target)
         passed.append(status.PassedOver(name, str(one.damage), str(target)))
+    if options[LOAD_STEP] != -1:
+        # A run is rolled back once. All later attempts of this record take the newest checkpoint.
+        record.options[LOAD_STEP] = -1
+        record.write(folder.record)
     # TorchTitan reads `initial_load_path` only if the checkpoint folder does not exist.
     if passed and not any(saved.iterdir()):
         saved.rmdir()

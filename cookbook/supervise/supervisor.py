@@ -30,7 +30,7 @@ from cookbook.supervise import exits
 from cookbook.supervise.attempt import RunningAttempt, Timeouts, end_orphan_step
 from cookbook.supervise.exits import GO_ON, Action, Decision
 from cookbook.supervise.preflight import RequeueNeededError, head_address, preflight
-from cookbook.supervise.resume_point import prepare
+from cookbook.supervise.resume_point import LOAD_STEP, prepare
 
 _POLL_S = 2.0
 # Seconds to wait for Slurm to end a requeued job, which it normally does at once.
@@ -191,8 +191,12 @@ class Supervisor:
                     self._pause(_FULL_DISK_S)
                 return exits.refused_end(attempt, str(error)), None
             earlier = [cell.attempt(end.attempt) for end in ends]
+            # The requested step is the newest by now, and the script would ask for it for ever.
+            newest = [f"--{LOAD_STEP}=-1"] if LOAD_STEP in record.options else []
+            folder = f"--checkpoint.folder={cell.checkpoints(record.options)}"
+            arguments = [*self.arguments, *newest, folder]
             self.running = RunningAttempt(
-                cell, attempt, record, environment, self.arguments, self.timeouts, earlier
+                cell, attempt, record, environment, arguments, self.timeouts, earlier
             )
             if self.is_time_over:
                 self._ask_to_stop(signal.SIGUSR1, None)
