@@ -39,7 +39,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, weights("other-layers"), "has 27 layers, DeepSeek-V3 debugmodel has 6"),
     (DRY_RUN, weights("other-vocabulary"), "is [99, 256], DeepSeek-V3 debugmodel has"),
     (DRY_RUN, weights("other-family"), "has no model.layers.0.self_attn.kv_b_proj.weight"),
-    (DRY_RUN, weights("quantized"), "is quantized in blocks of FP8"),
+    (DRY_RUN, weights("quantized"), "FP8, whose raw values would be trained on; set it to true"),
+    (
+        DRY_RUN.replace("debug", "qwen3_debug"),
+        weights("quantized", **{f"{C}.initial_load_in_hf_quantized": True}),
+        "FP8, and TorchTitan dequantizes no weights of Qwen3-MoE",
+    ),
     (DRY_RUN, LOAD | {f"{C}.initial_load_in_hf_quantized": True}, "hf is not quantized"),
     (DRY_RUN, weights("lacks-a-file"), "lacks 1 of its files, b.safetensors first"),
     (DRY_RUN, weights("not-weights"), "cannot be read"),

@@ -57,6 +57,7 @@ class Family:
     flavors: Mapping[str, Model]
     # Tensor shapes in published checkpoints. A dimension is a `Model` field's name; None means any.
     weights: Mapping[str, Sequence[str | None]]
+    reads_quantized: bool  # whether TorchTitan dequantizes published weights in blocks of FP8
     extra_layers: int = 0  # multi-token prediction layers that published checkpoints may add
     has_pipelines: bool = True  # whether TorchTitan can split the model into pipeline stages
 

@@ -151,10 +151,13 @@ def weights(cell: Cell) -> Problems:
         else:
             names = {name: file.name for file in files for name in read_shapes(file)}
         quantized = any(name.endswith("weight_scale_inv") for name in names)
-        is_said = "checkpoint.initial_load_in_hf_quantized"
-        if quantized and not options[is_said]:
-            reason = f"{shown} is quantized in blocks of FP8, whose raw values would be trained on"
-            yield is_said, reason, "set it to true"
+        is_said, family = "checkpoint.initial_load_in_hf_quantized", options.family
+        what = f"{shown} is quantized in blocks of FP8"
+        if quantized and family and not family.reads_quantized:
+            reason = f"{what}, and TorchTitan dequantizes no weights of {family.title}"
+            yield option, reason, "name a checkpoint in BF16"
+        elif quantized and not options[is_said]:
+            yield is_said, f"{what}, whose raw values would be trained on", "set it to true"
         if not quantized and options[is_said]:
             yield is_said, f"{shown} is not quantized", "set it to false"
         for reason, remedy in _unlike_model(cell, folder, names):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.attention import FlexAttentionWrapper, ScaledDotProductAttentionWrapper
 from torchtitan.protocols.model import ModelProtocol
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec
 
 from cookbook.base.family import Family, Model
@@ -189,7 +190,10 @@ class FamilyParts:
     def family(self) -> Family:
         """The description of this family for the driver, which does not import torch."""
         flavors = {name: args.sizes() for name, args in self.flavors.items()}
-        facts = self.weights, self.extra_layers, self.has_pipelines
+        # TorchTitan's base adapter warns that it cannot dequantize, and reads the raw values.
+        adapter: Any = self.released().state_dict_adapter
+        reads = adapter.get_hf_storage_reader is not StateDictAdapter.get_hf_storage_reader
+        facts = self.weights, reads, self.extra_layers, self.has_pipelines
         return Family(self.name, self.title, flavors, *facts)
 
     def config_json(self, flavor: str, seq_len: int, dtype: str) -> dict[str, Any]:
