@@ -65,6 +65,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, VALIDATE | {f"{V}.freq": 0}, "found 0, allowed: 1 and up"),
     (DRY_RUN, VALIDATE | {f"{V}.seq_len": 64}, "found 64, and validation runs with training's"),
     (DRY_RUN, VALIDATE | {f"{V}.dataset": "text"}, "is empty, and validation.dataset is text"),
+    (DRY_RUN, VALIDATE | {f"{V}.dataset": "c4_tset"}, "did you mean 'c4_test'?"),
+    (DRY_RUN, VALIDATE | {f"{V}.dataset_path": "{}/nothing"}, "nothing is not there"),
+    (DRY_RUN, VALIDATE | {f"{V}.dataset_path": "{}/good.jsonl"}, "is a file, allowed: a folder"),
     # Own texts.
     (DRY_RUN, text("good.jsonl") | {"training.dataset": "c4"}, "training.dataset is c4"),
     (DRY_RUN, text("god*.jsonl"), "god*.jsonl' matches no file"),
@@ -191,7 +194,9 @@ def test_a_wrong_input_is_refused_in_one_line(
 
 
 def test_right_inputs_are_not(inputs: Path, capsys: Any) -> None:
-    for options in ({f"{C}.enable": True, f"{C}.last_save_in_hf": True}, text("good.jsonl"), LOAD):
+    unused = {f"{V}.dataset": "none", f"{V}.dataset_path": "{}/nothing"}
+    saved = {f"{C}.enable": True, f"{C}.last_save_in_hf": True}
+    for options in (saved, text("good.jsonl"), LOAD, unused):
         given = [f"{name}={value}".replace("{}", str(inputs)) for name, value in options.items()]
         words = [word for one in given for word in ("--set", one)]
         assert main([*DRY_RUN.split(), *words]) == 0, capsys.readouterr().out

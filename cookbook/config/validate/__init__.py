@@ -20,14 +20,15 @@ from cookbook.config.cell import ATTENTION, WARNING, Cell, Finding, Problems, Ru
 from cookbook.config.cluster import runs_here
 from cookbook.config.validate import kernels, layout, values
 
-_SET_UP = "run: bash setup.sh"
+_SET_UP, _FOLDER = "run: bash setup.sh", "set it to a folder that this machine sees"
 # For each path option: the file required in that folder (or ""), and the remedy if it is missing.
 _PATHS = {
     "model.hf_assets_path": (
         "tokenizer.json",
         f"{_SET_UP}, or set it to the folder of a tokenizer",
     ),
-    "training.dataset_path": ("", "set it to a folder that this machine sees"),
+    "training.dataset_path": ("", _FOLDER),
+    "validation.dataset_path": ("", _FOLDER),
     "checkpoint.initial_load_path": ("", "set it to a checkpoint that this machine sees"),
     "job.config_file": ("", "set it to a file that this machine sees"),
 }
@@ -79,18 +80,18 @@ HERE: list[Rule] = []
 def files(cell: Cell) -> Problems:
     options = cell.options
     for name, (file, remedy) in _PATHS.items():
-        value = options[name]
-        if not value or (name.startswith("checkpoint.") and not options["checkpoint.enable"]):
+        value, section = options[name], name.partition(".")[0]
+        is_optional = section in ("checkpoint", "validation")
+        if not value or (is_optional and not options[f"{section}.enable"]):
             continue
         path, shown = ROOT / value / file, Path(value) / file
         if not path.exists():
             unexpanded = "write the whole path: nothing is expanded"
             yield name, f"{shown} is not there", unexpanded if value[0] in "~$" else remedy
-        elif name == "training.dataset_path" and not path.is_dir():
+        elif name.endswith("dataset_path") and not path.is_dir():
             yield name, f"{shown} is a file, allowed: a folder", remedy
-    for section, name in (("training", "data.files"), ("validation", "data.validation_files")):
-        is_used = section == "training" or options["validation.enable"]
-        if options[f"{section}.dataset"] == values.TEXT and options[name] and is_used:
+    for section, name in values.readers(cell).items():
+        if options[f"{section}.dataset"] == values.TEXT and options[name]:
             try:
                 check_sources(options[name], options["data.text_key"], ROOT)
             except InputError as error:

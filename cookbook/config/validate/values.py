@@ -69,7 +69,8 @@ def bounds(cell: Cell) -> Problems:
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def names(cell: Cell) -> Problems:
     """Refuse unknown names: TorchTitan ignores some, and rejects others when the job runs."""
-    for option, known in {**_NAMES, "training.dataset": cell.options.stack.datasets}.items():
+    datasets = {f"{section}.dataset": cell.options.stack.datasets for section in readers(cell)}
+    for option, known in {**_NAMES, **datasets}.items():
         value = cell.options[option]
         for name in [value] if isinstance(value, str) else value:
             if name not in known:
@@ -145,12 +146,16 @@ def validation(cell: Cell) -> Problems:
             yield asked, reason, "leave it out"
 
 
+def readers(cell: Cell) -> dict[str, str]:
+    """Return the sections whose data set the job reads, each with the option of its text files."""
+    validation = {"validation": "data.validation_files"}
+    return {"training": "data.files"} | (validation if cell.options["validation.enable"] else {})
+
+
 @rule(RULES, is_input=True)
 def texts(cell: Cell) -> Problems:
     options = cell.options
-    for section, files in (("training", "data.files"), ("validation", "data.validation_files")):
-        if section == "validation" and not options["validation.enable"]:
-            continue
+    for section, files in readers(cell).items():
         is_text = options[f"{section}.dataset"] == TEXT
         if is_text and not options[files]:
             remedy = f"set {files} to globs or folders of .jsonl, .json.gz or .parquet files"
