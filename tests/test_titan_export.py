@@ -193,6 +193,7 @@ def test_wrong_requests_are_refused(
     with monkeypatch.context() as patch, pytest.raises(InputError, match="tok_embeddings"):
         use_flavor(patch, "small", other)
         export.export(request(folder, tmp_path / "b"))
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
     export.export(request(folder, to))
     with pytest.raises(InputError, match="another checkpoint or dtype"):
         export.export(request(folder, to, dtype="bfloat16"))

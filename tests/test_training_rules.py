@@ -60,6 +60,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("export RUN/nothing --to {}/out", {}, "unknown cell 'nothing'"),
     ("export RUN/never-saved --to {}/out", {}, "has no whole checkpoint"),
     ("export RUN/cell --to {}/out --step 4", {}, "--step: found 4, allowed: 2"),
+    ("export RUN/in-hf --to {}/out", {}, "last_save_in_hf); use them there; for another: --step 4"),
     # Validation.
     (DRY_RUN, {f"{V}.enable": True}, "found -1, allowed: 1 and up batches"),
     (DRY_RUN, VALIDATE | {f"{V}.freq": 0}, "found 0, allowed: 1 and up"),
@@ -96,7 +97,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 def save(folder: Path, shapes: dict[str, list[int]], index: bool = True) -> None:
     """Headers of safetensors files, as far as the rules read them."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir()
     entry = {"dtype": "F32", "data_offsets": [0, 0]}
     header = json.dumps({name: entry | {"shape": shape} for name, shape in shapes.items()}).encode()
     (folder / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -156,11 +157,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "not-weights/a.safetensors").write_bytes(b"<html>not found</html>")
     run = Run(folder / "runs")
     options = {"training.steps": 8, f"{C}.enable": True, f"{C}.folder": "checkpoint"}
-    for cell, steps in {"cell": (2, 4), "never-saved": ()}.items():
+    for cell, steps in {"cell": (2, 4), "never-saved": (), "in-hf": (4,)}.items():
         path = run.add(cell, metrics_line(1), options=options, stack=STACK.name, cluster="local")
         for step in steps:
             save_checkpoint(path / "checkpoint", step)
     cut(run.folder / "cell/checkpoint/step-4" / FILES[1])
+    save(run.folder / "in-hf/checkpoint/step-8", {})
     run.write()
     return folder
 

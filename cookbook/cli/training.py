@@ -11,6 +11,7 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import find_sources, read_windows, write_lengths
+from cookbook.base.yamlfile import shown_path
 from cookbook.cli.follow import named_cell
 from cookbook.config.stack import load_stack
 from cookbook.run.folder import read_checkpoint, saved_steps
@@ -18,15 +19,18 @@ from cookbook.run.record import read_record
 
 
 def export_weights(arguments: argparse.Namespace) -> int:
-    """Write a cell's newest complete checkpoint, or the one at `--step`, as safetensors files."""
+    """Write a cell's newest complete checkpoint, or the one at `--step`, as safetensors files.
+
+    If the newest is safetensors files already, an older one is not taken in its place.
+    """
     run, cell = named_cell(arguments.cell)
     record, stack = read_record(cell.record), load_stack()
 
     def option(name: str) -> Any:
         return record.options.get(name, stack.options[name].default)
 
-    saved = dict(saved_steps(cell.checkpoints(record.options)))
-    whole = [step for step, path in saved.items() if read_checkpoint(step, path).damage is None]
+    saved = [read_checkpoint(*one) for one in saved_steps(cell.checkpoints(record.options))]
+    whole = {one.step: one for one in saved if one.damage is None}
     place = f"{run.name}/{cell.name}"
     if not whole:
         remedy = "train with checkpoint.enable: true; the last step is always saved"
@@ -35,10 +39,15 @@ def export_weights(arguments: argparse.Namespace) -> int:
     if step not in whole:
         allowed = ", ".join(map(str, sorted(whole)))
         raise InputError("--step", f"found {step}, allowed: {allowed}")
+    chosen = whole[step]
+    if chosen.is_exported:
+        native = next((f"; for another: --step {n}" for n in whole if not whole[n].is_exported), "")
+        found = "already holds safetensors files (checkpoint.last_save_in_hf)"
+        raise InputError(shown_path(chosen.path), found, f"use them there{native}")
     if find_spec("torch") is None:
         raise InputError(place, "cannot be exported without torch", "run: bash setup.sh")
     request = {
-        "checkpoint": str(saved[step].resolve()),
+        "checkpoint": str(chosen.path.resolve()),
         "to": str(Path(arguments.to).resolve()),
         "model": option("model.name"),
         "flavor": option("model.flavor"),

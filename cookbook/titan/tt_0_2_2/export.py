@@ -68,8 +68,6 @@ def export(request: Request) -> int:
             the wrong shape.
         JobError: the disk is too full, or a file reads back different from what was written.
     """
-    to = Path(request.to)
-    _claim(to, request)
     reader = FileSystemReader(request.checkpoint)
     try:
         metadata = reader.read_metadata()
@@ -78,6 +76,8 @@ def export(request: Request) -> int:
         remedy = "name a folder step-N with .metadata"
         raise InputError(request.checkpoint, reason, remedy) from None
     files = plan_files(request, metadata)
+    to = Path(request.to)
+    _claim(to, request)
     total = sum(part.bytes for parts in files for part in parts)
     named = {f"model-{n:05}-of-{len(files):05}.safetensors": one for n, one in enumerate(files, 1)}
     missing = {name: parts for name, parts in named.items() if not (to / name).exists()}
