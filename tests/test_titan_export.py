@@ -111,7 +111,10 @@ def test_files_hold_the_checkpoint_and_the_bias_stays_float32(
 
 
 def test_a_softmax_router_s_bias_is_written_but_transformers_routes_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    assets: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import torch
     import transformers
@@ -123,10 +126,13 @@ def test_a_softmax_router_s_bias_is_written_but_transformers_routes_without_it(
     args.moe_args = dataclasses.replace(args.moe_args, **moe)
     use_flavor(monkeypatch, "small", args)
     model = save_model(args, tmp_path / "step-3")
-    export(request(tmp_path / "step-3", tmp_path / "hf"))
+    export(request(tmp_path / "step-3", tmp_path / "hf", tokenizer=str(assets / "tokenizer")))
     assert "wrote, for use here only, 2 routing biases of at most 2.9" in capsys.readouterr().out
     assert sum("e_score_correction_bias" in name for name in tensors_of(tmp_path / "hf")) == 2
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
+    # Generation stops at the tokenizer's end of text, which is not the default of its class.
+    special = theirs.generation_config
+    assert (special.bos_token_id, special.eos_token_id) == (0, 1)
     tokens = torch.randint(0, 97, (2, 48), generator=torch.Generator().manual_seed(2))
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from cookbook.base.errors import InputError, JobError, run_command
 from cookbook.base.files import write_whole
@@ -95,10 +96,14 @@ def export(request: Request) -> int:
     _name_unused_biases(request, reader, metadata, {part.fqn for one in files for part in one})
     weights = {name: file for file, parts in named.items() for part in parts for name in part.names}
     config = FAMILIES[request.model].config_json(request.flavor, request.seq_len, request.dtype)
-    write_whole(to / "config.json", json.dumps(config, indent=2) + "\n")
     for file in _TOKENIZER:
         if request.tokenizer and (source := Path(request.tokenizer) / file).exists():
             shutil.copyfile(source, to / file)
+    if (to / "tokenizer.json").exists():
+        # The defaults of transformers' classes are other tokens, at which generation never stops.
+        tokenizer = HuggingFaceTokenizer(str(to))
+        config |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    write_whole(to / "config.json", json.dumps(config, indent=2) + "\n")
     # Write the index last: it marks the export as complete.
     index = {"metadata": {"total_size": total}, "weight_map": weights}
     write_whole(to / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
