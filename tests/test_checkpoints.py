@@ -27,6 +27,8 @@ from tests.submit import listing, submit
 NAME = "debug-bf16-standard"
 OPTIONS = ("--checkpoint.enable", "--training.steps=20")
 WORKERS = "training.dataloader.num_workers=1"
+# Weights that a run started from, and that were removed since.
+GONE = ("--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=gone")
 
 
 @dataclass
@@ -91,7 +93,7 @@ def test_the_newest_of_whole_checkpoints_is_taken_and_nothing_is_touched(cell: S
     (cell.saved / "step-11.tmp").mkdir()
     (cell.saved / "notes").touch()
     before = listing(cell.saved)
-    assert cell.start() == "cookbook: attempt 0 continues after step 10\n"
+    assert cell.start(*GONE) == "cookbook: attempt 0 continues after step 10\n"
     assert (cell.step(), listing(cell.saved)) == (10, before)
     assert not (cell.path / "checkpoint-damaged").exists()
 
@@ -203,6 +205,8 @@ def test_a_second_one_of_the_same_step_takes_no_place(cell: Started) -> None:
 def test_where_none_is_whole_the_cell_starts_from_its_initial_weights(cell: Started) -> None:
     cut(save(cell.saved, 4) / FILES[0])
     damage(save(cell.saved, 6), "unfinished")
+    with pytest.raises(InputError, match="gone is not there"):
+        cell.start(*GONE)
     assert cell.start().endswith("starts at the beginning: no checkpoint is whole\n")
     assert cell.step() is None
     # TorchTitan reads checkpoint.initial_load_path only where this folder is not there.

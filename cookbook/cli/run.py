@@ -198,7 +198,7 @@ def _resumable(
             settings = command_line_settings(arguments.set)
             cell = cell_from_record(folder.name, record, place, arguments.nodes, settings)
             found[cell.name] = _find_checkpoint(run, folder, cell)
-            cells.append(cell)
+            cells.append(replace(cell, resumes=True))
         except InputError as error:
             if len(folders) == 1:
                 raise

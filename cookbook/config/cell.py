@@ -59,6 +59,7 @@ class Cell:
     left_out: tuple[str, ...] = ()  # sweep options dropped because `recipe` replaces another one
     repeat_of: str | None = None  # name of the cell that this one repeats
     repeat: int = 1  # number of the repeat, from 1
+    resumes: bool = False  # whether it continues from a checkpoint, and reads no initial weights
 
     @property
     def world(self) -> int:

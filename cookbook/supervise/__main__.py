@@ -19,7 +19,7 @@ from cookbook.base.files import locked
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import shown_path
 from cookbook.config import validate as rules
-from cookbook.config.cell import Cell
+from cookbook.config.cell import Cell, Finding
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Options, parse_argv
 from cookbook.config.recipe import Overlay, load_ep_backend, load_precision, load_recipe
@@ -90,16 +90,23 @@ def validate(start: Start) -> Cell:
         found = f"the job has {granted} GPUs a node, and the script starts {ranks} ranks"
         remedy = f"ask for --gpus-per-node={ranks}, or set gpus_per_node in the cluster's profile"
         raise InputError("sbatch --gpus-per-node", found, remedy)
-    is_submitted = not os.environ.get("COOKBOOK_CHECK")
-    for error in rules.judge(cell, is_submitted=is_submitted).errors:
-        raise InputError(error.option or cell.name, error.reason, error.remedy)
+    # Wrong options first: in their layout, a checkpoint would be blamed.
+    _refuse(rules.validation_errors(cell), cell)
     _check_folder(start.folder.path, cell)
     first, saved = earlier_record(start.folder), find_checkpoint(start.folder, cell.record())
+    cell = replace(cell, resumes=saved.checkpoint is not None)
+    is_submitted = not os.environ.get("COOKBOOK_CHECK")
+    _refuse(rules.judge(cell, is_submitted=is_submitted).errors, cell)
     # A seed checkpoint is of step 0: the schedule has not begun.
     if first is not None and saved.checkpoint is not None and saved.checkpoint.step:
         kept = keep_schedule(cell.options, first, shown_path(start.folder.record))
         cell = replace(cell, options=kept)
     return replace(cell, published=published_number(cell))
+
+
+def _refuse(errors: Sequence[Finding], cell: Cell) -> None:
+    for error in errors:
+        raise InputError(error.option or cell.name, error.reason, error.remedy)
 
 
 def _as_rendered(overlay: Overlay, options: Options) -> Overlay:

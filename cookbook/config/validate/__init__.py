@@ -81,8 +81,8 @@ def files(cell: Cell) -> Problems:
     options = cell.options
     for name, (file, remedy) in _PATHS.items():
         value, section = options[name], name.partition(".")[0]
-        is_optional = section in ("checkpoint", "validation")
-        if not value or (is_optional and not options[f"{section}.enable"]):
+        is_off = section in ("checkpoint", "validation") and not options[f"{section}.enable"]
+        if not value or is_off or (section == "checkpoint" and cell.resumes):
             continue
         path, shown = ROOT / value / file, Path(value) / file
         if not path.exists():
@@ -130,7 +130,8 @@ def vocabulary(cell: Cell) -> Problems:
 @rule(HERE)
 def weights(cell: Cell) -> Problems:
     options = cell.options
-    if not (options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]):
+    is_read = options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]
+    if cell.resumes or not is_read:
         return
     has_own = options["checkpoint.initial_load_path"]
     option = "checkpoint.initial_load_path" if has_own else "model.hf_assets_path"
