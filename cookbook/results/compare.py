@@ -54,9 +54,10 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
 
     Throughput is measured over the steps of all repeats. TFLOPs, MFU, final and validation loss are
     medians; memory is the maximum. The status is `finished` only if every repeat has finished. Most
-    other fields are the first repeat's.
+    other fields, the curve too, are those of the first repeat that got furthest: another may have
+    failed before its first step.
     """
-    first = runs[0]
+    first = max(runs, key=lambda run: run.steps or 0)
     if len(runs) == 1:
         return replace(first, name=first.repeat_of or first.name)
     throughput = measure(*(run.curve for run in runs))
