@@ -281,6 +281,9 @@ def test_steps_after_the_checkpoint(cell: CellFolder, saved: dict[int, bool], lo
     # The next attempt begins at the checkpoint, and has made no step yet.
     trained(cell, 1, 40, range(0), resumed=8 - lost)
     assert collect_history(cell, CellRecord()).steps_lost == lost
+    # One that logs every tenth step alone loses those before it, too.
+    trained(cell, 2, 70, range(10, 11), over(2, Cause.DEAD_RANK, 70, 90), resumed=8 - lost)
+    assert collect_history(cell, CellRecord()).steps_lost == lost + 2 + lost
 
 
 def test_what_the_newest_attempt_loses_is_not_known_before_its_end(cell: CellFolder) -> None:

@@ -90,7 +90,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
             kept = next((step for step, path in saved if (path / ".metadata").is_file()), 0)
         steps, lost = [step for step, _ in own if step], 0
         if steps and kept is not None:
-            lost = max(0, max(steps) - max(kept, min(steps) - 1))
+            lost = max(0, max(steps) - max(kept, starts[position]))
         effective = (
             max(0.0, at - before)
             for (_, before), (step, at) in pairwise(own)
