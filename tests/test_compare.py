@@ -31,6 +31,12 @@ class Two:
     def add(self, run: str, cell: str, log: str, **more: Any) -> None:
         self.runs[run].add(cell, log, **more)
 
+    def repeat(self, run: str, cell: str, *speeds: float, **more: Any) -> None:
+        """Add the cell and its repeats, the first of them with the first speed."""
+        for number, speed in enumerate(speeds, 1):
+            again = {} if number == 1 else {"repeat_of": cell, "repeat": number}
+            self.add(run, f"{cell}-r{number}" if again else cell, log_of(speed), **more, **again)
+
     def compare(self, *words: str, names: tuple[str, ...] = ("old", "new")) -> Answer:
         for name in names:
             self.runs[name].write(cluster=f"{name}-cluster", stack="2026.02")
@@ -175,9 +181,20 @@ def test_losses_are_compared_where_texts_are_alike(
     assert (of_new(two.as_json())["loss"] is not None) is is_alike
 
 
+@pytest.mark.parametrize("old", [(100,), (50, 100, 200)])
+@pytest.mark.parametrize("new", [(50, 100, 200), (100, 50, 200)])
+def test_every_repeat_counts(two: Two, old: tuple[float, ...], new: tuple[float, ...]) -> None:
+    two.repeat("old", "a", *old)
+    two.repeat("new", "a", *new)
+    speed = of_new(two.as_json())["speed"]
+    assert (speed["basis"], speed["verdict"]) == ("repeats", "inside the noise")
+    assert speed["ratio"] == pytest.approx(1.0, abs=0.01)
+
+
 def test_with_published(two: Two) -> None:
     number = "published_tokens_per_second_per_gpu"
-    two.add("new", "a", log_of(859), **{number: 859.0})
+    # The first of its repeats is a slow one.
+    two.repeat("new", "a", 430, 859, 1718, **{number: 859.0})
     two.add("new", "b", log_of(500), **{number: 651.0})
     two.add("new", "c", log_of(1))
     answer = two.compare("--with", "published", "--json", names=("new",))

@@ -169,8 +169,10 @@ def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
         if cell.incomparable:
             rows.append(replace(cell, is_slower=cell.status != FINISHED))
         else:
-            speeds = [*speeds_of(cell.curve).values()]
-            speed = speed_up(speeds, [published] * len(speeds))
+            speed = paired_speed_up([(own, published) for own in _speeds_of_runs(cell)])
+            if speed is None:
+                steps = [*speeds_of(cell.curve).values()]
+                speed = speed_up(steps, [published] * len(steps))
             rows.append(replace(cell, speed=speed, is_slower=_is_slower(speed, tolerance)))
     return Comparison("published", tolerance, tuple(rows), (), run.unit)
 
@@ -189,10 +191,10 @@ def _compare(cell: Result, base: Result, tolerance: float) -> Result:
         is_slower = base.status == FINISHED and cell.status != FINISHED
         return replace(cell, is_slower=is_slower)
     own, of_base = _speeds_of_runs(cell), _speeds_of_runs(base)
-    if len(own) > 1 and len(of_base) > 1:
+    if own and of_base and len(own) + len(of_base) > 2:
         speed: SpeedUp | None = unpaired_speed_up(own, of_base)
     else:
-        speed = _speed_up_of_steps(cell.runs[0], base.runs[0])
+        speed = _speed_up_of_steps(cell, base)
     if have_same_texts(cell, base):
         whole, last = judge_curves(losses_of(cell.curve), losses_of(base.curve))
         cell = replace(cell, loss=whole, loss_last_tenth=last)

@@ -126,7 +126,7 @@ class SpeedUp:
     low: float | None  # `low`, `high` and `verdict` are None if there are too few steps
     high: float | None
     verdict: str | None  # `faster`, `slower`, or `inside the noise` if the interval contains 1
-    basis: str  # the values compared: `steps`, or `repeats` if both cells have several
+    basis: str  # the values compared: `steps`, or `repeats` if a cell has several
     num: int  # number of steps or repeats in the cell that has fewer
 
 
