@@ -111,14 +111,14 @@ def _speed_up_of_steps(cell: Result, base: Result) -> SpeedUp | None:
 
 
 def _loss_verdicts(cells: dict[str, Result]) -> dict[str, list[LossVerdict]]:
-    """Return loss verdicts by cell name, for finished cells whose baselines have also finished."""
+    """Return loss verdicts by key, for finished cells whose baselines have also finished."""
     curves = defaultdict[str, dict[str, list[dict[int, float]]]](dict)
     for name, cell in cells.items():
-        base = cells.get(cell.baseline or "")
+        base = cells.get(base_name := cell.baseline or "")
         if base is None or masks_differ(cell, base) or not have_same_texts(cell, base):
             continue
         if finished := [losses_of(run.curve) for run in cell.runs if run.status == FINISHED]:
-            curves[base.name][name] = finished
+            curves[base_name][name] = finished
     found: dict[str, list[LossVerdict]] = {}
     for base_name, group in curves.items():
         if base_name in group and max(map(len, group.values())) > 1:
@@ -195,11 +195,10 @@ def _compare(cell: Result, base: Result, tolerance: float) -> Result:
         speed: SpeedUp | None = unpaired_speed_up(own, of_base)
     else:
         speed = _speed_up_of_steps(cell, base)
-    if have_same_texts(cell, base):
-        whole, last = judge_curves(losses_of(cell.curve), losses_of(base.curve))
-        cell = replace(cell, loss=whole, loss_last_tenth=last)
     is_slower = tokens is not None and _is_slower(speed, tolerance)
-    return replace(cell, speed=speed, is_slower=is_slower)
+    pair = {"cell": replace(cell, baseline="base"), "base": replace(base, baseline="base")}
+    whole, last = _loss_verdicts(pair).get("cell", (None, None))
+    return replace(cell, speed=speed, loss=whole, loss_last_tenth=last, is_slower=is_slower)
 
 
 def _speeds_of_runs(cell: Result) -> list[float]:
