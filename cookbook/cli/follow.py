@@ -306,7 +306,7 @@ def show_comparison(arguments: argparse.Namespace) -> int:
         comparison = compare.compare_with_published(first, arguments.tolerance)
     else:
         comparison = compare.compare_runs(first, others[0], arguments.tolerance)
-    if not comparison.slower and all(row.speed is None for row in comparison.rows):
+    if not comparison.slower and not any(row.speed or row.loss for row in comparison.rows):
         missing = "no cell is exactly as published" if arguments.other else "no cell is in both"
         reasons = [row.incomparable for row in comparison.rows if row.incomparable] or [missing]
         place = f"compare {' and '.join(run.name for run in runs)}"

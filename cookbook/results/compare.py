@@ -186,7 +186,10 @@ def _rows_of(run: RunResults) -> list[Result]:
 
 def _compare(cell: Result, base: Result, tolerance: float) -> Result:
     tokens = base.tokens_per_second_per_gpu
-    cell = replace(cell, reference_tokens=tokens, incomparable=_incomparable(cell, base))
+    pair = {"cell": replace(cell, baseline="base"), "base": replace(base, baseline="base")}
+    whole, last = _loss_verdicts(pair).get("cell", (None, None))
+    cell = replace(cell, reference_tokens=tokens, loss=whole, loss_last_tenth=last)
+    cell = replace(cell, incomparable=_incomparable(cell, base))
     if cell.incomparable:
         is_slower = base.status == FINISHED and cell.status != FINISHED
         return replace(cell, is_slower=is_slower)
@@ -196,9 +199,7 @@ def _compare(cell: Result, base: Result, tolerance: float) -> Result:
     else:
         speed = _speed_up_of_steps(cell, base)
     is_slower = tokens is not None and _is_slower(speed, tolerance)
-    pair = {"cell": replace(cell, baseline="base"), "base": replace(base, baseline="base")}
-    whole, last = _loss_verdicts(pair).get("cell", (None, None))
-    return replace(cell, speed=speed, loss=whole, loss_last_tenth=last, is_slower=is_slower)
+    return replace(cell, speed=speed, is_slower=is_slower)
 
 
 def _speeds_of_runs(cell: Result) -> list[float]:

@@ -85,7 +85,7 @@ class Result:
     loads: Sequence[LoadStep] = ()  # logged router loads
     run: str = ""
     reference_tokens: float | None = None  # throughput of the reference cell
-    incomparable: str | None = None  # why the cell and its reference cannot be compared
+    incomparable: str | None = None  # why its speed and its reference's cannot be compared
     is_slower: bool = False  # slower than allowed, or has no speed although the reference has one
 
     @property
