@@ -17,7 +17,7 @@ from cookbook.results.charts import charts_of
 from cookbook.results.columns import REPEATS, report_tables
 from cookbook.results.report import facts, notes
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord
+from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import take_submit_lock
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from tests.made_up_run import Run, metrics_line
@@ -185,12 +185,40 @@ def test_a_gpu_cell_is_held_beside_its_prediction(run: Run) -> None:
         assert cell.predicted_largest is None
 
 
-def test_memory_is_the_peak_of_all_attempts_since_a_change(run: Run) -> None:
-    peaks = ("99.50", "20.00", "10.00")
-    folder = run.add("base", *(metrics_line(1, memory=peak) for peak in peaks))
-    assert run.only().memory_gib == 99.5
-    (folder / "attempt-1/cell.yaml").write_text("nodes: 4\n")
-    assert run.only().memory_gib == 20
+@pytest.mark.parametrize(
+    ("option", "value", "seconds", "speed", "memory", "measured"),
+    [
+        ("training.steps", 20, 6, 200, 99.5, 45),
+        ("training.global_batch_size", 4, 3, 300, 10, 30),
+    ],
+)
+def test_speed_and_memory_stand_beside_the_newest_options(
+    run: Run, option: str, value: int, seconds: float, speed: float, memory: float, measured: int
+) -> None:
+    """A cell that was resumed after step 20, and whose `option` was `value` before."""
+    logs = [
+        "".join(
+            metrics_line(step, tps=f"{tps}", memory=gib, flops=f"tflops: {tps / 100}  mfu: 3.00%")
+            for step in range(end - 19, end + 1)
+        )
+        for end, tps, gib in ((20, 100, "99.50"), (40, 300, "10.00"))
+    ]
+    options = {"training.global_batch_size": 8, "training.seq_len": 150, "training.steps": 40}
+    folder = run.add("base", *logs, options=options)
+    record = read_record(folder / "cell.yaml")
+    record = replace(record, options=options | {option: value})
+    record.write(folder / "attempt-1/cell.yaml")
+    run.add("base-r2", steady_log(100), repeat_of="base", repeat=2)
+    run.add("other", steady_log(600))
+    results = run.collect()
+    base, other = results.cells
+    one = base.repeats[0]
+    assert (one.tokens_per_second_per_gpu, one.tflops_per_gpu) == (speed, speed / 100)
+    assert one.memory_gib == memory and len(one.curve) == 40
+    assert base.throughput is not None and base.throughput.num_steps == measured
+    assert other.speedup == pytest.approx(600 / speed)
+    (times,) = (chart for chart in charts_of(results) if chart.name == "step-time")
+    assert times.lines[0].y == [seconds] * 20 + [2] * 20
 
 
 @pytest.mark.parametrize(
@@ -305,7 +333,7 @@ def test_one_pair_alone_is_judged_by_its_steps(run: Run) -> None:
     run.add("fast", state="failed", reason="out of memory")
     run.add("fast-r2", steady_log(150), repeat_of="fast")
     results = run.collect()
-    base, fast = results.cells
+    _, fast = results.cells
     assert (fast.status, fast.reason) == ("failed", "repeat 1: out of memory")
     # The repeat that trained is drawn, though it is not the first.
     assert {one.name: len(one.lines) for one in charts_of(results)}["loss"] == 2

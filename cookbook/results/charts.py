@@ -209,11 +209,8 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
     """Chart the duration of every logged step, and mark stalls and restarts."""
     lines = []
     for cell in cells:
-        tokens = cell.result.tokens_per_step_per_gpu or 0.0
         for number, run in enumerate(cell.result.runs, 1):
-            speeds = {one.step: one.tokens_per_second for one in run.curve}
-            seconds = {at: tokens / speed for at, speed in speeds.items() if speed}
-            if not (seconds and tokens):
+            if not (seconds := run.seconds):
                 continue
             label = f"{cell.label}, repeat {number}" if cell.result.repeats else cell.label
             line = cell.line(thin(seconds), label, number > 1)

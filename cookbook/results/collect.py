@@ -2,13 +2,14 @@
 
 - Metrics come from the log of the loss rank: rank 0, or with PP the first rank of the last stage.
 - Throughput, TFLOPs and MFU are medians over the logged steps after warm-up (`measured_steps`).
-- Memory is the peak over all ranks, steps and attempts since the cell was last changed.
+- Memory is the peak over all ranks and steps.
+- Speed and memory are those of all attempts with the newest attempt's nodes, layout and options.
 - If several attempts trained the same step, the newest attempt's metrics count.
 """
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from cookbook.base.errors import InputError
@@ -23,7 +24,7 @@ from cookbook.results.result import LoadSummary, Result, RunResults
 from cookbook.results.run_differences import asked_facts, seen_facts
 from cookbook.results.verdicts import Throughput, measure, measured_steps, median_of
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord, read_record
+from cookbook.run.record import TOTAL_STEPS, CellRecord, read_record
 from cookbook.run.run import Run
 from cookbook.run.states import CellState
 from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json, read_resumptions
@@ -50,10 +51,13 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         # Report the cell even though its record is unreadable.
         record, problem = CellRecord(), str(error)
     attempts = folder.attempts()
-    # An attempt made before the cell's configuration was changed keeps its own record.
-    unchanged = takewhile(lambda one: not one.record.exists(), reversed(attempts))
     curve, loads = metrics.collect_steps(folder, record), metrics.collect_router_load(folder)
-    measured, throughput = measured_steps(curve), measure(curve)
+    records = attempt_records(folder, record)
+    # Speed and memory stand beside the newest options: attempts with others do not count.
+    newest = [one for one in attempts if _of_speed(records[one.number]) == _of_speed(record)]
+    numbers = {one.number for one in newest}
+    timed = [step for step in curve if step.attempt in numbers]
+    measured, throughput = measured_steps(timed), measure(timed)
     environments = [read_json(attempt.environment) for attempt in reversed(attempts)]
     active = next(filter(None, environments), {})
     attention = active.get("attention") or None
@@ -89,7 +93,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         tflops_per_gpu=median_of(step.tflops for step in measured),
         # On a CPU, ignore TorchTitan's MFU: it assumes the peak of an A100.
         mfu=None if record.device == "cpu" else median_of(step.mfu for step in measured),
-        memory_gib=metrics.read_peak_memory(log for one in unchanged for log in one.logs()),
+        memory_gib=metrics.read_peak_memory(log for attempt in newest for log in attempt.logs()),
         final_loss=curve[-1].loss if curve else None,
         validation_loss=next((loss for loss in validated if loss is not None), None),
         attention=attention,
@@ -99,7 +103,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         resumptions=tuple(read_resumptions(attempts)),
         history=collect_history(folder, record),
         throughput=throughput,
-        gpu_hours=gpu_hours(folder, record),
+        gpu_hours=gpu_hours(folder, records),
         cost_per_billion_tokens=cost_per_billion_tokens(record, throughput),
         predicted_tokens_per_second_per_gpu=step.tokens_per_second_per_gpu if step else None,
         predicted_largest=step.largest if step else None,
@@ -111,22 +115,43 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         asked=asked_facts(record),
         seen=seen_facts(active),
         curve=curve,
+        timed=timed,
+        seconds={
+            one.step: tokens / one.tokens_per_second
+            for one in curve
+            if (tokens := records[one.attempt].tokens_per_step_per_gpu) and one.tokens_per_second
+        },
         loads=loads,
     )
 
 
-def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
+def attempt_records(folder: CellFolder, newest: CellRecord) -> dict[int, CellRecord]:
+    """Return the record that each attempt ran with, by the attempt's number."""
+    records, record = dict[int, CellRecord](), newest
+    for attempt in reversed(folder.attempts()):
+        # An attempt made before the cell's configuration was changed keeps its own record.
+        record = read_record(attempt.record) if attempt.record.exists() else record
+        records[attempt.number] = record
+    return records
+
+
+def _of_speed(record: CellRecord) -> dict[str, str]:
+    """Return what was requested, without the number of steps, which changes no step's speed."""
+    asked = asked_facts(record)
+    return {name: asked[name] for name in asked if name not in ("training.steps", TOTAL_STEPS)}
+
+
+def gpu_hours(folder: CellFolder, records: Mapping[int, CellRecord]) -> float | None:
     """Return the GPU hours of all attempts, each from its first TorchTitan log line to its last.
 
     The minute or so before the first line is not counted. None on a CPU or without logs.
     """
-    if record.device == "cpu":
-        return None
-    seconds = 0.0
-    for attempt in reversed(folder.attempts()):
-        record = read_record(attempt.record) if attempt.record.exists() else record
-        seconds += (metrics.logged_seconds(attempt.log) or 0.0) * record.world
-    return seconds / 3600 or None
+    seconds = (
+        (metrics.logged_seconds(folder.attempt(number).log) or 0.0) * record.world
+        for number, record in records.items()
+        if record.device != "cpu"
+    )
+    return sum(seconds) / 3600 or None
 
 
 def cost_per_billion_tokens(record: CellRecord, throughput: Throughput | None) -> float | None:

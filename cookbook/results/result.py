@@ -82,6 +82,7 @@ class Result:
     asked: Mapping[str, str] = field(default_factory=dict)  # recipe, layout and options, as text
     seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs
     curve: Sequence[StepMetrics] = ()  # logged steps, ascending
+    seconds: Mapping[int, float] = field(default_factory=dict)  # of each step in `curve`, if known
     loads: Sequence[LoadStep] = ()  # logged router loads
     run: str = ""
     reference_tokens: float | None = None  # throughput of the reference cell
@@ -98,8 +99,8 @@ class Result:
         return self.repeats or (self,)
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return the fields as plain values, but leave `repeats`, `curve` and `loads` empty."""
-        return asdict(replace(self, repeats=(), curve=(), loads=()))
+        """Return the fields as plain values, but leave repeats, steps and loads empty."""
+        return asdict(replace(self, repeats=(), curve=(), seconds={}, loads=()))
 
 
 @dataclass(frozen=True, slots=True)
