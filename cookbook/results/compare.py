@@ -60,7 +60,7 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
     first = max(runs, key=lambda run: run.steps or 0)
     if len(runs) == 1:
         return replace(first, name=first.repeat_of or first.name)
-    throughput = measure(*(run.curve for run in runs))
+    throughput = measure(*(run.timed for run in runs))
     reasons = [f"repeat {number}: {run.reason}" for number, run in enumerate(runs, 1) if run.reason]
     attempts = tuple(attempt for run in runs for attempt in run.history.attempts)
     lost = sum(run.history.steps_lost for run in runs)
@@ -106,7 +106,7 @@ def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
 
 
 def _speed_up_of_steps(cell: Result, base: Result) -> SpeedUp | None:
-    own, of_base = ([*speeds_of(one.curve).values()] for one in (cell, base))
+    own, of_base = ([*speeds_of(one.timed).values()] for one in (cell, base))
     return speed_up(own, of_base)
 
 
@@ -171,7 +171,7 @@ def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
         else:
             speed = paired_speed_up([(own, published) for own in _speeds_of_runs(cell)])
             if speed is None:
-                steps = [*speeds_of(cell.curve).values()]
+                steps = [*speeds_of(cell.timed).values()]
                 speed = speed_up(steps, [published] * len(steps))
             rows.append(replace(cell, speed=speed, is_slower=_is_slower(speed, tolerance)))
     return Comparison("published", tolerance, tuple(rows), (), run.unit)

@@ -82,6 +82,7 @@ class Result:
     asked: Mapping[str, str] = field(default_factory=dict)  # recipe, layout and options, as text
     seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs
     curve: Sequence[StepMetrics] = ()  # logged steps, ascending
+    timed: Sequence[StepMetrics] = ()  # those of the newest nodes and options, whose speed counts
     seconds: Mapping[int, float] = field(default_factory=dict)  # of each step in `curve`, if known
     loads: Sequence[LoadStep] = ()  # logged router loads
     run: str = ""
@@ -100,7 +101,7 @@ class Result:
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the fields as plain values, but leave repeats, steps and loads empty."""
-        return asdict(replace(self, repeats=(), curve=(), seconds={}, loads=()))
+        return asdict(replace(self, repeats=(), curve=(), timed=(), seconds={}, loads=()))
 
 
 @dataclass(frozen=True, slots=True)
