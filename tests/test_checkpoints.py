@@ -93,6 +93,8 @@ def test_the_newest_of_whole_checkpoints_is_taken_and_nothing_is_touched(cell: S
     (cell.saved / "step-11.tmp").mkdir()
     (cell.saved / "notes").touch()
     before = listing(cell.saved)
+    with pytest.raises(InputError, match="3 does not divide"):
+        cell.start("--parallelism.tensor_parallel_degree=3")
     assert cell.start(*GONE) == "cookbook: attempt 0 continues after step 10\n"
     assert (cell.step(), listing(cell.saved)) == (10, before)
     assert not (cell.path / "checkpoint-damaged").exists()

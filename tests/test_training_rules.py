@@ -19,9 +19,10 @@ from tests.saved import FILES, cut
 from tests.saved import save as save_checkpoint
 
 C, V, D = "checkpoint", "validation", "data"
-DRY_RUN = "run debug --dry-run --cluster local"
+DRY_RUN, QWEN3 = (f"run {name} --dry-run --cluster local" for name in ("debug", "qwen3_debug"))
 VALIDATE = {f"{V}.enable": True, f"{V}.steps": 1}
 LOAD = {f"{C}.enable": True, f"{C}.initial_load_in_hf": True, f"{C}.initial_load_path": "{}/hf"}
+FP8 = {f"{C}.initial_load_in_hf_quantized": True}
 
 
 def text(files: str, **more: Any) -> dict[str, Any]:
@@ -40,16 +41,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, weights("other-vocabulary"), "is [99, 256], DeepSeek-V3 debugmodel has"),
     (DRY_RUN, weights("other-family"), "has no model.layers.0.self_attn.kv_b_proj.weight"),
     (DRY_RUN, weights("quantized"), "FP8, whose raw values would be trained on; set it to true"),
-    (
-        DRY_RUN.replace("debug", "qwen3_debug"),
-        weights("quantized", **{f"{C}.initial_load_in_hf_quantized": True}),
-        "FP8, and TorchTitan dequantizes no weights of Qwen3-MoE",
-    ),
-    (DRY_RUN, LOAD | {f"{C}.initial_load_in_hf_quantized": True}, "hf is not quantized"),
+    (QWEN3, weights("quantized") | FP8, "FP8, and TorchTitan dequantizes no weights of Qwen3-MoE"),
+    (DRY_RUN, LOAD | FP8, "hf is not quantized"),
     (DRY_RUN, weights("lacks-a-file"), "lacks 1 of its files, b.safetensors first"),
     (DRY_RUN, weights("not-weights"), "cannot be read"),
     (DRY_RUN, {f"{C}.initial_load_in_hf": True}, "has no effect without checkpoints"),
-    (DRY_RUN, {f"{C}.enable": True, f"{C}.initial_load_in_hf_quantized": True}, "is for published"),
+    (DRY_RUN, {f"{C}.enable": True} | FP8, "is for published"),
     (DRY_RUN, LOAD | {f"{C}.initial_load_model_only": False}, "hold the model alone"),
     # Weights out.
     (
@@ -82,11 +79,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, text("good.jsonl,0.5:{}/good.jsonl"), "has no weight and others have one"),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "0:{}/good.jsonl"}, "has weight 0"),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "70%:{}/good.jsonl"}, "such as 0.7, not"),
-    (
-        DRY_RUN,
-        {"model.hf_assets_path": "{}/large"},
-        "has tokens up to 2048, DeepSeek-V3 debugmodel",
-    ),
+    (DRY_RUN, {"model.hf_assets_path": "{}/large"}, "has tokens up to 2048, DeepSeek-V3"),
     ("data {}/good.jsonl --tokenizer {}", {}, "tokenizer.json is not there"),
     ("data {}/good.jsonl --tokenizer {}/good.jsonl", {}, "is no tokenizer"),
     # What a long run needs.

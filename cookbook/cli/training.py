@@ -19,10 +19,7 @@ from cookbook.run.record import read_record
 
 
 def export_weights(arguments: argparse.Namespace) -> int:
-    """Write a cell's newest complete checkpoint, or the one at `--step`, as safetensors files.
-
-    If the newest is safetensors files already, an older one is not taken in its place.
-    """
+    """Write a cell's newest complete checkpoint, or the one at `--step`, as safetensors files."""
     run, cell = named_cell(arguments.cell)
     record, stack = read_record(cell.record), load_stack()
 
@@ -40,6 +37,7 @@ def export_weights(arguments: argparse.Namespace) -> int:
         allowed = ", ".join(map(str, sorted(whole)))
         raise InputError("--step", f"found {step}, allowed: {allowed}")
     chosen = whole[step]
+    # Do not take an older checkpoint in its place: these would be other weights.
     if chosen.is_exported:
         native = next((f"; for another: --step {n}" for n in whole if not whole[n].is_exported), "")
         found = "already holds safetensors files (checkpoint.last_save_in_hf)"

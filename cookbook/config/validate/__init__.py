@@ -23,10 +23,7 @@ from cookbook.config.validate import kernels, layout, values
 _SET_UP, _FOLDER = "run: bash setup.sh", "set it to a folder that this machine sees"
 # For each path option: the file required in that folder (or ""), and the remedy if it is missing.
 _PATHS = {
-    "model.hf_assets_path": (
-        "tokenizer.json",
-        f"{_SET_UP}, or set it to the folder of a tokenizer",
-    ),
+    "model.hf_assets_path": ("tokenizer.json", f"{_SET_UP}, or set it to a tokenizer's folder"),
     "training.dataset_path": ("", _FOLDER),
     "validation.dataset_path": ("", _FOLDER),
     "checkpoint.initial_load_path": ("", "set it to a checkpoint that this machine sees"),
