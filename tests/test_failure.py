@@ -227,28 +227,22 @@ READING = f"""{_HEAD}{_OTHER_THREAD}{_MAIN}  File "/venv/datasets/iterable.py", 
 """
 
 
-@pytest.fixture
-def attempt(tmp_path: Path) -> Attempt:
-    (tmp_path / "stacks").mkdir()
-    return Attempt(tmp_path, 0)
-
-
-def write(attempt: Attempt, **stacks: str) -> None:
-    for rank, text in stacks.items():
-        (attempt.stacks / f"rank-{rank[1:]}.txt").write_text(text)
+OTHERS = "the other 3 in wait < train_step (train.py:500)"
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
-    [("", "rank 1 silent (stopped or gone)"), (READING, "rank 1 in read (iterable.py:40)")],
+    ("stacks", "said"),
+    [
+        ([WAITING, "", WAITING, WAITING], f"rank 1 silent (stopped or gone); {OTHERS}"),
+        ([WAITING, READING, WAITING, WAITING], f"rank 1 in read (iterable.py:40); {OTHERS}"),
+        (["", _HEAD], None),
+    ],
 )
-def test_a_rank_that_stands_elsewhere_is_named(attempt: Attempt, other: str, said: str) -> None:
-    write(attempt, r0=WAITING, r1=other, r2=WAITING, r3=WAITING)
-    assert describe_stacks(attempt, 4) == (
-        f"{said}; the other 3 in wait < train_step (train.py:500)"
-    )
-
-
-def test_without_a_stack_nobody_is_named(attempt: Attempt) -> None:
-    write(attempt, r0="", r1="Timeout (0:00:12)!\n")
-    assert describe_stacks(attempt, 2) is None
+def test_a_rank_that_stands_elsewhere_is_named(
+    tmp_path: Path, stacks: list[str], said: str | None
+) -> None:
+    attempt = Attempt(tmp_path, 0)
+    attempt.stacks.mkdir()
+    for rank, text in enumerate(stacks):
+        (attempt.stacks / f"rank-{rank}.txt").write_text(text)
+    assert describe_stacks(attempt, len(stacks)) == said

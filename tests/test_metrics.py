@@ -107,19 +107,16 @@ def test_a_resumed_attempt_replaces_the_steps_that_it_makes_again(tmp_path: Path
     ]
 
 
-def pipeline_record() -> CellRecord:
-    options = {"parallelism.pipeline_parallel_degree": 2}
-    return CellRecord(nodes=2, ranks_per_node=8, options=options)
-
-
 def test_the_rank_of_the_last_stage_has_the_loss(attempt: Attempt) -> None:
+    options = {"parallelism.pipeline_parallel_degree": 2}
+    record = CellRecord(nodes=2, ranks_per_node=8, options=options)
     other = LINE.replace("3.91683", "-1.00000")
     last = LINE.replace("[rank0]", "[rank8]")
     attempt.log.write_text(f"{other}\n{last}\n")
-    assert [step.loss for step in read_steps(attempt, pipeline_record())] == [3.91683]
+    assert [step.loss for step in read_steps(attempt, record)] == [3.91683]
     # The console hides that rank.
     attempt.log.write_text(other + "\n")
-    assert [step.loss for step in read_steps(attempt, pipeline_record())] == [None]
+    assert [step.loss for step in read_steps(attempt, record)] == [None]
     own = attempt.path / "ranks/0/attempt_0/0/stdout.log"
     own.parent.mkdir(parents=True)
     own.write_text(LINE.replace("76.13", "80.00") + "\n")

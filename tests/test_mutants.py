@@ -1,5 +1,6 @@
 """The list of faults is valid, and its runner tells found from not found."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,47 +16,35 @@ def test_the_listed_faults_can_be_put_in() -> None:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
+def checkout(tmp_path: Path) -> Iterator[Checkout]:
     (tmp_path / "adding.py").write_text("def add(a, b):\n    return a + b\n")
     (tmp_path / "test_adding.py").write_text(
         "from adding import add\n\n\ndef test_zero():\n    assert add(2, 0) == 2\n\n\n"
         "def test_sum():\n    assert add(2, 3) == 5\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
-    return Checkout(tmp_path, ["pytest"])
+    checkout = Checkout(tmp_path, ["pytest"], seconds=10)
+    yield checkout
+    checkout.close()
 
 
 def test_a_fault_is_found_by_its_tests_alone(checkout: Checkout) -> None:
     """Neither a fault nor its absence stays behind, for example in compiled modules."""
     wrong = "def add(a, b):\n    return a - b\n"
-    try:
-        for content, word, said, by in (
-            (wrong, "zero or sum", "found", ["test_adding.py::test_sum"]),
-            (wrong, "zero", "NOT FOUND", []),
-            ("(", "sum", "pytest ended with status 2", []),
-            (wrong, "nothing", "pytest ended with status 5", []),
-        ):
-            assert checkout.try_fault("adding.py", content, "test_adding.py", "-k", word) == (
-                *(said, by),
-            ), checkout.output()
-            assert checkout.run_tests("test_adding.py") == (0, [])
-    finally:
-        checkout.close()
-
-
-def test_a_fault_that_never_ends_is_killed(checkout: Checkout) -> None:
-    checkout.close()
-    limited = Checkout(checkout.folder, ["pytest"], seconds=10)
-    try:
-        endless = "def add(a, b):\n    while True:\n        pass\n"
-        assert limited.try_fault("adding.py", endless, "test_adding.py")[0] == "found by timeout"
-        assert limited.run_tests("test_adding.py") == (0, [])
-    finally:
-        limited.close()
+    endless = "def add(a, b):\n    while True:\n        pass\n"
+    for content, word, said, by in (
+        (wrong, "zero or sum", "found", ["test_adding.py::test_sum"]),
+        (wrong, "zero", "NOT FOUND", []),
+        ("(", "sum", "pytest ended with status 2", []),
+        (wrong, "nothing", "pytest ended with status 5", []),
+        (endless, "sum", "found by timeout", []),
+    ):
+        found = checkout.try_fault("adding.py", content, "test_adding.py", "-k", word)
+        assert found == (said, by), checkout.output()
+        assert checkout.run_tests("test_adding.py") == (0, [])
 
 
 def test_an_invalid_fault_is_reported(checkout: Checkout) -> None:
-    checkout.close()
     for mutant, said in (
         (Mutant("w", "gone.py", "a", "b", "t"), "there is no gone.py"),
         (Mutant("w", "adding.py", "a", "c", "t"), "must occur once"),

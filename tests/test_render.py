@@ -74,15 +74,9 @@ def runner(tmp_path: Path) -> ScriptRunner:
     return ScriptRunner(tmp_path)
 
 
-@pytest.mark.parametrize("name", golden_scripts())
-def test_a_recorded_script_is_rendered_exactly_so(name: str) -> None:
-    recorded = GOLDEN / name
-    assert recorded.is_file(), f"no record of {name}: make golden"
-    assert golden_scripts()[name] == recorded.read_text(encoding="utf-8"), "renew it: make golden"
-
-
-def test_no_record_is_left_over() -> None:
-    assert {path.name for path in GOLDEN.iterdir()} == set(golden_scripts()), "make golden"
+def test_the_recorded_scripts_are_rendered_exactly_so() -> None:
+    recorded = {path.name: path.read_text(encoding="utf-8") for path in GOLDEN.iterdir()}
+    assert golden_scripts() == recorded, "renew them: make golden"
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -127,30 +121,22 @@ def test_the_order_of_a_script(name: str) -> None:
     assert lines[commands[0]] == "set -euo pipefail"
     on_slurm = name in LAUNCHERS or CELLS[name].cluster.scheduler == "slurm"
     assert bool(options) == on_slurm
-    # A block: nothing but comments between.
-    assert options == [options[0] + place for place in range(len(options))]
     # Under sbatch the script is a copy elsewhere: no path comes from its own.
     assert "BASH_SOURCE" not in SCRIPTS[name]
     assert re.findall(r".*[$]0.*", SCRIPTS[name]) == ['SCRIPT="$(realpath "$0")"']
     assert "set -x" not in SCRIPTS[name] and "|| true\n" not in SCRIPTS[name]
     # One srun, last; before it the script hands over to the supervisor.
-    (launch,) = [n for n, line in enumerate(_code(lines)) if re.match("(srun|torchrun) --n", line)]
-    assert _code(lines)[launch].startswith("srun") == on_slurm
-    (handover,) = [n for n, line in enumerate(_code(lines)) if "-m cookbook.supervise " in line]
-    assert handover < launch and not any(
-        not one.startswith(" ") for one in _code(lines)[launch + 1 :]
-    )
-    assert SCRIPTS[name].endswith("\n") and "\n\n\n" not in SCRIPTS[name]
+    code = [line for line in lines if not line.lstrip().startswith("#")]
+    (launch,) = [n for n, line in enumerate(code) if re.match("(srun|torchrun) --n", line)]
+    assert code[launch].startswith("srun") == on_slurm
+    (handover,) = [n for n, line in enumerate(code) if "-m cookbook.supervise " in line]
+    assert handover < launch and all(line.startswith(" ") for line in code[launch + 1 :])
 
 
 def test_scripts_stay_short() -> None:
     assert len(CHECKED_IN["train_671b.sh"].splitlines()) <= 220
     single = SCRIPTS["deepseek_v3_671b-mxfp8-deepep-soperator-b200"]
     assert len(single.splitlines()) <= 160
-
-
-def _code(lines: list[str]) -> list[str]:
-    return [line for line in lines if not line.lstrip().startswith("#")]
 
 
 def _start(

@@ -155,9 +155,6 @@ def test_whole_sequences_are_named() -> None:
     assert f"attention: sdpa; {words}" in facts(run_of(attending(cell, "sdpa", 128.1)))
 
 
-# --- The answer -----------------------------------------------------------------------------------
-
-
 def sped(cell: Result, ratio: float, low: float | None, high: float | None, verdict: str) -> Result:
     speed = SpeedUp(ratio, low, high, verdict if low else None, STEPS, 30)
     return replace(cell, status="finished", speedup=ratio, speed=speed)
@@ -223,9 +220,6 @@ def test_the_last_sentence_has_the_losses_and_the_worse_verdict_counts(full: Pat
         last = replace(one.loss, window="last tenth", verdict="cannot tell", reason=reason)
         answer = headlines(replace(results, cells=(base, replace(one, loss_last_tenth=last))))[-1]
         assert answer.endswith(f"cannot tell: {one.name} (last tenth: {says}).")
-
-
-# --- Conditions -----------------------------------------------------------------------------------
 
 
 def test_conditions_show_what_differs_and_share_the_rest(full: Path) -> None:

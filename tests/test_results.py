@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from cookbook.base.paths import ROOT
-from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
 from cookbook.results.charts import charts_of
@@ -237,15 +236,13 @@ def test_tokens_of_a_step_on_each_gpu(options: dict[str, int], expected: int | N
     assert CellRecord(nodes=2, ranks_per_node=8, options=asked).tokens_per_step_per_gpu == expected
 
 
-def _timed(minutes: int) -> str:
-    """Steps at the beginning and at the end of so many minutes."""
-    lines = "".join(metrics_line(step) for step in (1, 2))
-    return lines + metrics_line(3).replace("18:29:22", f"18:{29 + minutes}:22")
-
-
 def test_gpu_hours_are_those_that_each_attempt_had(run: Run) -> None:
     """Half an hour on 8 GPUs, then 15 minutes on 4."""
-    folder = run.add("base", _timed(30), _timed(15), nodes=2)
+    first, second = (
+        metrics_line(1) + metrics_line(2).replace("18:29:22", f"18:{29 + minutes}:22")
+        for minutes in (30, 15)
+    )
+    folder = run.add("base", first, second, nodes=2)
     (folder / "attempt-1/cell.yaml").write_text("nodes: 4\nranks_per_node: 2\n")
     assert run.only().gpu_hours == pytest.approx(8 * 0.5 + 4 * 0.25)
 
@@ -278,12 +275,9 @@ def test_the_routing_is_a_condition(run: Run, options: dict[str, Any], routing: 
     assert f"routing: {routing} in base; other in other" in facts(run.collect())
 
 
-def smoke() -> list[Cell]:
-    return expand_sweep(load_sweep("smoke"), CellRequest(load_cluster("soperator-b200"), nodes=1))
-
-
 def test_rounds_turn_their_order_and_leave_out_what_is_refused() -> None:
-    cells = smoke()[:2]
+    request = CellRequest(load_cluster("soperator-b200"), nodes=1)
+    cells = expand_sweep(load_sweep("smoke"), request)[:2]
     refused = replace(cells[0], name="refused", refused="no GPU")
     assert len(in_rounds([refused, *cells], 3)) == 1 + 3 * 2
     names = [cell.name for cell in in_rounds(cells, 3)]

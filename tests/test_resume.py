@@ -29,6 +29,7 @@ from cookbook.run.status import (
     write_status,
 )
 from tests.cells import CLUSTER_FILES, RECIPES, RUNNABLE, STACK, Point, walked
+from tests.check_cells import with_options
 from tests.saved import FILES, cut, save
 from tests.submit import Answer, submit
 
@@ -43,11 +44,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
+def debug(**options: object) -> Cell:
+    return with_options(Point("debug", "bf16", "standard", CPU_NODES).cell(), options)
+
+
 def _cell(**options: object) -> Cell:
-    cell = Point("debug", "bf16", "standard", CPU_NODES).cell()
-    settings = {"checkpoint.enable": True, **options}
-    asked = {name: Setting(value, "") for name, value in settings.items()}
-    return replace(cell, options=cell.options.override(asked))
+    return debug(**{"checkpoint.enable": True, **options})
 
 
 def _ended(*cells: Cell, steps: tuple[int, ...] = (2, 4)) -> Run:
@@ -194,29 +196,20 @@ def test_a_failed_submission_leaves_the_cell_as_it_was(monkeypatch: pytest.Monke
     assert read_record(run.cell(NAME).record).steps == 12
 
 
-def debug() -> Cell:
-    return Point("debug", "bf16", "standard", CPU_NODES).cell()
+STEPS, TOTAL = "training.steps", "lr_scheduler.total_steps"
 
 
-def settings_of(options: dict[str, Any]) -> dict[str, Setting]:
-    return {name.replace("__", "."): Setting(value, "") for name, value in options.items()}
-
-
-def asked(cell: Cell, **options: Any) -> CellRecord:
-    """The record of `cell` with other options, as a change of it has them."""
-    return replace(cell, options=cell.options.override(settings_of(options))).record()
-
-
-def made_again(record: CellRecord, nodes: int | None = None, **options: Any) -> Cell:
-    return cell_from_record("mine", record, "cell.yaml", nodes, settings_of(options))
+def made_again(record: CellRecord, nodes: int | None = None, **options: object) -> Cell:
+    asked = {name: Setting(value, "") for name, value in options.items()}
+    return cell_from_record("mine", record, "cell.yaml", nodes, asked)
 
 
 def test_the_recorded_cell_comes_back_and_new_requests_win() -> None:
     cell = debug()
     assert made_again(cell.record()).record() == replace(cell, name="mine").record()
-    changed = replace(asked(debug(), training__steps=20), nodes=2)
+    changed = replace(debug(**{STEPS: 20}).record(), nodes=2)
     assert (made_again(changed).steps, made_again(changed).nodes) == (20, 2)
-    assert made_again(changed, training__steps=30).steps == 30
+    assert made_again(changed, **{STEPS: 30}).steps == 30
     assert made_again(changed, nodes=1).nodes == 1
 
 
@@ -264,12 +257,10 @@ def test_spare_nodes_are_no_nodes_to_train_on(tmp_path: Path) -> None:
 
 
 def test_more_steps_keep_the_schedule_of_the_learning_rate() -> None:
-    total = "lr_scheduler.total_steps"
-    first = asked(debug(), training__steps=10)
-    assert made_again(first).options[total] is None
-    longer = made_again(first, training__steps=30)
-    assert (longer.steps, longer.options[total]) == (30, 10)
-    longest = made_again(longer.record(), training__steps=50)
-    assert (longest.steps, longest.options[total]) == (50, 10)
-    stretched = made_again(first, training__steps=30, lr_scheduler__total_steps=30)
-    assert stretched.options[total] == 30
+    first = debug(**{STEPS: 10}).record()
+    assert made_again(first).options[TOTAL] is None
+    longer = made_again(first, **{STEPS: 30})
+    assert (longer.steps, longer.options[TOTAL]) == (30, 10)
+    longest = made_again(longer.record(), **{STEPS: 50})
+    assert (longest.steps, longest.options[TOTAL]) == (50, 10)
+    assert made_again(first, **{STEPS: 30, TOTAL: 30}).options[TOTAL] == 30

@@ -62,23 +62,14 @@ def name_of(path: Path) -> str:
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_imports_run_downwards(path: Path) -> None:
     own = name_of(path)
-    if own == "cookbook":
-        return
-    room = own.split(".")[1]
+    _, room, inner, *_ = [*own.split("."), "", ""]
     for name in imported(path):
-        if (other := name.split(".")[1]) != room:
-            assert FLOOR_OF[other] > FLOOR_OF[room], f"{own} imports {name}, which is not below it"
-
-
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_the_training_process_knows_its_stack_from_above(path: Path) -> None:
-    parts = name_of(path).split(".")
-    if parts[:2] != ["cookbook", "titan"] or len(parts) < 3:
-        return
-    for name in imported(path):
-        if name.startswith("cookbook.titan.") and (other := name.split(".")[2]) != parts[2]:
-            lower = TITAN_FLOORS[TITAN_FLOORS.index(parts[2]) + 1 :]
-            assert other in lower, f"{'.'.join(parts)} imports {name}"
+        _, other, other_inner, *_ = [*name.split("."), ""]
+        said = f"{own} imports {name}, which is not below it"
+        if other != room:
+            assert FLOOR_OF[other] > FLOOR_OF[room], said
+        elif room == "titan" and inner and other_inner != inner:
+            assert TITAN_FLOORS.index(other_inner) > TITAN_FLOORS.index(inner), said
 
 
 def test_every_room_has_a_floor() -> None:
