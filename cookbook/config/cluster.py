@@ -168,8 +168,7 @@ def default_cluster() -> str:
 def runs_here(cluster: Cluster) -> bool:
     """Return whether a job on `cluster` would use this machine's packages and files."""
     is_job = os.environ.get("SLURM_JOB_ID") and not os.environ.get("COOKBOOK_CHECK")
-    is_here = cluster.scheduler == "local" or bool(is_job)
-    return is_here or _slurm_has(cluster, nodes=1)
+    return cluster.scheduler == "local" or bool(is_job) or _slurm_has(cluster, nodes=1)
 
 
 def _slurm_has(cluster: Cluster, nodes: int) -> bool:

@@ -154,8 +154,7 @@ def implied(options: Options) -> dict[str, str]:
     exchanges = ("a2a_dispatch_fwd", "a2a_combine_bwd")
     quantized = {options[f"parallelism.expert_parallel_{name}_precision"] for name in exchanges}
     if found["dispatch"] == STANDARD.name and quantized != {"default"}:
-        is_both = quantized == {"mxfp8"}
-        found["dispatch"] = "mxfp8" if is_both else "mxfp8 in one exchange of two"
+        found["dispatch"] = "mxfp8" if quantized == {"mxfp8"} else "mxfp8 in one exchange of two"
     return found
 
 

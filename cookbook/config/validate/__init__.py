@@ -99,8 +99,7 @@ def files(cell: Cell) -> Problems:
 @rule(HERE)
 def environment(cell: Cell) -> Problems:
     """Require that the virtual environment in VENV has a Python, because jobs run it."""
-    venv = os.environ.get("VENV")
-    if venv and not Path(venv, "bin/python").exists():
+    if (venv := os.environ.get("VENV")) and not Path(venv, "bin/python").exists():
         yield "VENV", f"no Python at {venv}", "name a virtual environment, or unset VENV"
 
 

@@ -53,8 +53,7 @@ def _suggestion(name: str, values: list[int], options: Options, world: int) -> s
 
 def _problems(options: Options, world: int) -> list[_Problem]:
     layout, family, model = layout_of(options, world), options.family, options.model
-    problems: list[_Problem] = [*impossible(options)]
-    problems = problems or [*_degrees(layout)]
+    problems: list[_Problem] = [*impossible(options)] or [*_degrees(layout)]
     if problems:
         return problems
     if family is not None and model is not None:
@@ -218,8 +217,7 @@ def two_stages(cell: Cell) -> Problems:
     if ranks == 1 or not is_v_shaped(schedule) or not per_stage or model is None:
         return
     layers = model.n_layers + sum(less_layers(cell.options))
-    stages = math.ceil(layers / per_stage)
-    if stages != 2 * ranks:
+    if (stages := math.ceil(layers / per_stage)) != 2 * ranks:
         reason = f"{per_stage} layers a stage make {stages} stages; {schedule} needs two on each of"
         yield _PER_STAGE, f"{reason} {ranks} ranks", f"try {math.ceil(layers / (2 * ranks))}"
 

@@ -61,8 +61,7 @@ def bounds(cell: Cell) -> Problems:
     for (low, high), options in _BOUNDS.items():
         allowed = f"{low:g} and up" if high == math.inf else f"{low:g} to {high:g}"
         for name in options:
-            value = cell.options[name]
-            if value is not None and not low <= value <= high:
+            if (value := cell.options[name]) is not None and not low <= value <= high:
                 yield name, f"found {value}, allowed: {allowed}", ""
 
 
@@ -178,8 +177,7 @@ def routing(cell: Cell) -> Problems:
 def addresses(cell: Cell) -> Problems:
     """Refuse checkpoint URLs, and a checkpoint folder with `..` in its path."""
     for name in ("checkpoint.folder", "checkpoint.initial_load_path"):
-        value = cell.options[name]
-        if value and "://" in value:
+        if (value := cell.options[name]) and "://" in value:
             remedy = "mount the store and name a path on it"
             yield name, f"found {value}, allowed: a path of a file system", remedy
     folder = cell.options["checkpoint.folder"]
