@@ -20,8 +20,7 @@ class _Below(str):
     __slots__ = ()
 
     def __get__(self, owner: Any, kind: type) -> Path:
-        path: Path = owner.path
-        return path / self
+        return Path(owner.path, self)
 
 
 @dataclass(frozen=True)

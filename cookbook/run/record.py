@@ -99,8 +99,7 @@ class CellRecord:
     def as_yaml(self) -> str:
         seldom, content = ("files", "too_few_nodes", "profile"), dataclasses.asdict(self)
         content = {key: value for key, value in content.items() if value or key not in seldom}
-        text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
-        return text
+        return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))
 
     def write(self, path: Path) -> None:
         write_whole(path, self.as_yaml())

@@ -31,8 +31,7 @@ def process_job(pid: int) -> Job:
         # Read /proc/PID/stat (from field 3 on): psutil's start times shift when the clock is set.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # A process that frees its memory (PF_EXITING) before it becomes a zombie counts as ended.
-        is_exiting = fields[0] in "ZX" or int(fields[6]) & 0x4
-        started = None if is_exiting else fields[19]
+        started = None if fields[0] in "ZX" or int(fields[6]) & 0x4 else fields[19]
     return Job(str(pid), host=socket.gethostname(), boot=boot, started=started)
 
 
