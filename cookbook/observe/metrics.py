@@ -257,8 +257,7 @@ class Tail:
                 ranks = RANK.findall(text, 0, found.start())
                 if ranks[-1:] == [str(self._rank)]:
                     self.phase = _PHASES[found[1]]
-            shown = parse_step(line)
-            if shown is not None and shown.rank == self._rank:
+            if (shown := parse_step(line)) is not None and shown.rank == self._rank:
                 self.phase = Phase.TRAINING
                 if not has_metrics:
                     steps.append(shown)
