@@ -54,8 +54,7 @@ def gpus(here: Surroundings) -> Verdict:
         if not fits or any(differ):
             place = f"run this on a node of {here.cluster.name}"
             remedy = f"{place}, or correct its `gpu` and `gpus_per_node`"
-            state: State = "problem" if here.is_in_job else "warning"
-            return state, f"{found}; {_promised(here)}", remedy
+            return "problem" if here.is_in_job else "warning", f"{found}; {_promised(here)}", remedy
     if len(kinds) > 1:
         return "warning", found, "ranks on unlike GPUs wait for the slowest"
     if least < 9:
@@ -270,8 +269,7 @@ def network(here: Surroundings) -> Verdict:
     if unknown:
         found = f"{place} names {', '.join(unknown)}; here are {', '.join(devices)}"
         return "problem", found, "name devices of this node"
-    down = [name for name in named if devices.get(name, "ACTIVE") != "ACTIVE"]
-    if down:
+    if down := [name for name in named if devices.get(name, "ACTIVE") != "ACTIVE"]:
         found = ", ".join(f"{name} is {devices[name]}" for name in down)
         remedy = "have the link repaired, or leave this node out with the profile's `exclude`"
         return "problem", found, remedy
@@ -311,8 +309,7 @@ def scratch(here: Surroundings) -> Verdict:
         if free < 1:
             # Without GPUs, as where an image is built, NCCL never runs.
             state: State = "problem" if here.gpus or here.is_in_job else "warning"
-            remedy = "free some, or give the container more"
-            return state, f"{folder}: {free:.1f} GiB free", remedy
+            return state, f"{folder}: {free:.1f} GiB free", "free some, or give the container more"
         found.append(f"{free:.0f} GiB in {folder}")
     return "ok", " and ".join(found)
 
