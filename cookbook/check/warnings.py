@@ -135,8 +135,7 @@ def weights_are_read(cell: Cell) -> Problems:
     if not (options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]):
         return
     shown = options["checkpoint.initial_load_path"] or options["model.hf_assets_path"]
-    size = sum(file.stat().st_size for file in (ROOT / shown).glob("*.safetensors")) / 1e9
-    if size:
+    if size := sum(file.stat().st_size for file in (ROOT / shown).glob("*.safetensors")) / 1e9:
         part = f"each of {cell.world} ranks reads the tensors of its own shards"
         reason = f"{size:,.2f} GB are read from {shown}: {part}, and nothing is expanded on disk"
         yield "checkpoint.initial_load_in_hf", reason, ""
@@ -145,8 +144,7 @@ def weights_are_read(cell: Cell) -> Problems:
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def balance_is_real(cell: Cell) -> Problems:
     """Warn of forced routing in a long run, because it makes the loss meaningless."""
-    routing = routing_of(cell)
-    if routing != "trained" and cell.steps > _LONG_RUN:
+    if (routing := routing_of(cell)) != "trained" and cell.steps > _LONG_RUN:
         how = "round-robin" if routing == "round_robin" else "at random"
         option = _routing_option(cell)
         reason = f"experts are dealt out {how} for {cell.steps} steps, and the loss says nothing"
