@@ -81,8 +81,7 @@ def _newest(folder: Path) -> dict[int, Path]:
     newest_first = sorted(steps, key=lambda path: int(path.name.split("_")[1]), reverse=True)
     for candidate in (folder, *newest_first):
         matches = ((_TRACE.fullmatch(path.name), path) for path in candidate.glob("*"))
-        found = {int(match[1]): path for match, path in matches if match and path.is_file()}
-        if found:
+        if found := {int(match[1]): path for match, path in matches if match and path.is_file()}:
             return dict(sorted(found.items()))
     return {}
 
@@ -162,8 +161,7 @@ def step_parts(rank: RankProfile) -> list[tuple[str, str, float]]:
     parts = []
     for category in CATEGORIES:
         exposed = ", exposed" if category.kind == COMMUNICATION else ""
-        ms = rank.counted_ms(category.name)
-        parts.append((category.title + exposed, category.colour, ms))
+        parts.append((category.title + exposed, category.colour, rank.counted_ms(category.name)))
     idle = [(HOST, "#e0e0e0", rank.idle.host_ms), (QUEUED, "#c2c2c2", rank.idle.queued_ms)]
     return parts + idle
 
@@ -223,8 +221,7 @@ def _notes(profile: Profile) -> Iterator[str]:
     if not all(rank.steps for rank in ranks):
         yield "no ProfilerStep in the trace: the whole trace is counted as one step"
     for rank in ranks:
-        share = 1 - rank.accounted
-        if share > _MOST_UNKNOWN:
+        if (share := 1 - rank.accounted) > _MOST_UNKNOWN:
             most = ", ".join(f"{one.name[:60]} ({one.ms:,.1f} ms)" for one in rank.unknown[:5])
             yield (
                 f"{profile.name(rank)}: {share:.1%} of the step is in kernels that no rule knows: "
