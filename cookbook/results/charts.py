@@ -230,8 +230,7 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
     highest = max(max(line.y) for line in lines)
     if highest > top:
         caption += " Longer steps end at the upper edge."
-    high = min(top, highest * 1.05)
-    return Chart("step-time", "Step time", caption, "s", 0, high, tuple(lines))
+    return Chart("step-time", "Step time", caption, "s", 0, min(top, highest * 1.05), tuple(lines))
 
 
 def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:

@@ -191,8 +191,7 @@ def _compare(cell: Result, base: Result, tolerance: float) -> Result:
     cell = replace(cell, reference_tokens=tokens, loss=whole, loss_last_tenth=last)
     cell = replace(cell, incomparable=_incomparable(cell, base))
     if cell.incomparable:
-        is_slower = base.status == FINISHED and cell.status != FINISHED
-        return replace(cell, is_slower=is_slower)
+        return replace(cell, is_slower=base.status == FINISHED and cell.status != FINISHED)
     own, of_base = _speeds_of_runs(cell), _speeds_of_runs(base)
     if own and of_base and len(own) + len(of_base) > 2:
         speed: SpeedUp | None = unpaired_speed_up(own, of_base)

@@ -170,8 +170,7 @@ def facts(results: RunResults) -> list[str]:
     for cell in cells:
         if cell.routing:
             routings[cell.routing].append(cell.name)
-    parts = [f"{routing} in {', '.join(names)}" for routing, names in routings.items()]
-    if parts:
+    if parts := [f"{routing} in {', '.join(names)}" for routing, names in routings.items()]:
         lines.append(f"routing: {'; '.join(parts if len(parts) > 1 else routings)}")
     return [*lines, *_attention(cells), *_self_check(cells)]
 
@@ -308,8 +307,7 @@ def save_report(run: Run, results: RunResults) -> str | None:
         if found.differing is not None:
             parts += ["Where cells differ:", found.differing.markdown()]
         if found.shared:
-            shared = Table(("", "value"), found.shared, "ll").markdown()
-            parts += ["What all cells share:", shared]
+            parts += ["What all cells share:", Table(("", "value"), found.shared, "ll").markdown()]
     write_whole(run.folder / MARKDOWN, "\n\n".join(filter(None, parts)) + "\n")
     write_whole(run.folder / PAGE, _render_page(results, charts, tables, conditions))
     return missing
@@ -335,7 +333,6 @@ def _render_page(
     known = facts(results)
     alerts = [fact for fact in known if fact.startswith(("WARNING: ", "partly finished: "))]
     sources = {cell.published_source for cell in results.cells} - {None}
-    numbers = json.dumps([asdict(chart) for chart in charts])
     return jinja.get_template("report.html.j2").render(
         run=results.run.run,
         alerts=alerts,
@@ -344,7 +341,7 @@ def _render_page(
         facts=[fact for fact in known if fact not in alerts],
         charts=charts,
         # Escape `<`: `</script>` in a text would close the script element that holds the JSON.
-        chart_data=Markup(numbers.replace("<", "\\u003c")),
+        chart_data=Markup(json.dumps([asdict(chart) for chart in charts]).replace("<", "\\u003c")),
         tables=tables,
         source=sources.pop() if len(sources) == 1 else None,
         conditions=conditions,

@@ -148,8 +148,7 @@ def seen_facts(environment: Mapping[str, Any]) -> dict[str, str]:
     if nodes:
         many = f"{len(nodes)}: {nodes[0]} to {nodes[-1]}"
         facts["nodes"] = nodes if len(nodes) <= _MOST_NODES else many
-    known = _flat({**facts, **versions})
-    return {name: value for name, value in known if name != _DURATION}
+    return {name: value for name, value in _flat({**facts, **versions}) if name != _DURATION}
 
 
 def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
