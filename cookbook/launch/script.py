@@ -212,8 +212,7 @@ def _choice(summary: str, default: str, overlays: Sequence[Overlay]) -> dict[str
     stack, values = load_stack(), []
     for overlay in overlays:
         # Leave out the option that names the overlay (--cookbook.precision): the template sets it.
-        words = argv_of(stack, {**overlay.expect, **overlay.settings})
-        text = " ".join(map(shquote, words))
+        text = " ".join(map(shquote, argv_of(stack, {**overlay.expect, **overlay.settings})))
         value = {
             "name": overlay.name,
             "patterns": [overlay.name, *overlay.synonyms],

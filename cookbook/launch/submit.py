@@ -214,6 +214,5 @@ def leave_out(cell: Cell) -> Choice:
     choice = choose(needed, sorted(nodes), excluded)
     if choice.short and cell.recipe.too_few_nodes == "stop":
         remedy = f"see {shown_path(excluded_file())}, or ask for fewer with --nodes"
-        missing = f"{choice.short} of {needed} missing"
-        raise JobError(f"not enough healthy nodes: {missing}; {remedy}")
+        raise JobError(f"not enough healthy nodes: {choice.short} of {needed} missing; {remedy}")
     return choice
