@@ -158,9 +158,9 @@ def start_run(start: Start) -> None:
         if is_run(run):
             note_new_job(run)
         else:
-            cluster, stack = cell.cluster, cell.options.stack.name
-            asked = RunRecord(cluster.scheduler, (folder.name,), run.name)
-            write_run(run, replace(asked, cluster=cluster.name, stack=stack))
+            cluster, stack = cell.cluster.name, cell.options.stack.name
+            asked = RunRecord(scheduler, (folder.name,), run.name, cluster=cluster, stack=stack)
+            write_run(run, asked)
 
 
 def _refuse_another_job(folder: CellFolder) -> None:
@@ -210,8 +210,7 @@ def main(words: Sequence[str]) -> int:
     start = parse(words)
     if os.environ.get("COOKBOOK_CHECK"):
         cell = validate(start)
-        verdict = f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}"
-        print(verdict, file=sys.stderr)
+        print(f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}", file=sys.stderr)
         return CHECKED
     start_run(start)
     # submitit sets this variable only in its own jobs, but `slurm_job` needs it here too.

@@ -147,8 +147,7 @@ def classify_exit(
         return replace(end, cause=Cause.SAVED, reason=reason)
     if not code:
         return end
-    free = shutil.disk_usage(cell.path).free
-    if free < _FULL_DISK_BYTES:
+    if (free := shutil.disk_usage(cell.path).free) < _FULL_DISK_BYTES:
         reason = f"{free >> 20} MiB are free at {cell.path}"
         return replace(end, cause=Cause.DISK_FULL, reason=reason)
     cause, reason = find_cause(attempt.path, code)

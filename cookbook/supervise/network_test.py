@@ -120,18 +120,17 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
 
 def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
     world = min(len(team) for team in teams) * groups.ranks_per_node
-    plan = {
-        "device": groups.device,
-        "num_bytes": _NUM_BYTES[groups.device],
-        # All teams use the same list of rank groups, so it is computed for the smallest team.
-        "groups": groups.groups(world),
-        "timeout_s": _COLLECTIVE_S,
-    }
     question = {
         "teams": teams,
         "addresses": list(node_addresses([team[0] for team in teams]).values()),
         "ranks_per_node": groups.ranks_per_node,
-        "plan": plan,
+        "plan": {
+            "device": groups.device,
+            "num_bytes": _NUM_BYTES[groups.device],
+            # All teams use the same list of rank groups, so it is computed for the smallest team.
+            "groups": groups.groups(world),
+            "timeout_s": _COLLECTIVE_S,
+        },
     }
     measured: list[dict[str, Any]] = []
     ended: dict[str, str] = {}
@@ -202,7 +201,6 @@ def run_ranks(
         error = _first_error(ranks, logs, deadline)
         for rank in ranks:
             rank.kill()
-        for rank in ranks:
             rank.wait()
     print(_ENDED, json.dumps({node: error}), flush=True)
 

@@ -324,8 +324,7 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
         gone = retry_while_busy(lambda _: slurm.drained(known))
         known = [node for node in known if node not in gone]
     choice = excluded.choose(needed, known, list(listed.values()))
-    left = len(known) - len(choice.nodes)
-    return replace(choice, short=max(choice.short, needed - left))
+    return replace(choice, short=max(choice.short, needed - len(known) + len(choice.nodes)))
 
 
 def _write_findings(

@@ -67,18 +67,18 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
 
 def _last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[int | None, str]:
     """Return the step after which a NaN made checkpoints unfit, and why; None without a NaN."""
-    attempt = folder.attempts()[-1] if folder.attempts() else None
-    end = status.read_attempt_end(attempt) if attempt else None
-    if attempt is None or end is None or end.cause is not status.Cause.NAN_LOSS:
+    newest = folder.attempts()[-1:]
+    end = next(iter(status.read_history(newest)), None)
+    if end is None or end.cause is not status.Cause.NAN_LOSS:
         return None, ""
     if (good := end.last_good_step) is not None:
         return good, f"was saved after step {good}, the last one with a finite loss and gradient"
     # The checkpoint that this attempt loaded may contain the NaN, so go back to an older one. If
     # there is none, load the same one again: that is better than losing the whole run.
-    resumed = next(status.read_resumptions([attempt]), None)
+    resumed = next(status.read_resumptions(newest), None)
     loaded = (resumed and resumed.step) or 0
     older = (s for s, one in saved if 0 < s < loaded and read_checkpoint(s, one).damage is None)
-    why = f"attempt {attempt.number} had no finite loss and gradient after step {loaded}"
+    why = f"attempt {end.attempt} had no finite loss and gradient after step {loaded}"
     return next(older, loaded), why
 
 
@@ -94,18 +94,17 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
     path = checkpoint.path
     older = (read_checkpoint(step, one) for step, one in saved if step < checkpoint.step)
     full = next((one for one in older if not one.damage and one.states == set(PARTS)), None)
+    holds = f"the model without {', '.join(missing)} (checkpoint.last_save_model_only)"
+    weights = f"checkpoint.initial_load_path={path.resolve()}"
+    if checkpoint.is_exported:
+        holds = "safetensors files (checkpoint.last_save_in_hf)"
+        weights += " checkpoint.initial_load_in_hf=true"
     if full is None:
-        weights = f"checkpoint.initial_load_path={path.resolve()}"
-        if checkpoint.is_exported:
-            weights += " checkpoint.initial_load_in_hf=true"
         remedy = f"start a new run from its weights with {weights}"
     else:
         kept = path.parent.parent / f"model-{path.name}"
         command = f"mv {shown_path(path)} {shown_path(kept)}"
         remedy = f"to continue after step {full.step}, move it away: {command}"
-    holds = f"the model without {', '.join(missing)} (checkpoint.last_save_model_only)"
-    if checkpoint.is_exported:
-        holds = "safetensors files (checkpoint.last_save_in_hf)"
     found = f"holds {holds}, so training cannot continue from it"
     raise InputError(shown_path(path), found, remedy)
 

@@ -89,8 +89,7 @@ class Supervisor:
         for cell in cells:
             # Record this job if the submitter was killed before it did so.
             if job_id and not cell.job.exists():
-                own = job_id if exits.slurm_job() else process_job(int(job_id))
-                status.write_job(cell, own)
+                status.write_job(cell, job_id if exits.slurm_job() else process_job(int(job_id)))
         for cell in cells:
             if status.read_status(cell).state in (FINISHED, status.REFUSED):
                 continue
