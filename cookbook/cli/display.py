@@ -62,8 +62,7 @@ class Progress:
             before = self._written.get(cell.name)
             made = (cell.step or 0) - ((before.step or 0) if before else 0)
             # A step lower than the last one shown: the cell was resumed from a checkpoint.
-            is_moved = made < 0 or made >= _EVERY_STEPS
-            if before is None or words(before) != words(cell) or is_moved:
+            if before is None or words(before) != words(cell) or made < 0 or made >= _EVERY_STEPS:
                 print(describe_cell(cell), file=self._stream, flush=True)
                 self._written[cell.name] = cell
 

@@ -94,7 +94,11 @@ def show_logs(arguments: argparse.Namespace) -> int:
         # Look for a newer log before printing: once there is one, the current log is complete.
         newest = cell.newest_log()
         if log is not None:
-            offset = _print_from(log, offset)
+            with log.open("rb") as file:
+                file.seek(offset)
+                shutil.copyfileobj(file, sys.stdout.buffer)
+                offset = file.tell()
+            sys.stdout.buffer.flush()
         if newest != log:
             log, offset = newest, 0
         elif ended:
@@ -133,15 +137,6 @@ def named_cell(name: str | None) -> tuple[Run, CellFolder]:
 
 def _state(run: Run, cell: CellFolder) -> CellState:
     return next(state for state in cell_states(run) if state.cell == cell.name)
-
-
-def _print_from(log: Path, offset: int) -> int:
-    """Print the log from byte `offset` on; return the offset at which to continue."""
-    with log.open("rb") as file:
-        file.seek(offset)
-        shutil.copyfileobj(file, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
-        return file.tell()
 
 
 def cancel(arguments: argparse.Namespace) -> int:

@@ -182,9 +182,8 @@ def _run(words: Sequence[str]) -> int:
     try:
         # Import lazily: `--help` must not wait for submitit, and `doctor` must run before set-up.
         handler = getattr(importlib.import_module(f".{module}", "cookbook.cli"), function)
-        status: int = handler(arguments)
+        return int(handler(arguments))
     except ModuleNotFoundError as error:
         from cookbook.install import explain_missing
 
         raise explain_missing(error) from None
-    return status

@@ -89,8 +89,7 @@ def _trained(arguments: argparse.Namespace) -> CellFolder | int:
     saves = asked.get("checkpoint.enable")
     options = _SETTINGS if saves and saves.value else _SETTINGS | _NO_CHECKPOINTS
     settings = {name: Setting(value, "profile") for name, value in options.items()}
-    steps = asked.get("training.steps")
-    if steps:
+    if steps := asked.get("training.steps"):
         # Make the profiler's cycle as long as the run, so that it traces the run's last steps.
         settings["profiling.profile_freq"] = steps
     cell = requested_cell(arguments, settings)
