@@ -89,15 +89,6 @@ class Hardware:
     deepep_infiniband_share: Fact | None = None
 
 
-# Fields that a hardware file must have for jobs on more than one node.
-_NETWORK = (
-    "infiniband_gb_per_s",
-    "nccl_infiniband_share",
-    "all_to_all_infiniband_share",
-    "deepep_infiniband_share",
-)
-
-
 def hardware_of(cell: Cell) -> Hardware:
     """Return the speeds of the cell's GPU and links; raise InputError if any of them is unknown."""
     place, gpu = f"cluster {cell.cluster.name}", cell.cluster.gpu
@@ -109,7 +100,8 @@ def hardware_of(cell: Cell) -> Hardware:
     if found is None:
         remedy = f"describe it in recipes/hardware/, as {', '.join(one.path.name for one in known)}"
         raise InputError(place, f"nothing is known of the speed of a {gpu.name}", remedy)
-    if cell.nodes > 1 and not all(getattr(found, name) for name in _NETWORK):
+    # Only facts of the network between nodes may be None.
+    if cell.nodes > 1 and None in vars(found).values():
         reason = "says nothing of the network between nodes"
         remedy = "add infiniband_gb_per_s and its shares, or use one node"
         raise InputError(f"recipes/hardware/{found.path.name}", reason, remedy)

@@ -107,10 +107,9 @@ def _activations(s: Shapes) -> int:
 
 def _dense(s: Shapes) -> LayerBytes:
     hidden = float(s.act * s.tokens * s.dense_hidden)
-    selected = (hidden if s.compiled else 1.5 * hidden) if "mm" in s.saves else 0.0
     return LayerBytes(
         saved=_activations(s) * hidden + s.hidden_bytes,
-        selected=selected,
+        selected=(hidden if s.compiled else 1.5 * hidden) if "mm" in s.saves else 0.0,
         temporary=3 * hidden,
         freed_again=(hidden,) * 3,
     )
@@ -134,11 +133,10 @@ def _moe(s: Shapes) -> LayerBytes:
         # Saved: the experts' input, the outputs of gate and up, SwiGLU's output times the scores
         # and, unless the GEMMs are quantized, the copies of the weights.
         saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
-        exchanges = s.ep > 1 and "communication" in s.saves
         return LayerBytes(
             saved=saved,
             selected=selected,
-            beside=s.act * s.sent_rows * s.dim * exchanges,
+            beside=s.act * s.sent_rows * s.dim * (s.ep > 1 and "communication" in s.saves),
             # The backward allocates gradients of outputs, gate, up, input and weights.
             temporary=2 * rows + 3 * hidden + (2 if s.quantized else 1) * weights,
             freed=(rows,),
@@ -201,8 +199,7 @@ class RankLayers:
         needless = "moe.shared_experts.w2" if shapes.deepep else None
         self._bytes = {}
         for moe in (False, True):
-            products = spared_products(cell, shapes, moe)
-            needed = [one for one in products if one.module != needless]
+            needed = [one for one in spared_products(cell, shapes, moe) if one.module != needless]
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:

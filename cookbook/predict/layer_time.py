@@ -236,8 +236,7 @@ def exchange_wait_ms(
             arrived_ms.append(sent_ms)
         computed_ms = max(computed_ms, arrived_ms[chunk]) + experts_ms / chunks
         sent_ms = max(sent_ms, computed_ms) + exchange_ms
-    end_ms = max(sent_ms, computed_ms + after_ms)
-    return end_ms - before_ms - experts_ms - after_ms
+    return max(sent_ms, computed_ms + after_ms) - before_ms - experts_ms - after_ms
 
 
 class LayerTimes:

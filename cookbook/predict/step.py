@@ -141,9 +141,8 @@ def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Ra
         for stage, part in zip(rank.stages, rank.parts, strict=True):
             forward, backward = (sum(terms.values()) for terms in times.part(part))
             # Some schedules split the backward: gradients of inputs (I), and of weights (W).
-            halves = {"I": backward * 2 / 3, "W": backward / 3}
-            for kind, time_ms in {"F": forward, "B": backward, **halves}.items():
-                durations[stage, kind] = time_ms
+            durations |= {(stage, "I"): backward * 2 / 3, (stage, "W"): backward / 3}
+            durations |= {(stage, "F"): forward, (stage, "B"): backward}
     sent_ms = links.nccl_ms(links.stage())
     end_ms, busy_ms = play([rank.actions for rank in ranks], durations, sent_ms)
     busiest_ms = max(busy_ms)
@@ -166,8 +165,7 @@ def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes) -> tuple[float, float]
             for sent_ms, compute_ms in zip(sent, times.compute_ms(layer), strict=True):
                 exposed += max(0.0, sent_ms - compute_ms)
                 hidden += min(sent_ms, compute_ms)
-        ends = (*part.embedding, *part.head)
-        exposed += sum(sum(links.unit_ms(unit)) for unit in ends[:1])
+        exposed += sum(sum(links.unit_ms(unit)) for unit in (*part.embedding, *part.head)[:1])
     return exposed, hidden
 
 
