@@ -58,8 +58,7 @@ class Found:
 
     def ranked(self) -> list[Candidate]:
         """Return the candidates with a known speed, fastest first."""
-        known = [one for one in self.candidates if one.step]
-        return sorted(known, key=lambda one: -one.speed)
+        return sorted((one for one in self.candidates if one.step), key=lambda one: -one.speed)
 
     def front(self) -> list[Candidate]:
         """Return the Pareto front over speed and memory, fastest first."""

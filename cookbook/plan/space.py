@@ -61,7 +61,6 @@ _WORKER: dict[str, Any] = {
     "training.dataloader.prefetch_factor": 2,
     "training.dataloader.persistent_workers": True,
 }
-OVERLAYS = ("precision", "ep_backend")
 # Local batch sizes to try without pipeline parallelism, and with it besides the cell's own size.
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
@@ -93,8 +92,7 @@ class Space:
                 start = merge_config(base.recipe, *pair, base.cluster, nodes=base.nodes)
                 start = _changed(start, asked)
             for chosen in self._combinations(start):
-                key = str(sorted(chosen.items()))
-                if key not in seen:
+                if (key := str(sorted(chosen.items()))) not in seen:
                     seen.add(key)
                     settings = {n: Setting(v, origins.get(n, "plan")) for n, v in chosen.items()}
                     yield replace(_changed(start, settings), name=f"{start.name}-{len(seen)}")
@@ -198,7 +196,7 @@ def space_of(
         if not equals or not text:
             raise InputError(place, "has no values", "write --vary KEY=VALUE,VALUE")
         values = text.split(",")
-        if key in OVERLAYS:
+        if key in load:
             with named_at(place):
                 # Synonyms name one overlay.
                 named[key] = [*{one.name: one for one in map(load[key], values)}.values()]
