@@ -6,14 +6,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import find_sources, read_windows, write_lengths
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.follow import named_cell
-from cookbook.config.stack import load_stack
+from cookbook.config.options import options_of
 from cookbook.run.folder import read_checkpoint, saved_steps
 from cookbook.run.record import read_record
 
@@ -21,11 +20,8 @@ from cookbook.run.record import read_record
 def export_weights(arguments: argparse.Namespace) -> int:
     """Write a cell's newest complete checkpoint, or the one at `--step`, as safetensors files."""
     run, cell = named_cell(arguments.cell)
-    record, stack = read_record(cell.record), load_stack()
-
-    def option(name: str) -> Any:
-        return record.options.get(name, stack.options[name].default)
-
+    record = read_record(cell.record)
+    options = options_of(record)
     saved = [read_checkpoint(*one) for one in saved_steps(cell.checkpoints(record.options))]
     whole = {one.step: one for one in saved if one.damage is None}
     place = f"{run.name}/{cell.name}"
@@ -47,13 +43,13 @@ def export_weights(arguments: argparse.Namespace) -> int:
     request = {
         "checkpoint": str(chosen.path.resolve()),
         "to": str(Path(arguments.to).resolve()),
-        "model": option("model.name"),
-        "flavor": option("model.flavor"),
-        "seq_len": option("training.seq_len"),
+        "model": options["model.name"],
+        "flavor": options["model.flavor"],
+        "seq_len": options["training.seq_len"],
         "dtype": arguments.dtype,
-        "tokenizer": str(ROOT / (option("model.hf_assets_path") or "")),
+        "tokenizer": str(ROOT / (options["model.hf_assets_path"] or "")),
     }
-    command = [sys.executable, "-m", f"{stack.hooks}.export", json.dumps(request)]
+    command = [sys.executable, "-m", f"{options.stack.hooks}.export", json.dumps(request)]
     return subprocess.run(command, cwd=ROOT).returncode
 
 

@@ -9,6 +9,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.family import Family, Model
 from cookbook.base.yamlfile import Words, YamlFile
 from cookbook.config.stack import Stack, load_stack
+from cookbook.run.record import CellRecord
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Options:
     def model_title(self) -> str:
         name = self.family.title if self.family else self["model.name"]
         return f"{name} {self['model.flavor']}"
+
+
+def options_of(record: CellRecord) -> Options:
+    """Return the recorded options, as TorchTitan reads them: with its defaults for the others."""
+    return Options(load_stack(), {name: Setting(v, "") for name, v in record.options.items()})
 
 
 DEGREES = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from cookbook.base.errors import JobError
-from cookbook.config.stack import load_stack
+from cookbook.config.options import options_of
 from cookbook.observe.failure import describe_stacks
 from cookbook.observe.history import usual_step_time
 from cookbook.observe.metrics import Phase, StepMetrics, Tail, longest_save, step_seconds
@@ -151,12 +151,12 @@ class RunningAttempt:
         earlier: Sequence[Attempt] = (),
     ) -> None:
         self.cell, self.attempt = cell, attempt
-        self._record, log_freq = record, "metrics.log_freq"
+        self._record = record
         self.clock = StepClock(
             timeouts.adjusted(record),
             usual_step_time(earlier),
             lambda: longest_save([*earlier, attempt]),
-            record.options.get(log_freq) or load_stack().options[log_freq].default,
+            options_of(record)["metrics.log_freq"],
         )
         self._tail = Tail(attempt, record.loss_rank)
         self._is_stopped = False

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
-from cookbook.config.options import Options, Setting, layout_of
-from cookbook.config.stack import load_stack
+from cookbook.config.options import Options, layout_of, options_of
 from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.record import CellRecord, earlier_record
@@ -37,7 +36,7 @@ class Found:
 
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
     """Find the checkpoint to load and the newer ones, which are damaged or not asked for."""
-    options = _options_of(record)
+    options = options_of(record)
     wanted, place = options[LOAD_STEP], folder.checkpoints(record.options)
     if not options["checkpoint.enable"]:
         return Found(None)
@@ -54,7 +53,8 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         if checkpoint.damage is None:
             _check_states(checkpoint, saved, options)
             if step and "dataloader" not in options[_EXCLUDED]:
-                _check_texts(checkpoint, options, record, earlier_record(folder) or record)
+                before = options_of(earlier_record(folder) or record)
+                _check_texts(checkpoint, options, before, record.world)
             return Found(checkpoint, tuple(damaged))
         damaged.append(checkpoint)
     # TorchTitan ignores `load_step` unless the checkpoint folder exists.
@@ -82,10 +82,6 @@ def _last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[
     return next(older, loaded), why
 
 
-def _options_of(record: CellRecord) -> Options:
-    return Options(load_stack(), {name: Setting(v, "") for name, v in record.options.items()})
-
-
 def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options: Options) -> None:
     missing = [s for s in PARTS if s not in checkpoint.states | set(options[_EXCLUDED])]
     # From a seed checkpoint (step 0), TorchTitan loads only the model.
@@ -109,12 +105,10 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
     raise InputError(shown_path(path), found, remedy)
 
 
-def _check_texts(
-    checkpoint: Checkpoint, options: Options, record: CellRecord, first: CellRecord
-) -> None:
+def _check_texts(checkpoint: Checkpoint, options: Options, before: Options, world: int) -> None:
     """Raise InputError if the data loader cannot load the checkpoint's position in the texts."""
-    anew, before = f"read the texts from the start with {_EXCLUDED}=dataloader", _options_of(first)
-    layout, readers = layout_of(options, record.world), checkpoint.text_readers
+    anew = f"read the texts from the start with {_EXCLUDED}=dataloader"
+    layout, readers = layout_of(options, world), checkpoint.text_readers
     ranks = layout.dp_replicate * layout.dp_shard
     if readers != ranks:
         raise InputError(
@@ -132,7 +126,7 @@ def _check_texts(
 def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
     """Move damaged checkpoints aside, and those later than a requested step; record the resume."""
     found = find_checkpoint(folder, record)
-    options = _options_of(record)
+    options = options_of(record)
     saved, steps = folder.checkpoints(record.options), options["training.steps"]
     attempt.path.mkdir(parents=True, exist_ok=True)
     # Move damaged checkpoints out of this folder. If one were only renamed, to `step-N-damaged`,
