@@ -70,8 +70,7 @@ def build_cell(request: Answer) -> Answer:
 def _read(rank: int, folder: Path, status: int) -> Answer:
     """Return a child's answer, or an error if the child timed out or exited without one."""
     if (file := folder / "answer").exists():
-        answer: Answer = json.loads(file.read_text())
-        return answer
+        return dict(json.loads(file.read_text()))
     if status == -signal.SIGALRM:
         return _failed(rank, f"not built within {_LIMIT_S:.0f} s", "TimeoutError")
     how = f"signal {-status}" if status < 0 else f"status {status}"
@@ -87,8 +86,7 @@ def _answer(request: Answer, rank: int, folder: Path) -> None:
     descriptor = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    answer = _build_rank(request, rank, folder)
-    (folder / "answer").write_text(json.dumps(answer))
+    (folder / "answer").write_text(json.dumps(_build_rank(request, rank, folder)))
 
 
 def _build_rank(request: Answer, rank: int, folder: Path) -> Answer:
@@ -108,8 +106,7 @@ def _build_rank(request: Answer, rank: int, folder: Path) -> Answer:
 def _last_words(text: str) -> str:
     """Return why a process exited: the cookbook's refusal, or tyro's error about the arguments."""
     lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
-    refusals = [line for line in lines if "cookbook refuses: " in line]
-    if refusals:
+    if refusals := [line for line in lines if "cookbook refuses: " in line]:
         return refusals[-1].partition("cookbook refuses: ")[2]
     return " ".join(line for line in lines if line)[-600:]
 
@@ -137,8 +134,7 @@ def main(stack: str) -> None:
     gc.freeze()
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
-        answer = build_cell(json.loads(line) | {"stack": stack})
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(build_cell(json.loads(line) | {"stack": stack})), file=answers, flush=True)
 
 
 class Build(NamedTuple):

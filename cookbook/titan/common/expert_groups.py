@@ -49,8 +49,7 @@ def plan_groups(experts: Tensor, counts: list[int], alignment: int) -> GroupPlan
     ends = list(itertools.accumulate(sizes))
     host = torch.tensor([sizes, ends], dtype=torch.int32, pin_memory=experts.is_cuda)
     sizes_there, ends_there = host.to(experts.device, non_blocking=True)
-    rows = _place(experts, sizes_there, ends_there, ends[-1])
-    return GroupPlan(*rows, sizes_there, ends_there)
+    return GroupPlan(*_place(experts, sizes_there, ends_there, ends[-1]), sizes_there, ends_there)
 
 
 def _place(

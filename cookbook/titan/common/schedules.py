@@ -64,8 +64,7 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
     found: list[list[Any]] = []
     for action in order:
         for part in (action.sub_actions or (action,)) if action else ():
-            kind = _KINDS.get(part.computation_type.name)
-            if kind is not None:
+            if (kind := _KINDS.get(part.computation_type.name)) is not None:
                 microbatch = counts[kind] if is_single else part.microbatch_index
                 found.append([part.stage_index, kind, microbatch])
                 counts[kind] += 1

@@ -191,8 +191,7 @@ def spread(
     grouped = tokens.new_empty(num_rows, features, dtype=dtype)
     block = _block(features, 2048)
     given = _ready(tokens), slots, _weights(scores), grouped
-    grid = num_tokens, triton.cdiv(features, block)
-    _spread_kernel[grid](*given, features, top_k, block)
+    _spread_kernel[num_tokens, triton.cdiv(features, block)](*given, features, top_k, block)
     parts = (triton.cdiv(num_rows, _ROWS),)
     _fill_kernel[parts](copies, grouped, num_rows, features, _ROWS, block)
     return grouped
@@ -208,8 +207,7 @@ def collect(
     block = _block(features, 2048)
     added = None if base is None else _ready(base)
     given = _ready(grouped), slots, _weights(scores), added, tokens
-    grid = num_tokens, triton.cdiv(features, block)
-    _collect_kernel[grid](*given, features, top_k, block)
+    _collect_kernel[num_tokens, triton.cdiv(features, block)](*given, features, top_k, block)
     return tokens
 
 

@@ -280,8 +280,7 @@ def bounds_capacity(documents: int, length: int) -> int:
     To make that rare, the result is also at least `length // 128`, and at least 16 or `length`,
     whichever is less.
     """
-    least = max(documents, length // 128, min(length, 16))
-    return 1 << (least - 1).bit_length()
+    return 1 << (max(documents, length // 128, min(length, 16)) - 1).bit_length()
 
 
 def document_bounds(ends: Tensor, capacity: int) -> Tensor:

@@ -199,8 +199,7 @@ def exchange_inputs(
     tokens, seed = batch * length, 10 * dp_rank
     experts, scores = random_routing(tokens, num_experts, top_k, device, seed + 31)
     x, grad = (random_rows(tokens, features, device, seed + n) for n in (32, 33))
-    folded = (x, grad, scores, experts)
-    return Exchanged(*(one.unflatten(0, (batch, length)) for one in folded))
+    return Exchanged(*(one.unflatten(0, (batch, length)) for one in (x, grad, scores, experts)))
 
 
 def exchange_errors(

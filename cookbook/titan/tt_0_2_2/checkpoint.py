@@ -180,8 +180,7 @@ def name_checkpoint_causes() -> None:
             raise CheckpointFailedError(reason) from error
 
     for name in ("save", "load", "maybe_wait_for_staging", "_async_wait", "close"):
-        method = naming_the_cause(name)(getattr(CheckpointManager, name))
-        setattr(CheckpointManager, name, method)
+        setattr(CheckpointManager, name, naming_the_cause(name)(getattr(CheckpointManager, name)))
 
 
 def without_missing_bias(adapter: Any) -> Any:

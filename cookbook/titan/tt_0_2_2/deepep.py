@@ -330,8 +330,7 @@ class SplitMoE(DeepEPMoE):
             out = None if shared is None else shared(halves=halves)
         if out is not None and tp_mesh is not None:
             out = token_shard.reduce_scatter_sequence(out.view(whole.shape), tp_mesh)
-        pairs = zip(returned, routings, strict=True)
-        arrived = [arrive(part, routing.exchange) for part, routing in pairs]
+        arrived = [arrive(part, one.exchange) for part, one in zip(returned, routings, strict=True)]
         routed = (arrived[0] if len(arrived) == 1 else torch.cat(arrived)).view(mine.shape)
         return routed if out is None else out.view(mine.shape) + routed
 

@@ -83,8 +83,7 @@ def export(request: Request) -> int:
     named = {f"model-{n:05}-of-{len(files):05}.safetensors": one for n, one in enumerate(files, 1)}
     missing = {name: parts for name, parts in named.items() if not (to / name).exists()}
     needed = sum(part.bytes for parts in missing.values() for part in parts)
-    free = shutil.disk_usage(to).free
-    if free < needed:
+    if (free := shutil.disk_usage(to).free) < needed:
         raise JobError(f"{to}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free")
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     for name, parts in missing.items():
@@ -161,8 +160,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
         found = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "nothing"
         if found != list(tensor.shape):
             reason = f"{fqn}: found {found}, {request.flavor} has {list(tensor.shape)}"
-            remedy = "name a whole checkpoint of this flavor"
-            raise InputError(request.checkpoint, reason, remedy)
+            raise InputError(request.checkpoint, reason, "name a whole checkpoint of this flavor")
         names = tuple(adapter.to_hf({fqn: tensor}))
         shape = tuple(tensor.shape[1:] if len(names) > 1 else tensor.shape)
         dtype = getattr(torch, "float32" if fqn.endswith("expert_bias") else request.dtype)
@@ -183,8 +181,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
 def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[str, torch.Tensor]:
     """Return the tensors of `part`, converted to `part.dtype` and keyed by exported name."""
     # The checkpoint stacks experts along a first dimension, even a single expert.
-    is_stacked = ".experts." in part.fqn
-    shape = torch.Size([len(part.names), *part.shape] if is_stacked else part.shape)
+    shape = torch.Size([len(part.names), *part.shape] if ".experts." in part.fqn else part.shape)
     offsets = torch.Size([part.first, *[0] * (len(shape) - 1)] if shape else [])
     chunk = ChunkStorageMetadata(offsets=offsets, sizes=shape)
     saved: Any = metadata.state_dict_metadata[part.fqn]

@@ -50,8 +50,7 @@ def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
     else:
         name, loss_fn = "cross_entropy", build_cross_entropy_loss(job_config, **kwargs)
     factor = None
-    dims = kwargs.get("parallel_dims")
-    if dims is not None and dims.pp_enabled:
+    if (dims := kwargs.get("parallel_dims")) is not None and dims.pp_enabled:
         training = job_config.training
         sequences = training.global_batch_size
         if sequences < 0:

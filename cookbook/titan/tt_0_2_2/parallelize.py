@@ -53,8 +53,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
         # TorchTitan's TP plan looks up the output layer's style by this name, so patch it too.
         names["ColwiseParallel"] = loss_and_optimizer.HandingOnColwiseParallel
     # A dry build runs no forward and needs no routing table.
-    is_random = routing.chosen_routing(job_config) == routing.RANDOM
-    if is_random and job_config.comm.mode == "default":
+    if routing.chosen_routing(job_config) == routing.RANDOM and job_config.comm.mode == "default":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         routing.route_at_random(model, parallel_dims, job_config, device)
     with patch.multiple(parts.infra, **names):

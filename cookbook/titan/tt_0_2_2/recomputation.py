@@ -194,8 +194,7 @@ def show_gemms(least_inner: int) -> None:
     class ShowGemms(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             # Skip backward graphs, which have inputs named `tangents`: their results are not saved.
-            inputs = graph.find_nodes(op="placeholder")
-            if any(node.name.startswith("tangents") for node in inputs):
+            if any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder")):
                 return
             for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
                 if node.args[0].meta["val"].shape[1] >= least_inner:

@@ -170,8 +170,7 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
     if not cell.model_args.moe_args.use_grouped_mm:
         return
     # Build the experts first: this runs the converters, which set the alignment read below.
-    probe = _experts(cell, torch.empty(1, 32, 32, dtype=torch.bfloat16))
-    quantization, _ = observe_model([probe])
+    quantization, _ = observe_model([_experts(cell, torch.empty(1, 32, 32, dtype=torch.bfloat16))])
     (kind,) = quantization["grouped_gemms"]
     alignment, experts = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M, cell.local_experts
     if cell.device == "cpu":
@@ -310,9 +309,8 @@ def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
     # The test experts have no activations to multiply by the scores: multiply their outputs.
-    deepep = replace(cell.job_config.deepep, score_activations=False)
     apply_moe_ep_tp(
-        replace(cell.job_config, deepep=deepep),
+        replace(cell.job_config, deepep=replace(cell.job_config.deepep, score_activations=False)),
         SimpleNamespace(layers={"0": block}),
         tp_mesh=tp_mesh,
         ep_mesh=ep_mesh,

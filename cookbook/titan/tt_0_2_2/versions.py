@@ -26,8 +26,7 @@ def installed(package: str) -> str | None:
 def check_versions() -> None:
     """Refuse any version of TorchTitan or TorchAO other than those in `KNOWN`."""
     for package, known in KNOWN.items():
-        found = installed(package)
-        if found is None or found.split("+")[0] != known:
+        if (found := installed(package)) is None or found.split("+")[0] != known:
             raise refuse(
                 f"{__package__} was written for {package} {known}, found {found or 'none'}; "
                 f"install {package}=={known} or leave out --experimental.custom_import"

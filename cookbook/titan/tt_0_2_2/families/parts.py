@@ -69,8 +69,7 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
             "parallelism.context_parallel_degree > 1 cuts it over several; set it to 1"
         )
     reason = varlen_attention.why_not()
-    head_dims = model_args.sizes().head_dims
-    if head_dims not in _HEAD_DIMS:
+    if (head_dims := model_args.sizes().head_dims) not in _HEAD_DIMS:
         allowed = " or ".join(f"{keys}/{values}" for keys, values in _HEAD_DIMS)
         found = "/".join(map(str, head_dims))
         reason = f"it is for heads of {allowed} (queries and keys/values), this model has {found}"
@@ -137,19 +136,16 @@ class AttentionChoice(ModelProtocol):
             raise TypeError("SDPA takes no mask")
         by_document = self.model_args.attn_mask_type == "block_causal"
         assert tokenizer.eos_id is not None or not by_document
-        ends = varlen_attention.document_ends(
-            input_batch, tokenizer.eos_id if by_document else None
-        )
+        eos_id = tokenizer.eos_id if by_document else None
+        ends = varlen_attention.document_ends(input_batch, eos_id)
         if self.training and _attended.is_open:
             _attended.add(ends)
         if not self.flash_attention_4:
             return super().get_attention_masks(input_batch, tokenizer, extra_inputs)
         # This waits for the GPU. With DP the wait is short for a step's first batch: TorchTitan has
         # just read the result of an all-reduce, so little else is queued.
-        documents = int(ends.sum(dim=1).max())
-        return varlen_attention.document_bounds(
-            ends, varlen_attention.bounds_capacity(documents, ends.shape[1])
-        )
+        capacity = varlen_attention.bounds_capacity(int(ends.sum(dim=1).max()), ends.shape[1])
+        return varlen_attention.document_bounds(ends, capacity)
 
     def forward(
         self, tokens: Tensor, attention_masks: Any = None, positions: Tensor | None = None
