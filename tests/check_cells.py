@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError
@@ -17,10 +16,8 @@ STACK = load_stack()
 
 
 @functools.cache
-def cluster_of(name: str, gpus: int | None = None) -> Cluster:
-    """A profile, with other GPUs a node where `gpus` says so."""
-    cluster = load_cluster(name)
-    return cluster if gpus is None else dataclasses.replace(cluster, gpus_per_node=gpus)
+def cluster_of(name: str) -> Cluster:
+    return load_cluster(name)
 
 
 def cell_of(
@@ -59,14 +56,3 @@ def refusals(recipe: str, options: dict[str, Any], **where: Any) -> list[Finding
     except InputError as error:
         return [Finding(ERROR, "input", error.place, error.found, error.remedy, "")]
     return validation_errors(cell)
-
-
-def h200(folder: Path, gpus: int = 4) -> Cluster:
-    """One node of H200 without any settings of its own."""
-    path = folder / f"h200x{gpus}.yaml"
-    path.write_text(
-        "description: bench\nscheduler: slurm\nnodes: 1\nemulate: true\n"
-        f"gpus_per_node: {gpus}\n"
-        "gpu: {name: H200, compute_capability: 9.0, memory_gib: 139.8}\n"
-    )
-    return load_cluster(str(path))

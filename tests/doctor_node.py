@@ -1,9 +1,8 @@
 """A stand-in for a node of the cluster, for the doctor's tests."""
 
 import json
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,10 @@ class Node:
 
     folder: Path
     answers: dict[tuple[str, ...], Answer] = field(default_factory=lambda: dict(ANSWERS))
-    gpus: list[InstalledGpu] | NoGpusError = field(default_factory=lambda: [B200] * 8)
+    # GPUs of one kind that are told apart.
+    gpus: list[InstalledGpu] | NoGpusError = field(
+        default_factory=lambda: [replace(B200, uuid=f"GPU-{number}") for number in range(8)]
+    )
     commands: set[str] = field(default_factory=lambda: {"sbatch", "srun", "gcc"})
     environment: dict[str, str] = field(default_factory=lambda: {"WANDB_API_KEY": "never-shown"})
 
@@ -83,19 +85,10 @@ class Node:
         here = self.surroundings("soperator-b200", **{"job_folder": self.folder} | options)
         return {fault.check: fault.reason for fault in node_faults(here)}
 
-    def become_login_node(self) -> None:
-        self.gpus = NoGpusError("NVML Shared Library Not Found", has_driver=False)
-        for folder in ("root/sys", "root/proc/driver"):
-            shutil.rmtree(self.folder / folder)
-
 
 def whole_node(tmp_path: Path) -> Node:
     """A node on which nothing is missing."""
     node = Node(tmp_path)
-    # GPUs of one kind that are told apart.
-    node.gpus = [
-        InstalledGpu(B200.model, B200.driver, f"GPU-{number}", 4, links=18) for number in range(8)
-    ]
     node.write("checkout/requirements.txt", (ROOT / "requirements.txt").read_text())
     node.write("checkout/recipes/a.yaml", 'model:\n  hf_assets_path: "assets/hf/A"\n')
     node.write("checkout/recipes/b.yaml", "model:\n  hf_assets_path: assets/local/tokenizer\n")

@@ -23,16 +23,8 @@ def start(
     command: list[str], folder: Path, variables: Mapping[str, str] | None = None, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Run `command`; runs go to `folder`, and no environment is started again into."""
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment(folder / "runs", **{"VENV": str(folder / "none"), **(variables or {})}),
-        capture_output=True,
-        timeout=300,
-    )
-    return subprocess.CompletedProcess(
-        command, done.returncode, done.stdout.decode(), done.stderr.decode()
-    )
+    own = environment(folder / "runs", **{"VENV": str(folder / "none"), **(variables or {})})
+    return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=300)
 
 
 VERBS = ["list", "show", "render", "new", "run", "sweep", "status", "logs", "cancel", "report"]
@@ -81,7 +73,7 @@ def test_every_verb_has_help_and_a_near_miss_is_named(runs: Path) -> None:
         ["status"],
     ],
 )
-def test_the_login_node_never_waits_for_heavy_imports(runs: Path, words: list[str]) -> None:
+def test_the_login_node_never_waits_for_heavy_imports(tmp_path: Path, words: list[str]) -> None:
     light = words[0] in ("--help", "list")
     program = (
         "import sys\nfrom cookbook.cli.main import main\n"
@@ -91,13 +83,7 @@ def test_the_login_node_never_waits_for_heavy_imports(runs: Path, words: list[st
         f"heavy |= {{'pydantic', 'yaml'}} if {words == ['--help']} else set()\n"
         "sys.exit(f'imported: {heavy}' if heavy & set(sys.modules) else 0)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words],
-        cwd=ROOT,
-        env={**environment(runs), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = start([sys.executable, "-c", program, *words], tmp_path, {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
 
 
@@ -148,17 +134,11 @@ def test_a_cluster_that_the_environment_names(runs: Path) -> None:
     assert answer.status == 2 and "COOKBOOK_CLUSTER: unknown cluster 'locl'" in answer.stderr
 
 
-SUBMIT = [sys.executable, "submit.py"]
-
-
-def through_shell(redirection: str, command: list[str]) -> list[str]:
-    return ["bash", "-c", f'"$@" {redirection}', "bash", *command]
-
-
 @pytest.mark.parametrize("words", [["list"], ["--help"], ["doctor", "--cluster", "local"]])
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_closed_output_is_no_error(tmp_path: Path, words: list[str], closed: str) -> None:
-    done = start(through_shell(closed, [*SUBMIT, *words]), tmp_path)
+    shell = ["bash", "-c", f'"$@" {closed}', "bash"]
+    done = start([*shell, sys.executable, "submit.py", *words], tmp_path)
     assert (done.stdout, done.stderr) == ("", "")
     # Where the training packages are missing, the doctor finds that problem.
     assert done.returncode == 0 or (words[0] == "doctor" and done.returncode == 1)
@@ -225,21 +205,18 @@ class TestWithoutPackages:
             assert "is not installed" in profile.stderr
 
 
-class TestOldPython:
-    def test_it_can_read_the_file(self) -> None:
-        """Python 3.6 is the oldest that systems in use still have."""
-        source = (ROOT / "submit.py").read_text(encoding="utf-8")
-        ast.parse(source, feature_version=(3, 6))
-        assert "from __future__ import annotations" not in source
-
-    def test_it_says_so(self, tmp_path: Path) -> None:
-        program = (
-            "import runpy, sys; sys.version_info = (3, 9, 2, 'final', 0); "
-            "sys.argv = ['submit.py', 'list']; runpy.run_path('submit.py', run_name='__main__')"
-        )
-        done = start([sys.executable, "-c", program], tmp_path)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert "is Python 3.9, 3.11 or later is needed; run: bash " in done.stderr
+def test_an_old_python_can_read_the_file_and_says_so(tmp_path: Path) -> None:
+    """Python 3.6 is the oldest that systems in use still have."""
+    source = (ROOT / "submit.py").read_text(encoding="utf-8")
+    ast.parse(source, feature_version=(3, 6))
+    assert "from __future__ import annotations" not in source
+    program = (
+        "import runpy, sys; sys.version_info = (3, 9, 2, 'final', 0); "
+        "sys.argv = ['submit.py', 'list']; runpy.run_path('submit.py', run_name='__main__')"
+    )
+    done = start([sys.executable, "-c", program], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "is Python 3.9, 3.11 or later is needed; run: bash " in done.stderr
 
 
 BASE_PYTHON = os.path.realpath(sys.executable)
@@ -258,32 +235,22 @@ def venv(tmp_path: Path) -> Path:
 class TestEnvironment:
     """`submit.py` is started by a Python outside, and goes on under that of VENV."""
 
-    def used(self, done: subprocess.CompletedProcess[str]) -> str:
-        """The environment that the doctor ran in."""
-        assert done.stderr == ""
-        findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
-        return str(findings["python"]["found"]).partition(" in ")[2]
-
-    @pytest.mark.parametrize("place", ["absolute", "relative", "symlink"])
+    @pytest.mark.parametrize("place", ["relative", "symlink", "the checkout's, without VENV"])
     def test_it_is_used_from_anywhere(self, tmp_path: Path, venv: Path, place: str) -> None:
-        script, chosen = ROOT / "submit.py", str(venv)
-        if place == "relative":
-            chosen = venv.name
+        checkout, chosen = tmp_path / "check out", venv.name
+        if place.startswith("the checkout's"):
+            (copy_checkout(checkout) / ".venv").symlink_to(venv)
+            chosen = ""
+        else:
+            checkout.symlink_to(ROOT)
         if place == "symlink":
-            (tmp_path / "checkout").symlink_to(ROOT)
             (tmp_path / "env").symlink_to(venv)
-            script, chosen = tmp_path / "checkout/submit.py", str(tmp_path / "env")
-        command = [BASE_PYTHON, str(script), "doctor", "--json"]
+            chosen = str(tmp_path / "env")
+        command = [BASE_PYTHON, str(checkout / "submit.py"), "doctor", "--json"]
         done = start(command, tmp_path, {"VENV": chosen}, cwd=tmp_path)
-        assert Path(self.used(done)).resolve() == venv
-
-    def test_without_venv_it_is_that_of_the_checkout(self, tmp_path: Path, venv: Path) -> None:
-        copy = copy_checkout(tmp_path / "check out")
-        (copy / ".venv").symlink_to(venv)
-        done = start(
-            [BASE_PYTHON, "submit.py", "doctor", "--json"], tmp_path, {"VENV": ""}, cwd=copy
-        )
-        assert Path(self.used(done)).resolve() == venv
+        assert done.stderr == ""
+        (found,) = (one["found"] for one in json.loads(done.stdout) if one["name"] == "python")
+        assert Path(found.partition(" in ")[2]).resolve() == venv
 
     @pytest.mark.parametrize("content", ["no program at all", "#!/no/such/interpreter\n"])
     def test_a_python_that_does_not_start(self, tmp_path: Path, venv: Path, content: str) -> None:

@@ -205,7 +205,9 @@ class TestCluster:
         assert (finding.state, "there are: hidden, main" in finding.found) == ("problem", True)
 
     def test_a_login_node_is_checked_for_its_cluster(self, node: Node) -> None:
-        node.become_login_node()
+        node.gpus = NoGpusError("NVML Shared Library Not Found", has_driver=False)
+        for folder in ("root/sys", "root/proc/driver"):
+            shutil.rmtree(node.folder / folder)
         node.write("root/proc/self/limits", LIMITS + "Max locked memory  65536  65536  bytes\n")
         findings = node.findings("soperator-b200")
         assert {findings[name].state for name in ("gpus", "ibgda", "memlock")} == {"not here"}

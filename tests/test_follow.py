@@ -1,11 +1,12 @@
 """`logs`, `status` and `cancel`; the watcher of cells that run, and its display."""
 
 import io
+import itertools
 import json
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,8 +23,6 @@ from cookbook.run.run import read_run
 from cookbook.run.slurm import JobInfo
 from cookbook.run.status import write_job
 from tests.made_up_run import Run, metrics_line
-
-Happen = Callable[[], object]
 
 
 @pytest.fixture
@@ -71,28 +70,8 @@ def test_logs_shows_the_cell_that_runs(run: Run, capfd: pytest.CaptureFixture[st
     assert printed(capfd, str(run.folder)) == ["of the second"]
 
 
-@pytest.fixture
-def happening(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[Happen]]:
-    """Makes one thing happen in each pause; one pause too many is an error."""
-
-    def set_up(*events: Happen) -> Iterator[Happen]:
-        coming, now = iter(events), [1000.0]
-
-        def sleep(seconds: float) -> None:
-            now[0] += seconds
-            event = next(coming, None)
-            assert event is not None, "goes on although the cell has ended"
-            event()
-
-        monkeypatch.setattr(time, "sleep", sleep)
-        monkeypatch.setattr(time, "monotonic", lambda: now[0])
-        return coming
-
-    return set_up
-
-
 def test_a_log_is_followed_through_a_new_attempt_to_the_end(
-    run: Run, capfd: pytest.CaptureFixture[str], happening: Callable[..., Iterator[Happen]]
+    run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = run.add("a", state="queued")
     run.write()
@@ -105,25 +84,27 @@ def test_a_log_is_followed_through_a_new_attempt_to_the_end(
         with (folder / f"attempt-{attempt}/train.log").open("a") as file:
             file.write(text)
 
-    def requeued() -> None:
+    def pauses() -> Iterator[None]:
+        """What happens in each pause; one pause too many is an error."""
+        yield
+        log(0, "one\n")
+        yield
+        log(0, "two\n")
+        yield
+        # The first attempt ends with a last line, and the next one has begun already.
         log(0, "three\n")
         log(1, "four\n")
-
-    def finished() -> None:
+        yield
         log(1, "five\n")
         say("finished")
+        yield
 
     say("running")
-    left = happening(
-        lambda: None,
-        lambda: log(0, "one\n"),
-        lambda: log(0, "two\n"),
-        # The first attempt ends with a last line, and the next one has begun already.
-        requeued,
-        finished,
-    )
+    left, seconds = pauses(), itertools.count(1000)
+    monkeypatch.setattr(time, "sleep", lambda _: next(left))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
     assert printed(capfd, "a", follow=True) == ["one", "two", "three", "four", "five"]
-    assert next(left, None) is None
+    assert not list(left)
     # Of a cell that has ended, all that there is.
     assert printed(capfd, "a", follow=True) == ["four", "five"]
 

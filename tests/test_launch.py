@@ -131,12 +131,13 @@ ON_SLURM = [
     if cell.cluster.scheduler == "slurm"
 ]
 
-# It takes what it is given, but for the job of that number.
+# It takes what it is given, but for the job of a number that is to be refused.
 _SBATCH = """\
 #!/bin/bash
-count="$(find "{taken}" -type f | wc -l)"
-cp "${{@: -1}}" "{taken}/${{count}}"
-if [[ "${{count}}" == "{refuses}" ]]; then
+cd "{folder}/taken"
+count="$(find . -type f | wc -l)"
+cp "${{@: -1}}" "${{count}}"
+if [[ -e "../refuse-${{count}}" ]]; then
   echo "sbatch: error: Batch job submission failed: Invalid account" >&2
   exit 1
 fi
@@ -145,40 +146,28 @@ echo "$((4711 + count))"
 _SINFO = "#!/bin/sh\nfor n in 0 1 2 3; do echo \"worker-$n main*\"; done\necho 'worker-9 hidden'\n"
 
 
-class Slurm:
-    """Stand-ins for sbatch and sinfo; `taken` holds the batch files in turn."""
-
-    def __init__(self, folder: Path) -> None:
-        self.taken = folder / "taken"
-        self.taken.mkdir(parents=True)
-        self.folder = folder
-        self.refuse("none")
-        write_program(self.folder / "bin/sinfo", _SINFO)
-
-    def refuse(self, number: str) -> None:
-        write_program(self.folder / "bin/sbatch", _SBATCH.format(taken=self.taken, refuses=number))
-
-
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    slurm = Slurm(tmp_path / "slurm")
-    monkeypatch.setenv("PATH", f"{slurm.folder / 'bin'}:/usr/bin:/bin")
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of stand-ins for sbatch and sinfo; `taken` in it holds the batch files in turn."""
+    folder = tmp_path / "slurm"
+    (folder / "taken").mkdir(parents=True)
+    write_program(folder / "bin/sbatch", _SBATCH.format(folder=folder))
+    write_program(folder / "bin/sinfo", _SINFO)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
-    return slurm
+    return folder
 
 
 @pytest.fixture
 def cells() -> list[Cell]:
     """Three that run, and between them one that is refused."""
     cell = Point("debug", "bf16", "standard", "soperator-b200").cell()
-    names = ("a", "b", "c")
-    found = [replace(cell, name=name) for name in names]
-    found.insert(1, replace(cell, name="no", refused="does not fit"))
-    return found
+    a, no, b, c = (replace(cell, name=name) for name in ("a", "no", "b", "c"))
+    return [a, replace(no, refused="does not fit"), b, c]
 
 
 def test_each_cell_that_can_run_is_a_job_of_its_own(
-    slurm: Slurm, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+    slurm: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = create_run("smoke", cells)
 
@@ -196,10 +185,10 @@ def test_each_cell_that_can_run_is_a_job_of_its_own(
     assert states == ["queued", "refused", "queued", "queued"]
 
 
-def test_the_batch_file(slurm: Slurm, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_file(slurm: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somebody/elses")
     # As in train.sh, a file of the cluster may fail, and the profile's own variables win.
-    site = slurm.folder / "the site.sh"
+    site = slurm / "the site.sh"
     site.write_text('false; echo "${UNSET}"\nexport NCCL_IB_HCA=mlx5_0 NCCL_DEBUG=INFO VENV=/\n')
     files, variables = (str(site), "/no/such file"), Words({"NCCL_DEBUG": "WARN ALL"})
     cluster = replace(cells[0].cluster, source=files, environment=variables)
@@ -209,7 +198,7 @@ def test_the_batch_file(slurm: Slurm, cells: list[Cell], monkeypatch: pytest.Mon
     # `run --resume NAME`, called beside the run: the checkout, where sbatch runs, has no such path.
     monkeypatch.chdir(run.folder.parent)
     submit_run(read_run(Path(run.name)), cells[:1])
-    lines = (slurm.taken / "0").read_text().splitlines()
+    lines = (slurm / "taken/0").read_text().splitlines()
     assert lines[0] == "#!/bin/bash"
     options = sbatch_options(cells[0], leave_out=["worker-1", "worker-2"])
     options |= {"output": f"{run.cell('a').job_files}/%j.log"}
@@ -231,8 +220,8 @@ def test_the_batch_file(slurm: Slurm, cells: list[Cell], monkeypatch: pytest.Mon
     assert lines[-1].startswith(f"exec {sys.executable} ")
 
 
-def test_what_sbatch_refuses_and_all_after_it_has_failed(slurm: Slurm, cells: list[Cell]) -> None:
-    slurm.refuse("1")
+def test_what_sbatch_refuses_and_all_after_it_has_failed(slurm: Path, cells: list[Cell]) -> None:
+    (slurm / "refuse-1").touch()
     run = create_run("smoke", cells)
     with pytest.raises(JobError, match="b: sbatch refused it: Batch job submission failed: Inv"):
         submit_run(run, cells)

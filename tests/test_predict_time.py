@@ -15,8 +15,8 @@ from cookbook.config.cell import Cell
 from cookbook.predict.facts import hardware_of, load_hardware
 from cookbook.predict.shapes import RESHARD
 from cookbook.predict.step import StepTime, predict_step
-from tests.check_cells import cell_of, h200, with_options
-from tests.predict_machine import FACTS, RATES
+from tests.check_cells import cell_of, with_options
+from tests.predict_machine import FACTS, RATES, on_gpus
 
 MODE = "activation_checkpoint.mode"
 SELECTIVE = {MODE: "selective", "activation_checkpoint.selective_ac_option": "op"}
@@ -145,13 +145,10 @@ def test_what_the_model_does_not_know_is_refused(options: dict[str, Any], word: 
         predict_step(cell)
 
 
-def test_emulation_and_unknown_gpus_are_refused(tmp_path: Path) -> None:
-    node = h200(tmp_path)
-    options = {"parallelism.expert_parallel_degree": 4}
-    emulated = cell_of("deepseek_v3_16b", options, cluster=node, precision="mxfp8")
+def test_emulation_and_unknown_gpus_are_refused() -> None:
     with pytest.raises(InputError, match="is emulated"):
-        predict_step(emulated)
-    plain = cell_of("deepseek_v3_16b", options, cluster=node)
+        predict_step(on_gpus(4, precision="mxfp8"))
+    plain = on_gpus(4)
     assert predict_step(plain).step_ms > 0
     for gpu, said in (
         (Gpu("H100", 9.0, 80), r"nothing is known of the speed of a H100.*b200.yaml"),
@@ -159,7 +156,7 @@ def test_emulation_and_unknown_gpus_are_refused(tmp_path: Path) -> None:
         (Gpu("GB200", 10, 180), "GB200"),
         (None, "has no GPU"),
     ):
-        other = dataclasses.replace(plain, cluster=dataclasses.replace(node, gpu=gpu))
+        other = dataclasses.replace(plain, cluster=dataclasses.replace(plain.cluster, gpu=gpu))
         with pytest.raises(InputError, match=said):
             predict_step(other)
     with pytest.raises(InputError, match="nothing of the network between nodes"):

@@ -34,10 +34,8 @@ class TraceFile:
         if [*pipeline] != [*range(world)]:
             meshes.append(("mesh_pp", pipeline or [rank]))
         self.header: dict[str, Any] = {
-            "schemaVersion": 1,
             "deviceProperties": [{"id": 0, "name": gpu}] if gpu else [],
             "distributedInfo": {
-                "backend": "nccl",
                 "rank": rank,
                 "world_size": world,
                 "pg_config": [
@@ -45,7 +43,6 @@ class TraceFile:
                     for number, (name, ranks) in enumerate(meshes)
                 ],
             },
-            "record_shapes": 1,
         }
 
     def add(
@@ -104,29 +101,21 @@ class TraceFile:
         end: float,
         launched: float | None = None,
         name: str = NCCL,
-        elements: int = 1024,
     ) -> TraceFile:
         """A kernel of NCCL, with what PyTorch records of it."""
         arguments: dict[str, Any] = {
             "Collective_name": collective,
             "Process_Group_Description": group,
             "Process_Group_Ranks": "[0, 1]",
-            "In_msg_nelems": elements,
         }
         return self.kernel(name, start, end, launched, **arguments)
-
-    def text(self) -> str:
-        """The file's content."""
-        events = [{"ph": "M", "name": "process_name", "args": {}}, *self.events]
-        return json.dumps({**self.header, "traceEvents": events, "traceName": "x"}, indent=1)
 
     def write(self, folder: Path, packed: bool = False) -> Path:
         """Write `rank<R>_trace.json` (with `.gz`) into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank{self.rank}_trace.json"
-        if packed:
-            path = path.with_name(f"{path.name}.gz")
-            path.write_bytes(gzip.compress(self.text().encode()))
-        else:
-            path.write_text(self.text(), encoding="utf-8")
+        events = [{"ph": "M", "name": "process_name", "args": {}}, *self.events]
+        content = {**self.header, "traceEvents": events, "traceName": "x"}
+        text = json.dumps(content, indent=1).encode()
+        path = folder / f"rank{self.rank}_trace.json{'.gz' if packed else ''}"
+        path.write_bytes(gzip.compress(text) if packed else text)
         return path
