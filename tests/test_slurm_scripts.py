@@ -53,7 +53,7 @@ def test_sbatch_gets_32_nodes_with_8_gpus_and_one_torchrun_each(
     assert (first.option("--nnodes"), first.option("--nproc-per-node")) == ("32", "8")
     assert first.option("--rdzv-id") == f"{job}_attempt-0_{size}-bf16-standard"
     options = first.argv[first.argv.index("torchtitan.train") + 1 :]
-    assert options[-2:] == list(words)
+    assert options[-3:-1] == list(words)
     assert not (tmp_path / "c").exists() and not (jobs.checkout / "c").exists()
     # The recipe's own options are all there, before the user's.
     assert set(argv_of(load_stack(), load_recipe(RECIPES[script]).settings)) <= set(options)
