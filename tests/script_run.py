@@ -139,7 +139,6 @@ class ScriptRunner:
             output, _ = process.communicate(timeout=60)
         finally:
             process.kill()
-        records = self.folder / "records"
         variables = [word.partition("=") for word in _words(records / "environment")]
         return Start(
             status=process.returncode,

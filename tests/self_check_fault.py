@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -62,23 +62,10 @@ class Fault:
 def put_in(target: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
     """Put what `wrapper` makes of `target`, a name of a module or class, in its place."""
     place, _, name = target.rpartition(".")
-    owner = _resolve(place)
+    owner = resolve_name(place)
     original = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
     with patch.object(owner, name, wrapper(original)):
         yield
-
-
-def _resolve(path: str) -> Any:
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found: Any = import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[length:]:
-            found = getattr(found, part)
-        return found
-    raise ModuleNotFoundError(path)
 
 
 class _Spoil(torch.autograd.Function):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tests.slurm_conf import MUNGE_SOCKET, Settings, write_configuration
@@ -47,17 +48,16 @@ shift 2
 "$@" &
 wait
 """
-_UNIX_SOCKET_PATH_LIMIT = 107
 
 
 class SlurmError(Exception):
     """The cluster failed a request; the message has its log."""
 
 
-def tail(path: Path, lines: int = 15) -> str:
+def tail(path: Path) -> str:
     """Return a file's last lines under its name, for a failure message."""
     text = path.read_text(errors="replace") if path.exists() else ""
-    return "\n".join([f"-- {path.name}:", *text.splitlines()[-lines:]])
+    return "\n".join([f"-- {path.name}:", *text.splitlines()[-15:]])
 
 
 @dataclass
@@ -84,8 +84,6 @@ class SlurmCluster:
             raise SlurmError(f"{folder}: is not empty, and a cluster removes its folder at its end")
         names = tuple(f"worker-{index}" for index in range(nodes))
         cluster = cls(folder, names, settings or Settings())
-        if len(str(cluster._munge_socket)) > _UNIX_SOCKET_PATH_LIMIT:
-            raise SlurmError(f"{folder}: too long for the path of a socket in it")
         try:
             (folder / "log").mkdir()
             write_configuration(folder, names, cluster.settings)
@@ -204,7 +202,8 @@ class SlurmCluster:
     def start_controller(self) -> None:
         """Start slurmctld with its saved state."""
         self._spawn("slurmctld", self._on_machine("controller-0", "slurmctld", "-D", "-i"))
-        self._until(self._answers, 20, "slurmctld")
+        ping = partial(self.run, "scontrol", "ping", check=False)
+        self._until(lambda: ping().returncode == 0, 20, "slurmctld")
 
     def start_munge(self) -> None:
         # --force: munge wants a socket that all users reach, and pytest's folders are private.
@@ -241,10 +240,6 @@ class SlurmCluster:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         return int(children[0]) if children else process.pid
 
-    def log_tail(self, name: str, lines: int = 15) -> str:
-        """Return the last lines of a daemon's log: `munged`, `slurmctld` or a node."""
-        return tail(self.folder / "log" / name, lines)
-
     def stop(self) -> None:
         """End every process of the cluster, by its id, and remove its folder."""
         for name in list(self._processes):
@@ -259,9 +254,6 @@ class SlurmCluster:
         for name in self.node_names:
             self._start_node(name)
         self.wait_idle()
-
-    def _answers(self) -> bool:
-        return self.run("scontrol", "ping", check=False).returncode == 0
 
     def _start_node(self, name: str) -> None:
         self._spawn(name, self._on_machine(name, "slurmd", "-D", "-N", name))
@@ -294,12 +286,12 @@ class SlurmCluster:
             process.wait()
 
     def _until(self, condition: Callable[[], bool], timeout: float, *logs: str) -> None:
-        deadline = time.monotonic() + timeout
+        log, deadline = self.folder / "log", time.monotonic() + timeout
         while not condition():
             for name, process in self._processes.items():
                 if name in logs and process.poll() is not None:
-                    raise SlurmError(f"{name} ended by itself\n{self.log_tail(name)}")
+                    raise SlurmError(f"{name} ended by itself\n{tail(log / name)}")
             if time.monotonic() > deadline:
-                tails = "\n".join(self.log_tail(name) for name in logs)
+                tails = "\n".join(tail(log / name) for name in logs)
                 raise TimeoutError(f"waited {timeout:.0f} s\n{tails}")
             time.sleep(0.1)

@@ -139,7 +139,9 @@ class States:
 
     def job(self, state: str) -> str:
         """The job's id."""
-        return _job(self.runs[state])
+        job = read_job(self.runs[state].cells[0])
+        assert job is not None
+        return job.job_id
 
     def bring(self, when: str) -> None:
         """Have Slurm forget what has ended, or answer no more."""
@@ -210,9 +212,3 @@ def _silent(states: States) -> list[str]:
         if "hold" not in plan.sbatch and name not in ("starting", "prolog")
     ]
     return [name for name in started if not states.runs[name].cells[0].attempt(0).log.exists()]
-
-
-def _job(run: Run) -> str:
-    job = read_job(run.cells[0])
-    assert job is not None
-    return job.job_id

@@ -65,12 +65,8 @@ def job(tmp_path: Path) -> Job:
 
 def endpoint(start: Start) -> str:
     assert start.status == 0, start.output
-    return option(start.torchrun, "--rdzv-endpoint")
-
-
-def option(words: list[str], name: str) -> str:
-    (found,) = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
-    return found
+    (found,) = [word for word in start.torchrun if word.startswith("--rdzv-endpoint=")]
+    return found.partition("=")[2]
 
 
 def test_one_srun_starts_one_torchrun_a_node(job: Job) -> None:

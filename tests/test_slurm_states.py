@@ -23,6 +23,7 @@ from tests.slurm_states import (
     prepare,
     site_configuration,
 )
+from tests.submit import Answer
 from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
@@ -95,16 +96,7 @@ class Row:
 ROWS = [Row(*(part.strip() for part in line.split(" | "))) for line in TABLE.splitlines()[1:]]
 
 
-@dataclass
-class Asked:
-    """A verb that was called: its exit status, None where it would go on; and what it printed."""
-
-    status: int | None
-    out: str
-    err: str
-
-
-Verb = Callable[..., Asked]
+Verb = Callable[..., Answer]
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +132,7 @@ def verb(
         if waits > 2:
             raise KeyboardInterrupt
 
-    def call(*words: str) -> Asked:
+    def call(*words: str) -> Answer:
         nonlocal waits
         waits = 0
         capsys.readouterr()
@@ -150,7 +142,7 @@ def verb(
             patched.setattr(reports, "charts_of", lambda results: [])
             status = main(words)
         shown = capsys.readouterr()
-        return Asked(None if status == 130 else status, shown.out, shown.err)
+        return Answer(status, shown.out, shown.err)
 
     return call
 
@@ -186,7 +178,9 @@ def _impatient(conf: Path) -> Path:
 def _status(states: States, verb: Verb, row: Row) -> None:
     run = states.runs[row.state]
     said = verb("status", run.name)
-    line = next(line for line in said.out.splitlines() if line.startswith(f"{run.cells[0].name} "))
+    line = next(
+        line for line in said.stdout.splitlines() if line.startswith(f"{run.cells[0].name} ")
+    )
     pattern = rf"\S+ +{row.word} +job {states.job(row.state)}(?: +step 3/\d+)?(?:  +(.+))?"
     found = re.fullmatch(pattern, line.rstrip())
     assert found and said.status == 0, said
@@ -196,7 +190,7 @@ def _status(states: States, verb: Verb, row: Row) -> None:
 def _report(states: States, verb: Verb, row: Row) -> None:
     said = verb("report", states.runs[row.state].name, "--format", "json")
     assert said.status == 0, said
-    (cell,) = json.loads(said.out)["cells"]
+    (cell,) = json.loads(said.stdout)["cells"]
     assert cell["status"] == row.word
     _agrees(cell["reason"], row)
 
@@ -208,48 +202,49 @@ def _agrees(reason: str | None, row: Row) -> None:
 def _logs(states: States, verb: Verb, row: Row) -> None:
     said = verb("logs", states.runs[row.state].name)
     if row.log == "its line":
-        assert (said.status, said.out.strip()) == (0, LOG_LINE)
+        assert (said.status, said.stdout.strip()) == (0, LOG_LINE)
     else:
-        assert said.status == 2 and f"has no log: {row.word}, " in said.err
-        assert row.log in said.err and "Traceback" not in said.err
+        assert said.status == 2 and f"has no log: {row.word}, " in said.stderr
+        assert row.log in said.stderr and "Traceback" not in said.stderr
 
 
 def _follow(states: States, verb: Verb, row: Row) -> None:
     said = verb("logs", states.runs[row.state].name, "-f")
     assert said.status == _end(row.follow), said
-    assert said.out.strip() == (LOG_LINE if row.log == "its line" else "")
+    assert said.stdout.strip() == (LOG_LINE if row.log == "its line" else "")
 
 
 def _watch(states: States, verb: Verb, row: Row) -> None:
     run = states.runs[row.state]
     said = verb("status", run.name, "--watch")
     assert said.status == _end(row.watch), said
-    first, *_ = said.out.splitlines()
+    first, *_ = said.stdout.splitlines()
     assert first.startswith(f"{run.cells[0].name}: {row.word}")
     assert ("unconfirmed" in first) == ("does not answer" in row.reason)
     # The report comes when all has ended, and not before.
-    assert (f"# {run.name}" in said.out) == (row.watch != "goes on")
+    assert (f"# {run.name}" in said.stdout) == (row.watch != "goes on")
 
 
-def _end(told: str) -> int | None:
-    return None if told == "goes on" else int(told)
+def _end(told: str) -> int:
+    # That of Ctrl-C.
+    return 130 if told == "goes on" else int(told)
 
 
 def _cancel(states: States, verb: Verb, row: Row) -> None:
     run = states.runs[row.state]
     said = verb("cancel", run.name)
     if row.cancel == "ended":
-        assert (said.status, said.out) == (0, f"{run.name}: all cells have ended already\n")
+        assert (said.status, said.stdout) == (0, f"{run.name}: all cells have ended already\n")
         assert states.slurm_says(row.state) == row.slurm
     elif row.cancel == "ending":
         words = "ended already, and Slurm is still clearing up"
-        assert (said.status, said.out) == (0, f"{words}: {run.cells[0].name}\n")
+        assert (said.status, said.stdout) == (0, f"{words}: {run.cells[0].name}\n")
         assert states.slurm_says(row.state) == "COMPLETING"
     elif row.cancel == "no answer":
-        assert said.status == 1 and "nothing was cancelled: " in said.err
-        assert not said.out
+        assert said.status == 1 and "nothing was cancelled: " in said.stderr
+        assert not said.stdout
     else:
-        assert (said.status, said.out) == (0, f"cancelled: {run.cells[0].name}\n")
+        assert (said.status, said.stdout) == (0, f"cancelled: {run.cells[0].name}\n")
         until(lambda: states.slurm_says(row.state) == row.cancel, 30)
         (state,) = cell_states(run)
         assert (state.state == "cancelled") == (row.cancel == "CANCELLED")

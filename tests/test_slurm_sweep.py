@@ -38,7 +38,7 @@ def submit(slurm: SlurmCluster, tmp_path: Path, two_nodes: Path) -> Any:
         return done
 
     call.runs = tmp_path / "runs"  # type: ignore[attr-defined]
-    call.environment = {**slurm.env, **environment}  # type: ignore[attr-defined]
+    call.environment = environment  # type: ignore[attr-defined]
     call.profile = profile  # type: ignore[attr-defined]
     return call
 
@@ -89,14 +89,8 @@ def test_the_job_runs_the_bytes_that_render_prints(slurm: SlurmCluster, submit: 
 def test_an_enclosing_jobs_variables_do_not_reach_the_new_job(
     slurm: SlurmCluster, submit: Any
 ) -> None:
-    submit.environment["SBATCH_PARTITION"] = "nowhere"
-    command = [sys.executable, str(ROOT / "submit.py"), "run", "debug", "--detach", "--cluster"]
-    subprocess.run(
-        [*command, str(submit.profile), "--nodes", "2"],
-        env={**submit.environment, "SLURM_NTASKS": "7", "SBATCH_PARTITION": "nowhere"},
-        check=True,
-        capture_output=True,
-    )
+    submit.environment |= {"SLURM_NTASKS": "7", "SBATCH_PARTITION": "nowhere"}
+    submit("run", "debug", "--detach")
     job = json.loads((_newest(submit.runs) / "debug-bf16-standard" / "job.json").read_text())
     assert slurm.job_field(job["job_id"], "Partition") == "main"
 

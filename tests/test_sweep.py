@@ -183,14 +183,11 @@ def test_only_the_sweeps_own_cells_have_its_predictions() -> None:
     assert predicted(_request("training.local_batch_size=128")) == 0
 
 
-B200 = "soperator-b200"
-
-
 def _cell(
     recipe: str = "deepseek_v3_671b",
     precision: str = "bf16",
     ep_backend: str = "standard",
-    cluster: str = B200,
+    cluster: str = "soperator-b200",
     nodes: int | None = None,
     **layers: dict[str, Any],
 ) -> Cell:

@@ -83,6 +83,8 @@ def undisturbed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     whole = trained(assets, out, *SAVED, *never, asked=0, step=4)
     assert len(whole["losses"]) == 4 and saved(out) == ["step-4"]
     assert not list(out.glob("attempts/*/stopped"))
+    last = read_checkpoint(4, out / "checkpoint" / "step-4")
+    assert (last.damage, last.states, last.text_readers) == (None, frozenset(), 0)
     losses: list[float] = whole["losses"]
     return losses
 
@@ -98,6 +100,7 @@ def test_asked_on_one_node_all_ranks_end_at_one_checkpoint_and_lose_nothing(
     assert saved(tmp_path) == ["step-2"]
     checkpoint = read_checkpoint(2, tmp_path / "checkpoint" / "step-2")
     assert (checkpoint.damage, checkpoint.states) == (None, frozenset(PARTS))
+    assert checkpoint.text_readers == 2
     # Rank 0 alone says so, once it is whole; with the job that is to be requeued.
     assert (tmp_path / "attempts/0/stopped").read_text() == "77 2\n"
     assert not (tmp_path / "attempts/1/stopped").exists()
@@ -316,12 +319,3 @@ def test_a_quantized_run_resumes_where_it_stopped(assets: Path, tmp_path: Path) 
     resumed = run(assets, tmp_path, 2, *options, steps=3)
     assert resumed["losses"] == whole["losses"][2:]
     assert resumed["grad_norms"] == whole["grad_norms"][2:]
-
-
-def test_torchtitans_checkpoints_are_read_without_torch(two_ranks: tuple[Path, Any]) -> None:
-    folder, _ = two_ranks
-    full = read_checkpoint(2, folder / "checkpoint" / "step-2")
-    assert (full.damage, full.states, full.text_readers) == (None, frozenset(PARTS), 2)
-    # TorchTitan's default at the last step: the model alone.
-    last = read_checkpoint(4, folder / "checkpoint" / "step-4")
-    assert (last.damage, last.states, last.text_readers) == (None, frozenset(), 0)

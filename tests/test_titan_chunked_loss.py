@@ -120,16 +120,10 @@ def test_whole_logits_never_exist() -> None:
     assert largest.elements < TOKENS * WORDS / 2
 
 
-# Loss, gradient of the hidden states, gradient of the weight.
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-CHUNKED = "--loss.num_chunks=3"
-
-
-def config(num_chunks: int = 3) -> Any:
+def config() -> Any:
     # A compiled model has no say in how the loss is computed.
     compiled = SimpleNamespace(enable=True, components=["model"], backend="there is no such")
-    return SimpleNamespace(loss=SimpleNamespace(num_chunks=num_chunks), compile=compiled)
+    return SimpleNamespace(loss=SimpleNamespace(num_chunks=3), compile=compiled)
 
 
 def output_layer() -> tuple[Any, nn.Module, torch.Tensor]:
@@ -139,7 +133,7 @@ def output_layer() -> tuple[Any, nn.Module, torch.Tensor]:
     return torch.randn(2, 8, 16, requires_grad=True), model, torch.randint(37, (2, 8))
 
 
-def gradients_over_tp() -> Gradients:
+def gradients_over_tp() -> tuple[torch.Tensor, ...]:
     """Of an output layer that is cut over two ranks, for this rank's part of each sequence."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
@@ -160,7 +154,7 @@ def gradients_over_tp() -> Gradients:
     return loss.detach(), mine.grad, model.output.weight.grad.full_tensor()
 
 
-def gradients_over_fsdp() -> Gradients:
+def gradients_over_fsdp() -> tuple[torch.Tensor, ...]:
     """Of one that FSDP would shard again after its forward; two ranks have the same batch."""
     from torch.distributed.fsdp import fully_shard
 
@@ -179,9 +173,7 @@ def gradients_over_fsdp() -> Gradients:
 
 
 @pytest.mark.parametrize("over", [gradients_over_tp, gradients_over_fsdp])
-def test_an_output_layer_on_two_ranks_has_the_gradients_of_one(
-    over: Callable[[], Gradients],
-) -> None:
+def test_an_output_layer_on_two_ranks_has_the_gradients_of_one(over: Callable[[], Any]) -> None:
     hidden, model, labels = output_layer()
     logits: torch.Tensor = model.output(hidden)
     expected = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -196,7 +188,6 @@ def test_an_output_layer_on_two_ranks_has_the_gradients_of_one(
 
 
 def test_without_fsdp_it_multiplies_in_the_type_of_autocast() -> None:
-    from cookbook.titan.common.chunked_loss import chunked_cross_entropy
     from cookbook.titan.tt_0_2_2.loss_and_optimizer import build_chunked_loss
 
     torch.manual_seed(0)
@@ -218,6 +209,7 @@ def test_an_output_layer_that_a_converter_replaced_is_refused(assets: Path, tmp_
         "--quantize.linear.float8.filter_fqns=moe",
         # A CPU has no FP8 rowwise kernel to prove.
         "--cookbook.no_self_check",
+        "--loss.num_chunks=3",
     )
-    reason = refused(1, job(assets, tmp_path, *options, CHUNKED))
+    reason = refused(1, job(assets, tmp_path, *options))
     assert "made it a Float8Linear; add output to their filter_fqns" in reason

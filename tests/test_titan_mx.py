@@ -60,9 +60,6 @@ def bf16_error(expected: torch.Tensor) -> torch.Tensor:
     return expected.abs() * 2.0**-8 + 1e-6 * expected.abs().max()
 
 
-NAMES = ("output", "input gradient", "weight gradient")
-
-
 def test_emulation_rounds_as_the_format_says() -> None:
     """Blocks of 32 share a power-of-two scale, rounded up; elements are E4M3."""
     x, weight, upstream, _ = operands()
@@ -73,7 +70,8 @@ def test_emulation_rounds_as_the_format_says() -> None:
         torch.cat([ru[g] @ rounded(weight, 1)[e] for e, g in enumerate(groups)]),
         torch.stack([rounded(upstream[g], 0).T @ rounded(x[g], 0) for g in groups]),
     )
-    for name, found, wanted in zip(NAMES, grouped_gemm("mxfp8"), expected, strict=True):
+    names = ("output", "input gradient", "weight gradient")
+    for name, found, wanted in zip(names, grouped_gemm("mxfp8"), expected, strict=True):
         error = (found.double() - wanted).abs()
         assert bool((error <= bf16_error(wanted)).all()), name
 

@@ -6,7 +6,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from tests.started import lives, python
 from tests.submit import ROOT
 from tests.titan_ranks import free_port
 from tests.titan_run import job
+from tests.waiting import until
 
 pytestmark = pytest.mark.titan
 
@@ -129,10 +129,8 @@ def test_the_workers_of_data_loaders_end_with_their_rank(tmp_path: Path) -> None
     command = [sys.executable, "-c", _LONG_DOCUMENT, str(tmp_path), str(pids)]
     subprocess.run(command, cwd=ROOT, check=True)
     workers = [int(line) for line in pids.read_text().split()]
-    deadline = time.monotonic() + 10
-    while any(map(lives, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(workers) == 4 and not any(map(lives, workers))
+    assert len(workers) == 4
+    until(lambda: not any(map(lives, workers)), 10)
 
 
 def test_a_rank_ends_with_its_torchrun_and_another_program_does_not() -> None:
@@ -143,10 +141,8 @@ def test_a_rank_ends_with_its_torchrun_and_another_program_does_not() -> None:
     rank, other = int(found["1"]), int(found["0"])
     torchrun.kill()
     torchrun.wait()
-    deadline = time.monotonic() + 10
-    while lives(rank) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not lives(rank) and lives(other)
+    until(lambda: not lives(rank), 10)
+    assert lives(other)
     os.kill(other, signal.SIGKILL)
 
 

@@ -204,24 +204,17 @@ def test_what_a_layer_without_experts_saves_says_nothing_of_the_others() -> None
     assert all(map(torch.equal, gradients, recompute(["attention"])[1]))
 
 
-def test_the_names_are_those_of_the_driver() -> None:
+def test_the_names_are_those_of_the_driver_and_cover_torchtitans_list() -> None:
+    import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
+
     from cookbook.config.cell import SAVED_OPERATORS
     from cookbook.titan.tt_0_2_2.recomputation import OPERATORS, kinds_of_operators
 
-    assert set(OPERATORS) == set(SAVED_OPERATORS) == set(kinds_of_operators().values())
-
-
-def test_every_operator_of_torchtitans_list_is_known() -> None:
-    """But for what it keeps for FP8, and what needs a switch of Inductor that it does not set."""
-    import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
-
-    from cookbook.titan.tt_0_2_2.recomputation import kinds_of_operators
-
-    unknown = deepseek_parallelize._op_sac_save_list - set(kinds_of_operators())
-    assert {str(operator) for operator in unknown} == {
-        "aten.max.default",
-        "inductor_compiled_code",
-    }
+    kinds = kinds_of_operators()
+    assert set(OPERATORS) == set(SAVED_OPERATORS) == set(kinds.values())
+    unknown = {str(one) for one in deepseek_parallelize._op_sac_save_list - set(kinds)}
+    # Kept for FP8, and what needs a switch of Inductor that TorchTitan does not set.
+    assert unknown == {"aten.max.default", "inductor_compiled_code"}
 
 
 def test_recomputation_within_a_budget_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +296,6 @@ def test_a_job_computes_each_dense_gemm_once_and_trains_the_same(
 NIGHTLY_INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly)
 DIM, HIDDEN, SIZES = 32, 16, [8, 24, 16]
 ROWS = sum(SIZES)
-Run = tuple[list[torch.Tensor], dict[str, int]]
 
 
 def save_grouped_gemms() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -344,8 +336,22 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return rows.requires_grad_(), scores.requires_grad_(), torch.tensor(SIZES, dtype=torch.int32)
 
 
-def scored(mode: str, backend: str | None) -> Run:
-    """Outputs and gradients, and which operators ran how often."""
+class Products(Computed):
+    """Which grouped GEMMs' results still exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if str(func) == GROUPED:
+            self.made.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+
+def scored(mode: str, backend: str | None) -> tuple[list[torch.Tensor], int, list[bool]]:
+    """Outputs and gradients, how many products ran, and which still existed after the forward."""
     from cookbook.titan.tt_0_2_2.row_kernels import ProbsOnActivations
 
     compute = ProbsOnActivations()
@@ -361,52 +367,25 @@ def scored(mode: str, backend: str | None) -> Run:
         # What follows saves something, so that nothing before it is left out for being the last.
         return compute(experts, rows, scores, ends) + shared.sin()
 
-    with Computed() as computed:
+    with Products() as products:
         out = around(block)
+        gc.collect()
+        alive = [not one.expired() for one in products.made]
         out.backward(upstream)
     grads = [one.grad for one in (rows, scores, *experts.parameters())]
     found = [out.detach(), *(grad for grad in grads if grad is not None)]
-    return found, dict(computed.calls)
+    return found, products.calls[GROUPED], alive
 
 
 # Three products forward and six backward; the first two again where they are not saved.
 @pytest.mark.parametrize("backend", [None, NIGHTLY_INDUCTOR])
-@pytest.mark.parametrize(("mode", "products"), [("full", 3 + 2 + 6), ("selective", 3 + 0 + 6)])
+@pytest.mark.parametrize(
+    ("mode", "again", "kept"), [("none", 0, 2), ("full", 2, 0), ("selective", 0, 2)]
+)
 def test_the_last_product_is_neither_saved_nor_repeated(
-    mode: str, products: int, backend: str | None
+    mode: str, again: int, kept: int, backend: str | None
 ) -> None:
-    found, calls = scored(mode, backend)
-    assert calls[GROUPED] == products
-    assert all(map(torch.equal, found, scored("none", backend)[0]))
-
-
-class Products(Computed):
-    """Which grouped GEMMs' results still exist."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[StorageWeakRef] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if str(func) == GROUPED:
-            self.made.append(StorageWeakRef(out.untyped_storage()))
-        return out
-
-
-@pytest.mark.parametrize("backend", [None, NIGHTLY_INDUCTOR])
-@pytest.mark.parametrize(("mode", "kept"), [("none", 2), ("full", 0), ("selective", 2)])
-def test_nobody_keeps_the_last_product(mode: str, kept: int, backend: str | None) -> None:
-    from cookbook.titan.tt_0_2_2.row_kernels import ProbsOnActivations
-
-    compute = ProbsOnActivations()
-    if backend:
-        compute.compile(backend)
-    experts, given = layer(), inputs()
-    around = RECOMPUTED[mode] or (lambda function: function())
-    with Products() as products:
-        total = around(lambda: compute(experts, *given).sum())
-        gc.collect()
-        alive = [not one.expired() for one in products.made]
+    found, products, alive = scored(mode, backend)
+    assert products == 3 + again + 6
     assert alive == [True] * kept + [False] * (3 - kept)
-    total.backward()
+    assert all(map(torch.equal, found, scored("none", backend)[0]))

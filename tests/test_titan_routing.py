@@ -195,15 +195,12 @@ def test_ranks_of_other_tokens_deal_other_experts_and_tp_ranks_the_same() -> Non
 def test_contradicting_options_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     from cookbook.titan.tt_0_2_2.routing import chosen_routing
 
-    def config(forced: bool, routing: str) -> Any:
+    def chosen(forced: bool, routing: str) -> str:
         debug = SimpleNamespace(moe_force_load_balance=forced, moe_routing=routing)
-        return SimpleNamespace(debug=debug)
+        return chosen_routing(SimpleNamespace(debug=debug))
 
-    assert chosen_routing(config(False, "random")) == "random"
-    assert chosen_routing(config(True, "trained")) == "round_robin"
-    assert "leave one of them out" in refusal(
-        lambda: chosen_routing(config(True, "random")), caplog
-    )
+    assert (chosen(False, "random"), chosen(True, "trained")) == ("random", "round_robin")
+    assert "leave one of them out" in refusal(lambda: chosen(True, "random"), caplog)
 
 
 def test_recomputation_deals_the_same_experts(assets: Path, tmp_path: Path) -> None:

@@ -178,7 +178,6 @@ def test_recomputation_and_compile_change_no_gradient(
     [
         (None, None, None),
         ((9, 0), SimpleNamespace(), None),
-        ((10, 0), SimpleNamespace(), None),
         ((10, 3), SimpleNamespace(), None),
         ((8, 0), SimpleNamespace(), "this one is SM80"),
         ((12, 0), SimpleNamespace(), "this one is SM120"),
