@@ -95,7 +95,7 @@ def dispatch(
 
 
 def arrive(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Wait for the combine; return the rows (tokens, features), summed over the experts' ranks."""
+    """Wait for the combine; return (tokens, features): each token's sum over its experts."""
     return _Arrive.apply(rows, exchange)
 
 
@@ -104,8 +104,8 @@ def _now() -> Any:
     return deepep.EventOverlap(deepep.EventHandle())
 
 
-# The running layer's exchange. It is a global because custom operators take only tensors and
-# numbers; dispatch and combine are such operators so that recomputation can save their results.
+# The exchange of the layer that runs now. It is global because the two custom operators below can
+# take only tensors and numbers.
 _current = Exchange()
 
 
@@ -205,7 +205,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        # A recomputation starts no transfer if the combined rows were saved or are not needed.
+        # There is nothing to wait for if recomputation has skipped the combine.
         if exchange.sent is not None:
             exchange.sent.current_stream_wait()
         return rows.view_as(rows)
@@ -270,7 +270,7 @@ class HalvedFeedForward(FeedForward):
     """TorchTitan's shared experts, computed in two halves: during dispatch and during combine."""
 
     def forward(self, x: Any = None, halves: Any = None) -> Any:
-        """Return the gate and up projections of `x`, or the output if `halves` holds them."""
+        """Return the gate and up projections of `x`; given these as `halves`, return the output."""
         if x is not None:
             return self.w1(x), self.w3(x)
         gate, up = halves

@@ -43,7 +43,7 @@ LossFunction = Callable[..., Tensor]
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
     """Build the cross-entropy loss, summed over tokens.
 
-    Under PP, the gradient, but not the loss, is divided by the global batch's number of tokens.
+    Under PP, it divides the gradient by the number of tokens in the global batch, not the loss.
     """
     if num_chunks := job_config.loss.num_chunks:
         name, loss_fn = f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config)
@@ -103,7 +103,7 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 class HandingOnColwiseParallel(ColwiseParallel):
-    """ColwiseParallel that gathers the input of a `HandingOn` layer into a plain tensor."""
+    """ColwiseParallel that gives a `HandingOn` layer its whole input, as a plain tensor."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, HandingOn):
@@ -183,7 +183,7 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
 
     def step_if_finite(*args: Any, **kwargs: Any) -> None:
         assert GradientWatch.norm is not None
-        # This waits for the GPU, as TorchTitan does when it logs the norm.
+        # This waits for the GPU; TorchTitan would wait soon after, to log the norm.
         norm = GradientWatch.norm.item()
         if math.isfinite(norm):
             step(*args, **kwargs)

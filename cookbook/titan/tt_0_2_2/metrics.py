@@ -91,7 +91,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
     _logged_at = -math.inf  # time.monotonic() of the last log line
 
     def __init__(self, job_config: Any, parallel_dims: Any, model_args: Any) -> None:
-        """Check the kernels; a wrong kernel ends the job. `model_args` describe the whole model."""
+        """Check the kernels, and end the job if one gives wrong results."""
         compiler = job_config.compile
         uses_inductor = compiler.enable and compiler.backend == "inductor"
         if torch.cuda.is_available() and job_config.comm.mode == "default" and uses_inductor:
@@ -138,7 +138,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         """Log TorchTitan's metrics, and the router's load since the last logged step."""
         assert self._load is not None
         extra = (extra_metrics or {}) | self._load.log(step)
-        # TorchTitan divides by `log_freq`, also if fewer steps were made since the last log.
+        # TorchTitan divides by `log_freq` even if fewer steps have run since the last log.
         seconds = time.perf_counter() - self.time_last_log
         extra["time_metrics/end_to_end(s)"] = seconds / (step - self._logged_step)
         self._logged_step = step

@@ -31,7 +31,7 @@ from cookbook.titan.tt_0_2_2.row_kernels import RowMoE, experts_with_probs, use_
 
 
 def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
-    """Parallelize the model, or one stage of a pipeline, as TorchTitan's function does."""
+    """Parallelize the model, or one pipeline stage, in place of TorchTitan's `parallelize_fn`."""
     parts, layers = FAMILIES[job_config.model.name], routing.moe_layers([model]).values()
     if any(moe.score_before_experts for moe in layers):
         raise ValueError("score_before_experts is on; set it to False: outputs are scored here")
@@ -50,7 +50,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             use_row_kernels(moe, Precisions.of(job_config))
     if job_config.loss.num_chunks:
         loss_and_optimizer.hand_on(model)
-        # TorchTitan's TP plan looks up the output layer's style by this name, so patch it too.
+        # TorchTitan's TP plan uses the class of this name for the output layer.
         names["ColwiseParallel"] = loss_and_optimizer.HandingOnColwiseParallel
     # A dry build runs no forward and needs no routing table.
     if routing.chosen_routing(job_config) == routing.RANDOM and job_config.comm.mode == "default":

@@ -3,8 +3,8 @@
 TorchTitan's `selective_ac_option=op` saves the results of a fixed list of operators, which lacks
 grouped GEMMs. In compiled layers, results of kernels that Inductor generates, such as
 FlexAttention, cannot be saved. Results of dense GEMMs cannot be saved either, because Inductor
-calls the variant that writes to a given buffer. If a recipe saves them, the compiled forward calls
-`cookbook::mm`.
+calls the variant that writes to a given buffer. `show_gemms` works around this with an operator
+that can be saved, `cookbook::mm`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cookbook.titan.tt_0_2_2 import activity
 
-# What each name in `op_sac_save_list` stands for. To `attention`, `kinds_of_operators` adds
-# FlexAttention. Operators that are not installed are ignored.
+# The operators that each name in `op_sac_save_list` stands for.
 OPERATORS = {
     "attention": (
         "aten._scaled_dot_product_attention_math",
@@ -38,7 +37,7 @@ OPERATORS = {
         "_c10d_functional.reduce_scatter_tensor",
         "cookbook.deepep_combine",
         "cookbook.deepep_dispatch",
-        # The DeepEP operators of TorchTitan as released.
+        # TorchTitan's own DeepEP operators, which the cookbook's replace.
         "deepep.combine",
         "deepep.dispatch",
     ),
@@ -70,7 +69,7 @@ def kinds_of_operators() -> dict[Any, str]:
 
 @contextmanager
 def not_saved() -> Iterator[None]:
-    """Make `SaveList` save nothing in this context, because no gradient needs the results."""
+    """Save no result of the operators that run in this `with` block: no gradient needs them."""
     global _is_needless
     before, _is_needless = _is_needless, True
     try:
@@ -81,17 +80,17 @@ def not_saved() -> Iterator[None]:
 
 @contextmanager
 def last_product() -> Iterator[None]:
-    """Save no results in this context, and skip its `_SKIPPED` GEMMs in recomputation."""
+    """Do as `not_saved` does, and also skip the GEMMs of the `with` block in recomputation."""
     with not_saved(), _Unmultiplied() if in_recompute() else nullcontext():
         yield
 
 
 class _Unmultiplied(TorchDispatchMode):
-    """Return uninitialized outputs for GEMMs, while autograd still saves their operands."""
+    """Skips GEMMs whose outputs nobody reads: they stay uninitialized."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Let compiled code run under this mode, as selective recomputation's own mode does.
+        # Without this, compiled code could not run under this mode.
         return True
 
     def __torch_dispatch__(
@@ -106,7 +105,7 @@ class _Unmultiplied(TorchDispatchMode):
 
 
 class SaveList(set[Any]):
-    """The operators to save. A lookup that finds one adds its kind to `activity.saved`."""
+    """The operators whose results are saved; records in `activity.saved` which were found here."""
 
     def __init__(self, operators: Iterable[Any]) -> None:
         super().__init__(operators)
@@ -114,8 +113,7 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator) and not _is_needless
-        # In a compiled model, record only what layers with experts save. Dense layers are compiled
-        # as a whole, so their lookups happen during tracing.
+        # Record nothing while the compiler traces a layer: it looks up operators then, too.
         if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved
@@ -136,7 +134,7 @@ def apply_ac(model: Any, ac_config: Any, **options: Any) -> None:
     operators.add(torch.ops.cookbook.varlen_attention.default)
     operators |= options.pop("op_sac_save_list")
     if save:
-        # Keep the other operators on TorchTitan's list, such as the maximum that FP8 scales need.
+        # Still save what TorchTitan saves besides, such as the maximum that FP8 scales need.
         operators -= kinds.keys()
         operators |= {operator for operator, kind in kinds.items() if kind in save}
     titan.apply_ac(model, ac_config, op_sac_save_list=SaveList(operators), **options)
@@ -170,10 +168,9 @@ multiply.register_fake(lambda rows, weights: rows.new_empty(rows.shape[0], weigh
 
 
 def show_gemms(least_inner: int) -> None:
-    """Make forwards that are compiled later call `cookbook::mm`, so that its results can be saved.
+    """Make the compiler replace `aten::mm` by `cookbook::mm`, whose results can be saved.
 
-    It replaces `aten::mm`, except where the inner dimension is below `least_inner`: saving such
-    results wastes memory.
+    It keeps GEMMs with an inner dimension below `least_inner`: saving their results wastes memory.
     """
     # Import lazily: the compiler takes seconds to import.
     import torch._inductor.config as inductor

@@ -2,8 +2,8 @@
 
 TorchTitan updates the expert bias from each MoE layer's token counts, `tokens_per_expert`. Version
 0.2.2 also counts the tokens of validation and of a pipeline's shape inference, which runs on zeros.
-The hooks here exclude those tokens. `tokens_per_expert` does not show the router's load either,
-because recomputation adds to it again and the optimizer resets it. So layers keep a second count.
+The hooks here exclude those tokens. They also keep a second count, for the router's load: to
+`tokens_per_expert`, recomputation adds the same tokens again, and the optimizer resets it.
 
 TorchTitan's forced routing gives each token consecutive experts. With 256 experts, top 8 and EP 32,
 these are all on one rank. Random experts spread a token over as many ranks as trained routing does.
@@ -40,7 +40,8 @@ def count_tokens(model: nn.Module) -> None:
         moe.register_forward_hook(_after)
 
 
-# Add to `cookbook_load` the amount by which a forward raises TorchTitan's running count.
+# `cookbook_load` counts the tokens of each expert: `_before` subtracts the old count, `_after` adds
+# the new one.
 def _before(moe: Any, inputs: Any) -> None:
     if not torch.is_grad_enabled():
         moe.cookbook_counts = moe.tokens_per_expert.clone()
@@ -183,9 +184,9 @@ def route_at_random(
 ) -> None:
     """Give each router of `model` a table of random experts; call this before compiling.
 
-    The table has the experts of one local batch. Each sequence in it has its own seed, so the
-    experts do not depend on how DP ranks split the batch, and TP ranks, which route the same
-    tokens, get the same table. But with PP or gradient accumulation, every microbatch reads
+    The table lists the experts of every token of one local batch. Each sequence has its own
+    seed, so the experts do not depend on how DP ranks split the batch, and TP ranks, which route
+    the same tokens, get the same table. With PP or gradient accumulation, every microbatch reads
     the table from its first row.
     """
     mesh = parallel_dims.get_optional_mesh("loss")

@@ -209,7 +209,7 @@ def _experts(cell: Cell, weight: Tensor) -> nn.Module:
 
 
 def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
-    # One layer without experts and one with experts contain every kind of linear layer.
+    # One dense layer and one MoE layer together contain every kind of linear layer.
     # Use deepcopy: `dataclasses.replace` would drop attributes that are not dataclass fields.
     args = deepcopy(cell.model_args)
     args.n_layers, args.n_dense_layers = 2, 1
@@ -308,7 +308,7 @@ def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
     layer.tokens_per_expert = torch.zeros(experts, device=cell.device)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
-    # The test experts have no activations to multiply by the scores: multiply their outputs.
+    # Apply the scores to the outputs: the test experts have no activations to apply them to.
     apply_moe_ep_tp(
         replace(cell.job_config, deepep=replace(cell.job_config.deepep, score_activations=False)),
         SimpleNamespace(layers={"0": block}),

@@ -4,9 +4,9 @@ TorchTitan 0.2.2 streams C4 and loses its position when it resumes in a second e
 numbers per source store the position, and the seed determines the order of each epoch. A resumed
 job thus reads exactly the batches that an uninterrupted job would read.
 
-TorchTitan's DeepSeek-V3 has no validator. TorchTitan's own validator reads different batches each
-time, and adds its tokens to the training throughput. The validator here reads the same batches each
-time and keeps its tokens out of the throughput; `routing.py` keeps them out of router counts.
+TorchTitan does not validate DeepSeek-V3. For other models its validator reads different batches
+each time, and counts their tokens as training throughput. The validator here reads the same batches
+each time and does not count their tokens; `routing.py` keeps them out of router counts.
 """
 
 import random
@@ -140,7 +140,7 @@ class TextDataset(IterableDataset, Stateful):
 def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAwareDataloader:
     """Return the loader of a job's training texts or, if `validates`, of its validation texts.
 
-    The texts are the user's or a TorchTitan data set; `arguments` come from TorchTitan.
+    TorchTitan calls it with `arguments`. The texts are the user's or a TorchTitan data set.
     """
     config = arguments["job_config"]
     section = config.validation if validates else config.training

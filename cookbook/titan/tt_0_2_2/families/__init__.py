@@ -1,6 +1,6 @@
 """The model families that the cookbook trains.
 
-Each family's file holds everything specific to it, as a `FamilyParts` of `parts.py`.
+Each family's file holds everything specific to it, in a `FamilyParts` (see `parts.py`).
 """
 
 from cookbook.titan.tt_0_2_2.families.deepseek_v3 import DEEPSEEK_V3

@@ -142,8 +142,7 @@ class AttentionChoice(ModelProtocol):
             _attended.add(ends)
         if not self.flash_attention_4:
             return super().get_attention_masks(input_batch, tokenizer, extra_inputs)
-        # This waits for the GPU. With DP the wait is short for a step's first batch: TorchTitan has
-        # just read the result of an all-reduce, so little else is queued.
+        # This waits until the GPU has finished its queued work.
         capacity = varlen_attention.bounds_capacity(int(ends.sum(dim=1).max()), ends.shape[1])
         return varlen_attention.document_bounds(ends, capacity)
 
@@ -184,7 +183,7 @@ class FamilyParts:
 
     @property
     def family(self) -> Family:
-        """The description of this family for the driver, which does not import torch."""
+        """This family's description for code that does not import torch."""
         flavors = {name: args.sizes() for name, args in self.flavors.items()}
         # TorchTitan's base adapter warns that it cannot dequantize, and reads the raw values.
         adapter: Any = self.released().state_dict_adapter
@@ -213,7 +212,10 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
-    """Copy TorchTitan's flavors as instances of `kind`; `shorter` {"16B": 8} adds `16B_8layers`."""
+    """Copy TorchTitan's flavors as instances of `kind`, and add shortened ones.
+
+    `shorter` maps a flavor to a number of layers: {"16B": 8} adds `16B_8layers`.
+    """
     found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()
@@ -226,9 +228,9 @@ def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) 
 class CookbookArgs:
     """A mixin that applies a job's options to TorchTitan's model arguments.
 
-    Each family's class must define two methods. `own_sizes()` returns the sizes whose argument
-    names differ between families. `transformers_config(seq_len)` returns the family's part of
-    `config.json`, given the sequence length in training.
+    Each family's class must define two methods. `own_sizes()` returns the sizes for which the
+    family has its own argument names. `transformers_config(seq_len)` returns its own entries of
+    `config.json`; `seq_len` is the sequence length in training.
     """
 
     def sizes(self: Any) -> Model:
