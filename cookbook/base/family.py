@@ -40,7 +40,7 @@ class Model(Sizes):
     num_limited_groups: int | None  # how many groups a token's experts may be in; None for any
     attn_type: str  # TorchTitan's name for the flavor's attention
     by_document: bool  # whether tokens attend only within their document
-    publishes_bias: bool  # whether the published format's router has a routing bias
+    publishes_bias: bool  # whether published checkpoints contain a routing bias
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.n_dense_layers
@@ -58,7 +58,7 @@ class Family:
     # Tensor shapes in published checkpoints. A dimension is a `Model` field's name; None means any.
     weights: Mapping[str, Sequence[str | None]]
     reads_quantized: bool  # whether TorchTitan dequantizes published weights in blocks of FP8
-    extra_layers: int = 0  # multi-token prediction layers that published checkpoints may add
+    extra_layers: int = 0  # how many multi-token prediction layers published checkpoints have
     has_pipelines: bool = True  # whether TorchTitan can split the model into pipeline stages
 
 

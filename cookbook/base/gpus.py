@@ -22,7 +22,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class InstalledGpu:
-    """A GPU in a machine and its health."""
+    """An installed GPU and its health."""
 
     model: Gpu
     driver: str

@@ -179,7 +179,6 @@ def _read_lengths() -> dict[str, list[float]]:
 
 
 def _key(sources: Sequence[TextSource], text_key: str, tokenizer: Path) -> str:
-    """Return a digest of the files' paths, sizes, mtimes and weights, `text_key` and tokenizer."""
     total = sum(source.weight for source in sources)
     known = [text_key, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     for source in sources:

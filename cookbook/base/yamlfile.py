@@ -124,8 +124,8 @@ Natural = Annotated[int, Field(strict=True, ge=0)]
 Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Texts = tuple[Text, ...]
 Numbers = dict[str, Annotated[float, Field(strict=True)]]
-# Environment variables or sbatch options. `fill` keeps a number's spelling in a YAML file: `3.10`,
-# not 3.1. A cluster profile in a run's record has lost the spelling.
+# Environment variables or sbatch options. `fill` keeps numbers as a YAML file spells them: `3.10`
+# stays `3.10`.
 Words = dict[str, str | Flag]
 
 _ALLOWED = {
@@ -150,8 +150,8 @@ def fill(
 ) -> T:
     """Return an instance of `cls`: `given` sets some fields, a mapping in `file` sets the others.
 
-    `within` is the path of keys to that mapping. `beside` lists more keys that the mapping may
-    contain; the caller reads them. If `beside` lists `a`, the mapping may also contain `a.b`.
+    `within` is the path of keys to that mapping. `beside` lists keys that it may contain too, and
+    that the caller reads; a key `a` there also permits `a.b`.
     """
     fields = {
         field.metadata.get("key", field.name): field.name

@@ -224,7 +224,7 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
         return
     if built.failure:
         message, place = built.failure["error"], built.failure["place"]
-        # Blame the longest option whose last part (`steps` of `training.steps`) is in the message.
+        # Blame an option whose last part (`steps` of `training.steps`) is in the message.
         named = [name for name in cell.options.settings if name.rpartition(".")[2] in message]
         version, (package, _, file) = cell.options.stack.pins["torchtitan"], place.partition("/")
         reason = f"TorchTitan {version} refuses it: {message} (rank {built.failure['rank']}, "

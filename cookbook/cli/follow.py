@@ -1,4 +1,4 @@
-"""Run the verbs that act on existing runs: `status`, `logs`, `cancel`, `report` and `compare`."""
+"""The commands for existing runs: `status`, `logs`, `cancel`, `report` and `compare`."""
 
 import argparse
 import contextlib
@@ -170,7 +170,7 @@ class Watcher:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # If a record is damaged, go on without its number of steps; `report` names the damage.
+        # A damaged record only costs the display its total number of steps; `report` has the error.
         self._records = {cell.name: earlier_record(cell) or CellRecord() for cell in run.cells}
         self._tails: dict[Path, Tail] = {}
 
@@ -262,7 +262,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
 
     states = cell_states(run)
     results = collect_results(run, states)
-    # Print before drawing the figures, which takes some seconds.
+    # Print the text first, because drawing the charts takes seconds.
     if form != "html":
         text = render_json(results) if form == "json" else render_markdown(results)
         print(text, end="", flush=True)

@@ -30,7 +30,7 @@ examples:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # For a mistyped verb, argparse lists all verbs, but does not suggest the nearest one.
+        # Suggest the nearest verb; argparse would only list them all.
         wrong = re.match(r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if wrong and (close := nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))):
             message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; a verb's `handler` is its `module:function`, relative to cookbook.cli."""
+    """Return the parser; `handler` names the function of a verb, as `module:function`."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=as_written
@@ -180,7 +180,7 @@ def _run(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(encoding="utf-8")
     module, _, function = arguments.handler.partition(":")
     try:
-        # Import lazily: `--help` must not wait for submitit, and `doctor` must run before set-up.
+        # Import lazily: `--help` must not wait for submitit, and `doctor` must work without it.
         handler = getattr(importlib.import_module(f".{module}", "cookbook.cli"), function)
         return int(handler(arguments))
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Run the verb `profile`: show where a training step's time goes, for a recipe or for traces."""
+"""The command `profile`: show where the time of a training step goes, from a recipe or traces."""
 
 import argparse
 import contextlib
@@ -40,7 +40,7 @@ _SETTINGS = {
     # TorchTitan's profiler counts a validation as part of the step before it.
     "validation.enable": False,
 }
-# Without checkpoints, the last three would have no effect and be refused if the recipe sets them.
+# With checkpoints off, the rules refuse the other three if a recipe sets them, so reset them.
 _NO_CHECKPOINTS = {
     "checkpoint.enable": False,
     "checkpoint.initial_load_in_hf": False,

@@ -1,8 +1,8 @@
-"""Run the verbs `check`, `run`, `sweep` and `check-line`.
+"""The commands `check`, `run`, `sweep` and `check-line`.
 
 `run --resume` starts the next attempt of cells that have ended. `check-line` validates an sbatch
-command without submitting it. It runs the script up to the script's own check, so that edits in a
-user's copy are validated too. A script without that check is refused, since it might train.
+command without submitting it: it runs the command's script, which then only checks itself. It
+refuses scripts without such a check, because they might train.
 """
 
 import argparse

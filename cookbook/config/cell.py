@@ -51,12 +51,12 @@ class Cell:
     options: Options
     hooks: str  # the module that TorchTitan imports in every training process
     emulated: bool  # whether software emulates the precision or EP backend on this cluster
-    stand_in_for: str | None = None  # the requested recipe, if `recipe` replaces it
+    stand_in_for: str | None = None  # the requested recipe, if `recipe` is its stand-in
     refused: str | None = None  # why the cell cannot run
     published: float | None = None  # tokens/s/GPU published for exactly this cell
     baseline: str | None = None
     prediction: str | None = None  # text from the sweep: expected speed, and what a deviation means
-    left_out: tuple[str, ...] = ()  # sweep options dropped because `recipe` replaces another one
+    left_out: tuple[str, ...] = ()  # options of the sweep that a stand-in ignores
     repeat_of: str | None = None  # name of the cell that this one repeats
     repeat: int = 1  # number of the repeat, from 1
     resumes: bool = False  # whether it continues from a checkpoint, and reads no initial weights
@@ -100,9 +100,9 @@ class Cell:
 
     @property
     def own_pair(self) -> str:
-        """The recipe's precision and EP backend; empty if they are the cell's or the defaults."""
+        """The precision and EP backend that the recipe names; empty if they are the cell's."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
-        # A recipe that sets neither `precision` nor `ep_backend` suits any pair.
+        # A recipe that names none has the default ones.
         return "" if own in (self.pair, "bf16+standard") else own
 
     @property
@@ -112,7 +112,7 @@ class Cell:
 
     @property
     def attends_by_reference(self) -> bool:
-        """Whether FlashAttention-4's reference on the CPU computes attention."""
+        """Whether attention runs on the CPU, in FlashAttention-4's reference implementation."""
         return self.uses_flash_attention and self.cluster.gpu is None
 
     @property
@@ -255,8 +255,8 @@ def unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, 
 class Verdict:
     """The findings about a cell, in three parts; `built` is None if its model was not built."""
 
-    rules: tuple[Finding, ...]  # broken rules: errors wherever the job runs
-    # Packages and files missing here: errors if the job would run here, else warnings.
+    rules: tuple[Finding, ...]  # broken rules, which are always errors
+    # Packages and files that this machine lacks: warnings if the job would run elsewhere.
     here: tuple[Finding, ...]
     # Errors from building the model, or from checking the built model's memory and precision.
     built: tuple[Finding, ...] | None = None
@@ -276,7 +276,7 @@ class Verdict:
 
     @property
     def parts(self) -> str:
-        """A text that lists the kinds of checks that were made and those that were not."""
+        """Which kinds of checks were made, and which were not, in words."""
         if self.built is None:
             return "checked: the rules, this environment; not checked: TorchTitan's build"
         return "checked: the rules, TorchTitan's build, this environment"

@@ -103,7 +103,7 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of torchrun workers per node: one per GPU or CPU rank."""
+        """The number of ranks on each node: its GPUs, or on CPUs `cpu_ranks_per_node`."""
         return self.gpus_per_node or self.cpu_ranks_per_node
 
     @property
@@ -118,8 +118,8 @@ class Cluster:
     def slurm_options(self, leave_out: Sequence[str] = ()) -> dict[str, OptionValue]:
         """Return sbatch's and srun's options by long name; True marks an option without a value.
 
-        GPUs are requested per node, so that a node's only task sees all of them, and without a
-        type, since the names of types differ among clusters.
+        GPUs are requested per node, so that a node's only task sees all of them. No GPU type is
+        given, because clusters name the types differently.
         `leave_out`: nodes to exclude in addition to those of the profile.
         """
         options: dict[str, OptionValue | None] = {

@@ -124,7 +124,7 @@ def read_options(
 ) -> Settings:
     """Read options from `mapping`, in which `a: {b: 1}` means the same as `a.b: 1`.
 
-    `within` is the path of keys to `mapping` in `file`; errors and origins show it.
+    `within` is the path of keys to `mapping` in `file`, for error messages.
     """
     stack, settings = load_stack(), dict[str, Setting]()
 

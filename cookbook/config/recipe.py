@@ -41,8 +41,8 @@ from cookbook.config.options import (
 )
 from cookbook.config.stack import load_stack
 
-# For each folder below `recipes/`: what messages call a file from it, and the remedy if the user
-# gives such a file where another kind of file is expected.
+# For each folder below `recipes/`: the name of its files in messages, and the remedy if such a file
+# is given where another kind of file is expected.
 KINDS = {
     "": ("recipe", "write: python submit.py run {}"),
     "precision": ("precision", "it is a precision: --precision {}"),
@@ -180,7 +180,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Overlay:
-    """A precision, such as `mxfp8`, or an EP backend, such as `deepep`."""
+    """A file of options that override a recipe's: a precision or an EP backend."""
 
     kind: Kind
     name: str
@@ -188,12 +188,12 @@ class Overlay:
     needs: Needs
     expect: Settings  # what must be active in training, e.g. `cookbook.dispatch: deepep`
     settings: Settings
-    # Options that override `settings` where software emulates the overlay; None if it cannot.
+    # Options that override `settings` under software emulation; None if there is none.
     emulated: Settings | None
     path: Path
     synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
-    # Environment variables to set if they are unset, each with the variable to copy.
+    # Environment variables to set if they are unset, each with the variable whose value it gets.
     environment_from: Words = field(default_factory=Words)
 
     def expects(self, key: str) -> Any:

@@ -19,9 +19,9 @@ from cookbook.run.record import OF_SCRIPTS, TOTAL_STEPS, CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
-    """Append `words` to the name of a merged cell, set its published speed, and validate it.
+    """Complete what `merge_config` returns: its name, with `words`, and its published speed.
 
-    Raise InputError if the input is wrong. If a rule finds another error, set `refused`.
+    Raise InputError if the input is wrong. If another rule is broken, set the cell's `refused`.
     """
     name = "-".join([cell.name, *words])
     # A folder's name may have at most 255 bytes. Leave room for a new run's temporary name.
@@ -52,9 +52,9 @@ def merge_config(
     """Merge the parts into a cell without validating it.
 
     If several parts set an option, the last one wins, in this order: recipe, EP backend, precision,
-    their `emulated` options if software emulates them, cluster, `of_sweep`, `overrides`. On the
-    `local` cluster, a recipe that has a small stand-in is replaced by it. `of_sweep` is then
-    ignored, because it was written for the large recipe.
+    the `emulated` options of the two where software emulates them, cluster, `of_sweep`,
+    `overrides`. On the `local` cluster, a recipe that has a small stand-in is replaced by it.
+    `of_sweep` is then ignored, because it was written for the large recipe.
     """
     stand_in_for, left_out, is_local = None, tuple[str, ...](), cluster.scheduler == "local"
     if is_local and recipe.stand_in is not None:
@@ -85,7 +85,7 @@ def published_number(cell: Cell) -> float | None:
         return None
     as_published = merge_config(cell.recipe, cell.precision, cell.ep_backend, cell.cluster)
     names = {*cell.options.settings, *as_published.options.settings}
-    # Scripts set these themselves, enable_wandb only where there is a W&B key.
+    # Scripts set these themselves. They set enable_wandb only if there is a W&B key.
     names -= {*OF_SCRIPTS, "metrics.enable_wandb"}
     same = all(cell.options[name] == as_published.options[name] for name in names)
     return number if same else None
@@ -105,10 +105,10 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
 def cell_from_record(
     name: str, record: CellRecord, place: str, nodes: int | None, overrides: Settings
 ) -> Cell:
-    """Rebuild a cell from its record, apply `overrides`, and validate it like `resolve_cell`.
+    """Rebuild a cell from its record, apply `overrides`, and validate it as `resolve_cell` does.
 
     The options come from the record, not from the recipe's current file. The environment variables
-    and the `expect` blocks come from the current files. `place` names the record in errors.
+    and the `expect` blocks come from the current files. Error messages call the record `place`.
     """
     stack, anew = load_stack(), "start a new run"
     parts = {key: str(record.files.get(key) or getattr(record, key) or "") for key in PARTS}
@@ -141,9 +141,9 @@ def cell_from_record(
 
 
 def keep_schedule(options: Options, record: CellRecord, place: str) -> Options:
-    """Return the options for resuming the recorded cell, with its learning-rate schedule.
+    """Return the options for resuming the recorded cell, which keep its learning-rate schedule.
 
-    A new number of steps must not change the schedule, unless the options set it themselves.
+    Without this, a new number of steps would stretch the schedule.
     """
     steps = record.schedule_steps
     if TOTAL_STEPS in options or steps in (None, options["training.steps"]):
@@ -158,7 +158,7 @@ def this_machine(
     return Cluster(
         name="this machine",
         description="the machine that this runs on",
-        scheduler="slurm",  # "local" would replace large recipes with their stand-ins
+        scheduler="slurm",  # not "local", which replaces large recipes with stand-ins
         settings={},
         path=Path(__file__),
         gpus_per_node=ranks if gpu else None,

@@ -100,7 +100,7 @@ class Option:
         readers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "lists": json.loads}
         if self.kind == "bool":
             value = {"true": True, "false": False}.get(text.lower(), text)
-        # Python reads non-ASCII digits; TorchTitan and Slurm do not.
+        # int() and float() accept non-ASCII digits; TorchTitan and Slurm do not.
         elif self.kind in readers and (text.isascii() or self.kind == "lists"):
             with contextlib.suppress(ValueError):
                 value = readers[self.kind](text)
@@ -184,7 +184,7 @@ class Stack:
             known = [full for full in self.options if full not in _SET_BY_SCRIPTS]
             last = {full: full.rpartition(".")[2] for full in known}
             keys = nearest(name.rpartition(".")[2], last.values())
-            # Let `tp` find `tensor_parallel_degree`, whose initials are `tpd`.
+            # `tp` and a `d` are the initials of `tensor_parallel_degree`.
             initials = {key: "".join(w[:1] for w in key.split("_")) for key in last.values()}
             keys += [key for key in initials if initials[key] == f"{name}d"]
             close = nearest(name, last, 3) or [n for n in last if last[n] in keys]

@@ -86,8 +86,8 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             cell = resolve_cell(cell, words)
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
             if cell.name in cells:
-                # Skip duplicates: two recipes can have the same stand-in, and --precision or
-                # --ep-backend can make two points of the sweep equal.
+                # Two recipes can have the same stand-in, and --precision or --ep-backend can make
+                # two points of the sweep equal. Skip such duplicates.
                 other, other_point = groups[cell.name]
                 if cell.stand_in_for or (other == group and other_point is not point):
                     continue
@@ -123,7 +123,7 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
 
 
 def requested_pair(recipe: Recipe, request: CellRequest, pair: Pair | None = None) -> Pair:
-    """Return the precision and EP backend of `request`, else `pair`, else the trained recipe."""
+    """Return the precision and EP backend: of `request`, else `pair`, else those of the recipe."""
     cluster = request.cluster
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         recipe = load_recipe(recipe.stand_in)

@@ -3,7 +3,7 @@
     python -m cookbook.doctor [--cluster soperator-b200] [--json]
     python -m cookbook.doctor --numerics [--cluster soperator-b200] [--output FILE]
 
-Only `--cluster` and `--numerics` need installed packages, so that the doctor also runs before
+The doctor needs no installed packages without `--cluster` and `--numerics`, so it can run before
 set-up.
 """
 

@@ -106,7 +106,7 @@ class Finding:
 
 
 class Fault(NamedTuple):
-    """Why a node cannot train: the failed check, its finding, and how many hours to exclude it."""
+    """Why to exclude a node: the failed check and what it found; and for how many hours."""
 
     check: str
     reason: str
@@ -120,7 +120,7 @@ class Check:
     name: str
     look: Callable[[Surroundings], Verdict]
     is_for_local: bool  # whether the doctor also runs it with --local
-    node_hours: float | None  # hours to exclude a node that fails it; None if not run on nodes
+    node_hours: float | None  # how long a failing node is excluded; None if not run on nodes
     is_for_gpus: bool  # whether it is skipped if no GPU is visible
     is_for_ranks: bool  # whether a cluster's container has its own of what it looks at
 

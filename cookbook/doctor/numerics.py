@@ -82,7 +82,7 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
 
 
 def _prove_on(cluster: Cluster, output: Path | None) -> int:
-    """Run the comparison on a node of `cluster`, as a job, and wait for it."""
+    """Submit a job that compares the kernels on a node of `cluster`, and wait for its end."""
     if cluster.container:
         found = "its ranks use the kernels of the container's image, not those of .venv"
         remedy = "in the image, on a node: python -m cookbook.doctor --numerics"
@@ -123,7 +123,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     degrees = {
         DEGREES["tp"]: 1,
         DEGREES["pp"]: 1,
-        # EP must divide the number of ranks and that of experts: 64 or 128 in the GPU recipes.
+        # EP must divide the ranks and the experts, of which the GPU recipes have 64 or 128.
         DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
         "training.local_batch_size": 4,
     }

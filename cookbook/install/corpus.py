@@ -1,6 +1,6 @@
-"""Makes a text corpus and a tokenizer for local training from Python's own sources.
+"""Makes a text corpus and a tokenizer out of Python's own source files, for local training.
 
-Every machine has these sources, so a first run needs no download. TorchTitan reads the results with
+Every machine has these files, so a first run needs no download. TorchTitan reads the results with
 `--training.dataset=c4_test --training.dataset_path=FOLDER/corpus` and
 `--model.hf_assets_path=FOLDER/tokenizer`.
 """

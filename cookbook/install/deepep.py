@@ -1,4 +1,4 @@
-"""Builds DeepEP at its pin, or says why this machine cannot; inspects an installed build.
+"""Build DeepEP at its pinned commit, or say why this machine cannot; inspect an installed build.
 
     python -m cookbook.install.deepep [--arch 10.0]          build it for this Python
     python -m cookbook.install.deepep [--arch 10.0] --plan   print what it would do
@@ -118,7 +118,7 @@ def deepep_pin() -> Pin:
 
 
 def make_plan(arch: str) -> tuple[Plan, Toolkit]:
-    """Return a build's plan and toolkit; `arch` is e.g. "9.0;10.0", or empty for the GPUs here."""
+    """Plan a build for `arch`, such as "9.0;10.0"; empty means the GPUs of this machine."""
     cuda, torch = torch_cuda(), find_distribution("torch")
     if torch is None or not cuda:
         raise CannotBuildError("torch is not installed here, or is built without CUDA")
@@ -184,7 +184,7 @@ def is_built(arch: str) -> bool:
 
 
 def build(plan: Plan, toolkit: Toolkit) -> None:
-    """Build and install; raise CannotBuildError if the library does not match the plan."""
+    """Build and install DeepEP; raise CannotBuildError if the result does not match the plan."""
     STAMP.unlink(missing_ok=True)
     tools = [pin.requirement for pin in read_pins() if pin.extra == "deepep" and not pin.source]
     if tools:

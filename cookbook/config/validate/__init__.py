@@ -21,7 +21,7 @@ from cookbook.config.cluster import runs_here
 from cookbook.config.validate import kernels, layout, values
 
 _SET_UP, _FOLDER = "run: bash setup.sh", "set it to a folder that this machine sees"
-# For each path option: the file required in that folder (or ""), and the remedy if it is missing.
+# For each path option: a file that its folder must contain (or ""), and the remedy.
 _PATHS = {
     "model.hf_assets_path": ("tokenizer.json", f"{_SET_UP}, or set it to a tokenizer's folder"),
     "training.dataset_path": ("", _FOLDER),
@@ -42,7 +42,7 @@ def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
 
 
 def validation_errors(cell: Cell) -> list[Finding]:
-    """Return the layout errors or, if there are none, the rules' errors, wrong input first."""
+    """Return the layout errors; if there are none, all others, starting with wrong input."""
     if problems := layout.layout_findings(cell.options, cell.world):
         return problems
     rules = (*values.RULES, *kernels.RULES, *layout.RULES)
@@ -166,7 +166,6 @@ def weights(cell: Cell) -> Problems:
 
 
 def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the reason and remedy of the first mismatch between weights and model."""
     family, model, title = cell.options.family, cell.options.model, cell.options.model_title
     if not family or not model:
         return

@@ -122,7 +122,7 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
 @rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
 def flash_attention(cell: Cell) -> Problems:
     capability, have = _gpu_of(cell)
-    # FlashAttention-4's compute capabilities: 9 Hopper, 10 data-center Blackwell, 0 CPU reference.
+    # It supports compute capabilities 9 (Hopper) and 10 (data-center Blackwell); 0 stands for CPUs.
     if cell.uses_flash_attention and int(capability) not in (0, 9, 10):
         reason = "FlashAttention-4 needs a GPU of compute capability 9.x (H100, H200) or 10.x "
         yield ATTENTION, f"{reason}(B200), {have}", f"set {ATTENTION}=flavor"

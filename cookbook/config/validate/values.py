@@ -1,7 +1,4 @@
-"""Rules for values that TorchTitan accepts by mistake, or rejects only when all ranks run.
-
-They cover single options, recomputation, weights, text files, validation and checkpoints.
-"""
+"""Rules for values that TorchTitan accepts by mistake, or rejects only once all ranks run."""
 
 import math
 import re
@@ -44,7 +41,7 @@ _BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
     (0, 2**63 - 1): ("debug.seed",),
 }
 _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
-# The allowed elements of the list-valued options that accept only certain names.
+# Options that are lists of names, and the names that are allowed in each.
 _NAMES: dict[str, tuple[str, ...]] = {
     "compile.components": ("model", "loss"),
     "model.converters": (
