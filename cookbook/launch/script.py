@@ -48,7 +48,7 @@ _ENVIRONMENT.filters["shquote"] = shquote
 
 
 def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") -> str:
-    """Render a cell's script; its comments and messages refer to it as `file_name`."""
+    """Render a cell's script; in its comments and messages the script is called `file_name`."""
     runner = "sbatch" if cell.cluster.scheduler == "slurm" else "bash"
     # Use the default name if this one has special characters that bash would expand.
     if not re.fullmatch(r"[\w.+-]+", file_name, re.ASCII):

@@ -78,7 +78,7 @@ class CellSlurmExecutor(SlurmExecutor):
     def affinity(cls) -> int:
         return 2
 
-    # submitit's own method adds a wckey, a signal and an srun, and lets sbatch inherit variables.
+    # Replace submitit's batch file: it has a wckey, a signal and an srun, and inherits variables.
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
         cell, begin = self.cells[0], self.choice.begin
         title, name = f"{cell.name}/train.sh", cell.name

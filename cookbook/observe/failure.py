@@ -84,7 +84,7 @@ _LINES = (
 )
 _PREFIXES = re.compile(r"^(?:\[(?:rank|default)[0-9]+\]: ?)+")
 _EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:: .*|:)?$")
-# The exception in torchrun's summary of the first rank that failed on a node.
+# In torchrun's summary, the exception of the rank that failed first.
 _SUMMARY_LINE = re.compile(r"^  (?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: .*)?$")
 # Headers of glog (`[E1120 18:40:01.123 ProcessGroupNCCL.cpp:683] `) and of torchrun's log.
 _LOG_HEADER = re.compile(r"^(?:\[[EWF][0-9]{4} [^\]]*\] |[EWF][0-9]{4} [^\]]*\] )")
@@ -97,7 +97,7 @@ class _Finding(NamedTuple):
 
 
 def find_cause(attempt: Path, exit_code: int) -> tuple[Cause, str]:
-    """Return a failure's cause and reason, from the attempt's files or else its exit code."""
+    """Return a failure's cause and the line that explains it; without one, use the exit code."""
     reason, is_refusal = _find_reason(attempt)
     if reason is None:
         ended = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else None
@@ -134,7 +134,7 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
     if not findings:
         return None, False
     sort = min(finding.sort for finding in findings)
-    # Of a script's messages, the last one is the reason. Of other findings, the first one is.
+    # Take the first finding of the most telling sort, but the last message of a script.
     best = [finding for finding in findings if finding.sort == sort]
     _, rank, text = best[-1] if sort == _SCRIPT else best[0]
     text = text if rank is None else f"rank {rank}: {text}"
@@ -203,7 +203,7 @@ def _read_console(log: Path) -> list[_Finding]:
 
 
 def _plain_lines(log: Path) -> Iterator[str]:
-    """Yield the lines that hold no metrics, without colors; split progress bars at their `\\r`."""
+    """Yield the lines without metrics. Strip colors; split progress bars at `\\r`."""
     for line in lines_of(log):
         has_bar = b"\r" in line
         if has_bar or b"step:" not in line or b"loss:" not in line:

@@ -50,7 +50,7 @@ class History:
 
     attempts: tuple[AttemptSummary, ...] = ()
     steps_lost: int = 0
-    # Time spent on steps that were not lost / time from the first attempt's start to the last end.
+    # The fraction of the run's time that went into steps that were not lost.
     effective: float | None = None
 
     @property

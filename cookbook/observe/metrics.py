@@ -198,7 +198,7 @@ def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
 
 @dataclass(frozen=True, slots=True)
 class LoadStep:
-    """The router's load from `first_step` to `step`, layer by layer."""
+    """The load of each layer's experts from `first_step` to `step`."""
 
     first_step: int
     step: int

@@ -71,7 +71,7 @@ class Column(NamedTuple):
     value: str | Callable[[Result], object]  # a path such as `throughput.num_steps`, or a function
     # A format string for the value, or a function that returns its text.
     template: str | Callable[[Any], str] = "{}"
-    # Name of a `Result` attribute. If it is set, the baseline's row shows the word "baseline".
+    # The baseline's own row shows "baseline" if it has this attribute of `Result`.
     baseline: str = ""
 
     def text(self, row: Result) -> str:

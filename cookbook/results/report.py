@@ -143,7 +143,7 @@ def _losses(cells: Sequence[Result]) -> Iterator[str]:
 
 
 def facts(results: RunResults) -> list[str]:
-    """Return lines of text: the run's setup, how far it is, its self-check, and warnings."""
+    """Return lines of text on the run's setup, progress and self-check, and warnings."""
     run, cells = results.run, results.cells
     started = f", started {run.created}" if run.created else ""
     by = f" by {run.user}" if run.user else ""
@@ -290,7 +290,7 @@ def save_report(run: Run, results: RunResults) -> str | None:
                 write_whole(folder / f"{chart.name}.{suffix}", content)
             picture = f"![{chart.title}]({FIGURES}/{chart.name}.svg)"
             parts += [f"## {chart.title}", picture, chart.caption]
-        # Delete figures of an earlier report that this report does not have.
+        # Delete the figures of an earlier report, except those that were drawn again.
         for name in {*NAMES} - {chart.name for chart in charts}:
             for suffix in ("svg", "png"):
                 (folder / f"{name}.{suffix}").unlink(missing_ok=True)

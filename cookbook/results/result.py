@@ -20,12 +20,12 @@ SAME_MASK = 1.25
 class LoadSummary:
     """The router's load over the last tenth of the logged steps."""
 
-    busiest_over_mean: float  # ratio of the busiest expert's load to the mean in `layer`; 1 is even
+    busiest_over_mean: float  # load of the busiest expert in `layer` divided by the mean load
     layer: int  # the layer in which this ratio (the median over the steps) is highest
     median_over_layers: float  # the median of the layers' ratios
     starved_experts: int  # number of experts with less than a tenth of their layer's mean load
     layers: int
-    is_forced: bool  # whether balance was forced; the load then says nothing about the router
+    is_forced: bool  # whether routing was forced, so that no router chose experts
     steps: tuple[int, int]  # first and last training step of this summary
 
 
@@ -51,7 +51,7 @@ class Result:
     validation_loss: float | None = None  # the last logged validation loss
     speedup: float | None = None  # throughput divided by the baseline's
     published_tokens_per_second_per_gpu: float | None = None
-    attention: str | None = None  # `flex`, `sdpa`, `flash_attention_4` or its reference on CPUs
+    attention: str | None = None  # `flex`, `sdpa`, `flash_attention_4` or, on CPUs, its reference
     mean_attended_length: float | None = None  # mean number of tokens a token attends to, in step 1
     emulated: bool = False  # whether a kernel was emulated, which makes the speed meaningless
     active: dict[str, Any] | None = None  # active features, as reported by the training process
@@ -126,7 +126,7 @@ def masks_differ(one: Result, other: Result) -> bool:
 def unlike(cell: Result, base: Result, where: str) -> str | None:
     """Return why the speeds of the two cells cannot be compared; None if they can.
 
-    In the message, `where` says which cell `base` is, such as `in its baseline NAME`.
+    `where` is the message's phrase for `base`, such as `in its baseline NAME`.
     """
     if cell.emulated or base.emulated:
         return "emulated numerics have no speed"

@@ -83,7 +83,7 @@ def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
 
 
 def have_same_texts(one: Result, other: Result) -> bool:
-    """Return whether both cells train on the same texts in each step, by what was requested."""
+    """Return whether the options of both cells make them read the same texts in each step."""
     tokens = [(cell.tokens_per_step_per_gpu or 0) * cell.world for cell in (one, other)]
     if one.recipe != other.recipe or tokens[0] != tokens[1]:
         return False

@@ -1,4 +1,4 @@
-"""Throughput, and speed-ups and loss verdicts with confidence intervals.
+"""Throughput; speed-ups and loss verdicts, each with a confidence interval.
 
 Successive steps are correlated, so a run's steps are split into five batches of consecutive steps.
 The standard error of a statistic comes from its values in the five batches (sectioning: Asmussen
@@ -17,7 +17,7 @@ from cookbook.observe.metrics import StepMetrics
 NUM_BATCHES = 5
 # At least three values per batch, so that a single stall does not move the batch's median.
 LEAST_VALUES = 3 * NUM_BATCHES
-# Cap on the autocorrelation. Above it the series drifts, and `batch_spread` cannot correct that.
+# The largest autocorrelation that `batch_spread` can correct for.
 _MOST_ALIKE = 0.95
 
 
@@ -280,7 +280,7 @@ def judge_curves(own: Losses, reference: Losses) -> list[LossVerdict]:
 def judge_repeats(
     cells: Mapping[str, Sequence[Losses]], reference: str
 ) -> dict[str, list[LossVerdict]]:
-    """Return the verdicts on all cells except `reference`; the variance is pooled over all runs."""
+    """Compare each cell with `reference`; the variance of a run is estimated from all runs."""
     found: dict[str, list[LossVerdict]] = {name: [] for name in cells if name != reference}
     for window, steps in _windows([run for runs in cells.values() for run in runs]):
         means = {

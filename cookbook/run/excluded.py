@@ -102,9 +102,9 @@ def choose(needed: int, nodes: Sequence[str], excluded: Sequence[Excluded]) -> C
     """Choose which of a partition's `nodes` to exclude from a job that needs `needed` of them.
 
     Ignore excluded nodes that are not in `nodes`, since sbatch refuses unknown names. If too few
-    nodes would be left, delay the job's start until enough exclusions have ended, and do not
-    exclude those nodes; `short` is their number. If even all `nodes` together are too few, do not
-    delay the job; `short` is then 0.
+    nodes would be left, keep the `short` nodes whose exclusions end first, and delay the job's
+    start until then. If even all `nodes` together are too few, do not delay the job; `short` is
+    then 0.
     """
     listed = sorted((one for one in excluded if one.node in set(nodes)), key=lambda one: one.until)
     short, names = needed - (len(nodes) - len(listed)), tuple(one.node for one in listed)

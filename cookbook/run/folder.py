@@ -31,7 +31,7 @@ class Attempt:
     number: int
 
     log = _Below("train.log")  # console output of all nodes, but of only a few ranks on each
-    # This attempt's script and record, copied here only if the next attempt's differ.
+    # This attempt's script and record, if the next attempt has others.
     script, record = _Below("train.sh"), _Below("cell.yaml")
     # Versions, GPUs, nodes and active features, reported by the training process.
     environment = _Below("environment.json")
@@ -81,7 +81,7 @@ class CellFolder:
         return self.attempt(attempts[-1].number + 1 if attempts else 0)
 
     def checkpoints(self, options: Mapping[str, Any]) -> Path:
-        """Return the folder of the checkpoints; runs that name the same absolute one share none."""
+        """Return the folder of the checkpoints; in an absolute one, each cell of a run has its own."""
         path, folder = self.path.resolve(), Path(options.get("checkpoint.folder") or "checkpoint")
         return folder / path.parent.name / path.name if folder.is_absolute() else path / folder
 
@@ -96,7 +96,7 @@ class CellFolder:
 _METADATA = ".metadata"
 # TorchTitan also treats a folder with this file as a checkpoint, but cannot resume from it.
 _HUGGING_FACE = "model.safetensors.index.json"
-# Name prefixes of the checkpoint entries that training needs in addition to the model's.
+# What training needs in a checkpoint besides the model: the prefixes of these entries.
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 

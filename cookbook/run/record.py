@@ -15,7 +15,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import Count, Flag, Natural, Number, Text, Words, fill, read_yaml
 from cookbook.run.folder import CellFolder
 
-# Options that scripts set from the other fields of the record.
+# Options that every script sets; their values follow from other fields of the record.
 OF_SCRIPTS = {
     *("job.custom_config_module", "experimental.custom_import", "job.description"),
     *("cookbook.precision", "cookbook.ep_backend", "cookbook.emulated"),
@@ -125,7 +125,7 @@ def earlier_record(folder: CellFolder) -> CellRecord | None:
 
 
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
-    """Write the new record and script; keep old ones that differ in the last attempt's folder.
+    """Write the new record and script; copy old ones that differ to the last attempt's folder.
 
     What a sweep says of its cell stays. After an attempt on the same cluster, only what a resume
     may change is taken from `asked`.

@@ -123,8 +123,8 @@ def read_run(folder: Path) -> Run:
             "cells are found by their folders"
         )
         raise InputError(error.place, error.found, remedy) from None
-    # The record lists only the cells that the run began with. Scripts that start in the run later
-    # do not add theirs: several may start at once, and would overwrite each other's changes.
+    # The record lists only the cells that the run began with. Scripts that join the run later do
+    # not add their cells, because several may start at once and overwrite one another's changes.
     found = sorted(path.parent.name for path in folder.glob("[!.]*/cell.yaml"))
     names = [*record.cells, *(name for name in found if name not in record.cells)]
     record = replace(record, run=folder.name)  # the folder may have been renamed
@@ -164,7 +164,7 @@ def run_names() -> list[str]:
 
 
 def note_new_job(folder: Path) -> None:
-    """Mark the run as the newest because it has a new job, even if its folder is old."""
+    """Mark the run as the newest, because one of its cells has a new job."""
     now = time.time_ns()  # the kernel's file timestamps may lag by milliseconds
     # Ignore a permission error: the run may belong to a colleague.
     with contextlib.suppress(PermissionError):

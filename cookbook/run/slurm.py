@@ -1,4 +1,4 @@
-"""Run Slurm's commands; outside this module, only rendered scripts and `doctor` run any."""
+"""Run Slurm's commands. Only rendered scripts and `doctor` run some themselves."""
 
 import functools
 import os
@@ -203,7 +203,7 @@ def node_addresses(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def drained(nodes: Sequence[str]) -> dict[str, str]:
-    """Return those of `nodes` that Slurm gives no new jobs, each with the reason."""
+    """Return the drained nodes among `nodes`, which get no new jobs, with the reasons."""
     answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
     if answer.returncode and _PASSING.search(answer.stderr):
         raise NoAnswerError(f"scontrol show node: {answer.stderr.strip()}")
@@ -257,7 +257,7 @@ def _error_of(message: str) -> type[JobError]:
 
 
 T = TypeVar("T")
-# Slurm may not answer for minutes while its controller restarts or is busy.
+# While its controller restarts or is busy, Slurm may be silent for minutes.
 _BUSY_S = 600.0
 _PAUSE_S = 5.0
 _STARTED = "cookbook: task started"

@@ -96,7 +96,7 @@ class CellState(Status):
 
 
 def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]:
-    """Return every cell's state; use only files if Slurm does not answer in `patience` seconds."""
+    """Return every cell's state; after `patience` seconds without Slurm, from its files alone."""
     if run.scheduler == "local":
         return [_local_state(run, cell) for cell in run.cells]
     before = {cell: _read(cell)[0] for cell in run.cells}
@@ -172,7 +172,10 @@ def _settle_end(
 
 
 def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """Return the state and its reason; ignore what the job wrote before Slurm requeued it."""
+    """Combine what Slurm and the job say into a state and a reason.
+
+    What the job wrote before Slurm requeued it is ignored.
+    """
     said = _since_start(written, info)
     if info.state in slurm.WAITING:
         return status.QUEUED, info.reason
@@ -195,12 +198,12 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
 
 
 def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """Return the state, and its reason, of a cell that shares its job with other cells."""
+    """Do as `merge_slurm_state` does, for a cell that shares its job with others."""
     said = _since_start(written, info)
     if said.state in status.ENDED:
         ended_with_job = said.state == status.CANCELLED or (said.reason or "").startswith("Slurm: ")
         if info.state == "COMPLETING" and ended_with_job:
-            # While the job is ending, Slurm may still requeue it, and this cell would run again.
+            # Slurm may still requeue a job that is ending, so the cell may run again.
             return status.QUEUED if said.started is None else status.RUNNING, COMPLETING
         return said.state, said.reason
     if said.state == status.QUEUED and info.state in slurm.ACTIVE:
@@ -250,7 +253,7 @@ def cancel_run(run: Run) -> list[str]:
     """Cancel the run's waiting and running cells; return their names.
 
     A job that is ending is cancelled too, since Slurm may requeue it, but its cell is not returned.
-    Raises JobError if Slurm does not answer, or if the processes run on another machine.
+    Raises JobError if Slurm does not answer, or if a local run is on another machine.
     """
     active = [state for state in cell_states(run) if not state.has_ended and state.job_id]
     for state in active:

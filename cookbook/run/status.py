@@ -91,7 +91,7 @@ class Job:
     """The job of a cell: a Slurm job id, or a process on this or another machine."""
 
     job_id: Annotated[str, StringConstraints(pattern=r"^[0-9]+$")]
-    # Only for a process: these distinguish it from a later process with the same id.
+    # For a process, these distinguish it from a later process with the same id.
     host: str | None = None
     boot: str | None = None
     started: str | None = None  # the process's start time, in clock ticks since the machine's boot

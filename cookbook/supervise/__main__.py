@@ -1,4 +1,4 @@
-"""Supervise a script that was started with sbatch or bash; the script calls this module.
+"""Supervise a cell whose script was started with sbatch or bash; the script starts this module.
 
     python -m cookbook.supervise CELL_DIR --script=FILE --cell=NAME ... -- ARGS -- SBATCH ARGS
 
@@ -97,7 +97,7 @@ def validate(start: Start) -> Cell:
     cell = replace(cell, resumes=saved.checkpoint is not None)
     is_submitted = not os.environ.get("COOKBOOK_CHECK")
     _refuse(rules.judge(cell, is_submitted=is_submitted).errors, cell)
-    # A seed checkpoint is of step 0: the schedule has not begun.
+    # A seed checkpoint is at step 0, where no learning-rate schedule has begun.
     if first is not None and saved.checkpoint is not None and saved.checkpoint.step:
         kept = keep_schedule(cell.options, first, shown_path(start.folder.record))
         cell = replace(cell, options=kept)
@@ -147,7 +147,7 @@ def start_run(start: Start) -> None:
         status.write_status(folder, now)
         run, scheduler = folder.path.parent, cell.cluster.scheduler
         of_run = read_run(run).scheduler if is_run(run) else scheduler
-        # In a run of Slurm jobs, `cancel` would take a process's id for a Slurm job's.
+        # Do not write a process id to a run of Slurm jobs: `cancel` would call `scancel` with it.
         if scheduler == of_run == "local":
             status.write_job(folder, process_job(os.getpid()))
             os.environ[RUN_VARIABLE] = str(run.resolve())
@@ -216,7 +216,7 @@ def main(words: Sequence[str]) -> int:
     # submitit sets this variable only in its own jobs, but `slurm_job` needs it here too.
     record = read_record(start.folder.record)
     os.environ["SUBMITIT_EXECUTOR"] = str(record.profile["scheduler"])
-    # A resumed run may keep an earlier schedule, which the script's arguments do not have.
+    # The learning-rate schedule of a resumed run may differ from the script's.
     total = record.options.get(TOTAL_STEPS)
     kept = [] if total is None else [f"--{TOTAL_STEPS}={total}"]
     return Supervisor([start.folder], [*start.own, *kept])()

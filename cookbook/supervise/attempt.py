@@ -93,8 +93,8 @@ class StepClock:
         step, before = tail.step, self._step
         is_new_step = step is not None and (before is None or step.step > before.step)
         self._num_looks += is_new_step
-        # The first steps may all be fast, and a later one slow because it compiles. So trust the
-        # step time only after several calls of this method have seen a new step.
+        # A step may be slow because it compiles, even after a few fast ones. So trust the step time
+        # only after several calls of this method that saw a new step.
         if self._num_looks > 3 and (usual := step_seconds(tail.recent)) is not None:
             self.usual = usual
         is_new_line = bool(lines) and (before is None or self.usual is None)
@@ -167,7 +167,7 @@ class RunningAttempt:
         self.process = subprocess.Popen(command, env=variables, start_new_session=True)
 
     def send(self, number: int) -> None:
-        """Signal the script's processes; afterwards, `wait` only waits for the script to exit."""
+        """Signal the script's processes; from then on, `wait` no longer looks for hangs and NaN."""
         self._is_stopped = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
@@ -175,7 +175,7 @@ class RunningAttempt:
     def ask_to_stop(self, within_s: float) -> None:
         """Ask the ranks to save a checkpoint and exit.
 
-        `wait` may return if they still run after `within_s` seconds (0: no limit).
+        If they still run after `within_s` seconds (0: no limit), `wait` may return before the exit.
         """
         with contextlib.suppress(OSError):
             self.attempt.stop.touch()

@@ -64,7 +64,7 @@ RULES = {
     Cause.CUT_SHORT: Rule(Action.RESTART),
     # Usually a Python exception, which often recurs: allow fewer attempts without progress.
     Cause.ERROR: Rule(Action.RESTART, "read its log", most_idle=1),
-    # The causes below would fail the next attempt in the same way.
+    # The next attempt would end in the same way.
     Cause.OUT_OF_MEMORY: Rule(
         Action.STOP,
         "lower training.local_batch_size or recompute more; `submit.py check` predicts what fits",
@@ -133,7 +133,7 @@ def decide(
     return Decision(Action.RESTART, f"restarted {count}")
 
 
-# With less free space than this, assume that the disk was full, so the error could not be logged.
+# With less free space than this, assume that a full disk ended the attempt, whatever the log says.
 _FULL_DISK_BYTES = 8 << 20
 
 
@@ -256,7 +256,7 @@ def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -
 
 
 def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
-    """Complete `end` with its cause and reason; return it together with the cell's new state."""
+    """Return `end` with the cause and reason of a stop, and the cell's new state."""
     state, reason = stop_reason(signal_name, end.started)
     if end.cause is Cause.SAVED and state == QUEUED:
         return end, state

@@ -1,7 +1,7 @@
-"""Test the network over training's own rank groups before training; find the nodes at fault.
+"""Test the network before training, over the rank groups of training; find the nodes at fault.
 
-If the test over all nodes fails, the nodes are tested in pairs. If their number is odd, one group
-has three nodes. Two or three nodes are tested alone instead. Then each node of a failing group is
+If the test over all nodes fails, the nodes are tested in pairs, an odd one in a group of three. If
+the job has only two or three nodes, each is tested by itself. Then each node of a failing group is
 tested with a node of a passing group. Each node starts its own ranks:
 
     python -m cookbook.supervise.network_test QUESTION     (the arguments of `run_ranks` as JSON)
@@ -67,7 +67,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class NetworkVerdict:
-    """Bad nodes and their faults; else why the network is slow (`warning`) or broken (`error`)."""
+    """The bad nodes. Without any, why the network is slow (`warning`) or broken (`error`)."""
 
     slowest: dict[str, float]
     bad: dict[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def test_bandwidth(nodes: Sequence[str], groups: RankGroups) -> NetworkVerdict:
 
 
 def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
-    """Return the bad nodes among three or more nodes; None if all groups fail."""
+    """Test three or more nodes in groups; return the bad ones, or None if every group fails."""
     teams: list[Team] = [tuple(nodes[start : start + 2]) for start in range(0, len(nodes) - 1, 2)]
     if len(nodes) % 2:
         teams[-1] += (nodes[-1],)
@@ -127,7 +127,7 @@ def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
         "plan": {
             "device": groups.device,
             "num_bytes": _NUM_BYTES[groups.device],
-            # All teams use the same list of rank groups, so it is computed for the smallest team.
+            # The teams share one list of rank groups, which must fit the smallest team.
             "groups": groups.groups(world),
             "timeout_s": _COLLECTIVE_S,
         },

@@ -30,7 +30,7 @@ from cookbook.supervise.exits import RULES, Action, Decision, job_ends
 from cookbook.supervise.network_test import RankGroups, test_bandwidth
 from cookbook.supervise.node_report import Reader, Report
 
-# Seconds for a node's whole report; a single slow command may take half of them.
+# Time limit for a node's report, in seconds. Each command in it has half of this.
 REPORT_S = 30.0
 # Checkpoints and logs of several nodes are compared by their times, so the clocks must agree.
 _MOST_SKEW_S = 5.0
@@ -101,7 +101,7 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     """Check the nodes of this job; return the nodes to train on.
 
     Raises:
-        JobError: too few nodes are healthy, or no single node is at fault.
+        JobError: too few nodes are healthy, or a fault cannot be traced to nodes.
         RequeueNeededError: the job must be requeued to replace its bad nodes.
     """
     nodes = slurm.nodes_in(os.environ["SLURM_JOB_NODELIST"])
@@ -192,7 +192,7 @@ def _last_words(node: str, end: StepEnd) -> str:
         return f"no answer in {REPORT_S:.0f} s"
     lines = end.errors.splitlines()
     by_srun = [line for line in lines if f"srun: error: {node}: " in line]
-    # Only srun's lines name the node: a task's line may come from any node.
+    # srun's lines name their node; the others do not.
     by_tasks = [line for line in lines if line and "srun: " not in line]
     return "; ".join(["no answer", *by_tasks[-1:], *by_srun[-1:]])
 
@@ -278,8 +278,8 @@ def decide(job: JobNodes) -> None:
         allowed = f"restarted {failures} times already, as max_restarts allows"
         raise JobError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
-    # Keep the exclusions by the user and the profile. Those by the submission (`launch.submit`) and
-    # by earlier checks may have expired.
+    # Go on excluding the nodes that the user or the profile excludes. Those that the submission or
+    # an earlier check left out are judged anew, because their exclusion may have expired.
     of_list = {*job.listed(), *os.environ.get("COOKBOOK_LEFT_OUT", "").split(",")}
     for attempt in job.cell.attempts():
         of_list.update(read_json(attempt.preflight).get("for_slurm", ()))
@@ -309,7 +309,7 @@ def decide(job: JobNodes) -> None:
 
 
 def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
-    """Choose the nodes that the requeued job excludes in addition to the nodes in `of_user`."""
+    """Choose which nodes the requeued job excludes besides the user's own exclusions, `of_user`."""
     needed, listed, now = len(job.nodes), job.listed(), time.time()
     known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
     known = [node for node in known if node not in of_user]

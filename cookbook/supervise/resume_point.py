@@ -66,7 +66,7 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
 
 
 def _last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[int | None, str]:
-    """Return the step after which a NaN made checkpoints unfit, and why; None without a NaN."""
+    """Return the last step before a NaN and why later checkpoints are unfit; None without NaN."""
     newest = folder.attempts()[-1:]
     end = next(iter(status.read_history(newest)), None)
     if end is None or end.cause is not status.Cause.NAN_LOSS:

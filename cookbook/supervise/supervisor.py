@@ -102,7 +102,7 @@ class Supervisor:
                 state, why = exits.stop_reason(self._signal_name, began)
                 reason = f"the allocation ended before its turn ({why})"
                 reason = "cancelled before it started" if state == status.CANCELLED else reason
-                # If Slurm has requeued the job, the cell runs after the restart.
+                # A queued cell is left as it is: Slurm requeues the job, which will run it.
                 if state != QUEUED:
                     now = replace(status.read_status(cell), state=status.CANCELLED, reason=reason)
                     now = replace(now, exit_code=None, restarts=exits.restarts())
