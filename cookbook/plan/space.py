@@ -41,7 +41,8 @@ def _saving(*operators: str) -> dict[str, Any]:
     return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
 
 
-# The options that each recomputation mode ignores, and what to set them to.
+# The options that each recomputation mode ignores. They get one value, so that each layout is tried
+# once.
 _RESETS: dict[str, dict[str, Any]] = {
     "full": {SAVE_LIST: []},
     "none": {SAVE_LIST: [], LAYERS_KEPT: 0},
@@ -55,13 +56,13 @@ RECOMPUTATION: tuple[dict[str, Any], ...] = (
     {_MODE: "none", **_RESETS["none"]},
 )
 _WORKERS = "training.dataloader.num_workers"
-# Options for one data-loader process, which tokenizes while the GPU trains.
+# Start one data-loader process, which tokenizes while the GPU trains.
 _WORKER: dict[str, Any] = {
     _WORKERS: 1,
     "training.dataloader.prefetch_factor": 2,
     "training.dataloader.persistent_workers": True,
 }
-# Local batch sizes to try without pipeline parallelism, and with it besides the cell's own size.
+# Local batch sizes to try: without pipelines, and with them. The cell's own size is always tried.
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
 # How many layouts to check, at most, to explain why a requested value is never valid.

@@ -135,7 +135,8 @@ LOCAL = Documents(6453, 3520, "counted: docs/evidence/performance/h200x2-8layers
 def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None:
     """Return the document lengths if tokens attend only within their document, else None.
 
-    `named` replaces the dataset's lengths. Raise InputError if these are needed but unknown.
+    `named`, if given, replaces the lengths of the dataset. Raise InputError if lengths are needed
+    but unknown.
     """
     if not model_of(cell).by_document:
         return None

@@ -29,8 +29,8 @@ class LayerBytes:
     temporary: float  # working memory at the peak, beyond `saved`
     beside: float = 0.0  # outputs outside `saved` that selective recomputation keeps
     freed: tuple[float, ...] = ()  # large blocks that the forward allocates and frees
-    freed_again: tuple[float, ...] = ()  # further such blocks if the layer is recomputed
-    between: float = 0.0  # the part of `saved` that no memory budget reduces
+    freed_again: tuple[float, ...] = ()  # large blocks that only a recomputation frees
+    between: float = 0.0  # the part of `saved` that every memory budget keeps
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) -> LayerBytes:
@@ -57,14 +57,14 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) ->
 
 
 def _attention(s: Shapes) -> LayerBytes:
-    """Count the bytes of attention, the residual after it and the outputs of both norms."""
+    """Count the bytes of attention, its residual connection and the layer's two norms."""
     queries, keys = s.heads * (s.nope + s.rope), s.kv_heads * (s.nope + s.rope)
     out = s.heads * s.v_head
     if s.kv_lora:
         # Count the latents, and the normalized latents that the next matrix products read.
         latent, normed = s.q_lora + s.kv_lora + s.rope, s.q_lora + s.kv_lora
         norm_inputs, readers = normed, 2
-        # V is a view of the output of `wkv_b`, so that whole output stays in memory.
+        # V is a view of the output of `wkv_b`. This keeps the whole output in memory.
         values = s.heads * (s.nope + s.v_head)
         matrix_products = latent + queries + values + s.dim
     else:
@@ -78,7 +78,7 @@ def _attention(s: Shapes) -> LayerBytes:
     elements += s.sequence_tokens * s.dim
     if s.casts_at_each_use:
         # Autocast copies the input for each projection that reads it. The residual is FP32, and so
-        # are the inputs and outputs that attention's own norms save.
+        # is what the norms inside attention save.
         elements += s.tokens * (readers * s.dim + 3 * norm_inputs)
     softmax = 4.0 * s.tokens * s.heads
     # In eager mode, selective recomputation keeps the outputs of attention and of every second
@@ -101,7 +101,7 @@ def _attention(s: Shapes) -> LayerBytes:
 
 
 def _activations(s: Shapes) -> int:
-    """Return how many tensors SwiGLU saves: gate, up and their product; in eager mode SiLU too."""
+    """Return how many tensors SwiGLU saves: gate, up, its output and, in eager mode, SiLU(gate)."""
     return 3 if s.compiled else 4
 
 
@@ -119,14 +119,14 @@ def _moe(s: Shapes) -> LayerBytes:
     """Count the bytes of the router, dispatch, grouped GEMMs, combine and the shared expert."""
     router = s.tokens * (2 * 4 * s.num_experts + 3 * 8 * s.top_k)
     shared = s.act * s.tokens * _activations(s) * s.shared_hidden
-    # The bytes of the experts' input rows, and of one tensor with the experts' hidden width.
+    # The bytes of the experts' input, and of a tensor between their GEMMs.
     rows, hidden = float(s.act * s.rows * s.dim), float(s.act * s.rows * s.expert_hidden)
     shared_mm = 0.0 if s.compiled or "mm" not in s.saves else shared / 4
     # The outputs of gate and up are part of `saved`, as inputs of the activation function.
     gate_up, saved_out = (2 * hidden, rows) if "grouped_mm" in s.saves else (0.0, 0.0)
     base, selected = router + shared, gate_up + shared_mm
     if s.row_kernels:
-        # row_kernels.py copies the weights of gate and up into one buffer, side by side. Under
+        # row_kernels.py copies the gate and up weights into one buffer, side by side. Under
         # autocast it also copies the weights of the down projection, to cast them to BF16.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
@@ -172,7 +172,7 @@ def _moe(s: Shapes) -> LayerBytes:
     # A rank dispatches only its share of the rows, but later holds the rows of all TP ranks.
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
-    # Multiplying the experts' outputs by the scores saves the outputs in FP32.
+    # To multiply the experts' outputs by the scores, autograd saves them in FP32.
     weighted = 4.0 * all_rows
     # MoE.forward holds `routed_input`, `routed_output` and the unsorted rows until it returns.
     freed = (sent, sent, s.act * all_rows, tokens)
@@ -203,7 +203,7 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return the layer's memory, how many bytes it keeps, and how many it recomputes."""
+        """Return the layer's memory, the bytes it keeps, and those it frees to recompute."""
         cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
         layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
         mode = options["activation_checkpoint.mode"]
@@ -222,7 +222,7 @@ class RankLayers:
         return sum(self._cost(layer)[1] for layer in part.layers)
 
     def freed_in_forward(self, smallest: float) -> float:
-        """Return how many bytes the forward frees in blocks that are too small to reuse.
+        """Return the most bytes that the forward of one layer frees in blocks too small to reuse.
 
         Add up each layer's freed blocks below `smallest` bytes, and return the largest sum.
         """
@@ -249,9 +249,9 @@ class RankLayers:
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
-        """Return the peak memory of the backward by cause, without FSDP and without a pipeline.
+        """Return the backward's peak memory, split by cause, for a rank with neither FSDP nor PP.
 
-        Any layer can be the peak: gradients grow during the backward while activations shrink.
+        The peak can be in any layer, since gradients grow while activations shrink.
         """
         (part,) = self._rank.parts
         gradients = float(sum(unit.size for unit in part.head if unit.name == "output"))

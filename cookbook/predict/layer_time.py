@@ -1,8 +1,8 @@
 """The time of a layer in milliseconds: its kernels by kind, communication and recomputation.
 
-A matrix product is bound by its FLOPs, at a share of the GPU's peak, or by its bytes, at a share of
-the memory bandwidth, whichever takes longer. Attention is bound by its FLOPs, every other kernel by
-its bytes. docs/reference/models.md lists these FLOPs and bytes.
+The time of a matrix product follows from its FLOPs or from the bytes that it moves, whichever take
+longer. That of attention follows from its FLOPs, that of other kernels from their bytes.
+docs/reference/models.md lists these FLOPs and bytes.
 """
 
 from collections import Counter
@@ -79,7 +79,7 @@ class Kernels:
         return add(terms, self.move_rows(backward))
 
     def multiply(self, operators: Iterable[Operator], backward: bool) -> Terms:
-        """Return the time of the operators' GEMMs and quantizing, in the forward or backward."""
+        """Return the time of the operators' GEMMs and quantization, in forward or backward."""
         return add(*(self._product(one, backward) for one in operators if one.is_product))
 
     def _product(self, one: Operator, backward: bool) -> Terms:
@@ -164,8 +164,8 @@ class Kernels:
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # Both moves, to the experts and back, access each row once and each token twice. With
-            # EP, the receiving rank also sorts its rows by expert and later restores their order.
+            # Moving rows to the experts, as moving them back, accesses the experts' rows once and the
+            # tokens twice. With EP, the receiving rank also sorts its rows by expert, and back.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
@@ -206,7 +206,7 @@ class Kernels:
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
 # The number of TP collectives in a layer's forward and backward. An all-reduce counts as two. The
-# backward's fifth exists only with DeepEP, but is counted for every layer.
+# fifth one in the backward exists only with DeepEP, but is counted for every layer.
 _TP_FORWARD, _TP_BACKWARD = 4, 5
 # Compiled attention gathers its input again when it is recomputed, whatever the save list says.
 _TP_COMPILED = 1
@@ -225,7 +225,7 @@ def exchange_wait_ms(
     DeepEP's stream runs them one at a time, each as soon as its rows are ready.
     `exchange_ms`: the time to dispatch or combine one of the `chunks`.
     `experts_ms`: the routed experts' compute, all chunks together.
-    `before_ms`, `after_ms`: other compute before and after that of the routed experts.
+    `before_ms`, `after_ms`: the layer's compute before and after its routed experts.
     `queued`: how many dispatches precede the first combine.
     """
     arrived_ms: list[float] = []
@@ -279,8 +279,8 @@ class LayerTimes:
             for one in feed_forward_operators(k.shapes, moe=True)
             if one.module.startswith("moe.shared_experts")
         ]
-        # The shared experts run partly before and partly after the routed experts. The first
-        # combine follows the dispatches of two chunks in the forward, and of all in the backward.
+        # The shared experts run partly before and partly after the routed experts. Before the first
+        # combine, the forward dispatches two chunks, and the backward all of them.
         before_ms, after_ms, queued = sum(shared_ms[:2]), sum(shared_ms[2:]), 2
         if backward:
             before_ms, after_ms, queued = hiding_ms + after_ms, before_ms, k.chunks
@@ -302,8 +302,7 @@ class LayerTimes:
         """Return the time that a layer's backward spends recomputing parts of the forward."""
         terms, options, k = self._forward[moe], self._cell.options, self._kernels
         if options[_MODE] == "memory_budget":
-            # The memory budget affects only compiled code. The last of the experts' three GEMMs is
-            # never recomputed, since no gradient needs its output.
+            # The last of the experts' three GEMMs is not recomputed: no gradient needs its output.
             shares = {ATTENTION: 1, DENSE: 1, POINTWISE: 1, GROUPED: 2 / 3, QUANTIZING: 2 / 3}
             again = {kind: share * terms[kind] for kind, share in shares.items() if kind in terms}
             return scaled(again, 1 - options["activation_checkpoint.memory_budget"])
@@ -322,7 +321,7 @@ class LayerTimes:
             spared |= {GROUPED, QUANTIZING}
         again = {kind: time_ms for kind, time_ms in terms.items() if kind not in spared}
         if moe and k.shapes.scored_activations:
-            # Recompute two of the experts' three GEMMs, and move rows to the experts but not back.
+            # Two of the experts' three GEMMs are recomputed, and the dispatch, but not the combine.
             parts = {GROUPED: 2 / 3, ROWS: 1 / 2, EP: 1 / 2}
             again = {kind: parts.get(kind, 1) * time_ms for kind, time_ms in again.items()}
         return again

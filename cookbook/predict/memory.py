@@ -30,7 +30,7 @@ CUBLAS_THREADS = 2
 CUBLAS_BYTES, CUBLAS_BYTES_SM90 = (2 * 4096 + 8 * 16) * 2**10, 32 * 2**20
 # The CUDA context, cuBLAS and loaded kernels, which PyTorch's allocator does not manage.
 CONTEXT_GIB = 0.7
-# The buffers of one NCCL communicator. PyTorch's allocator does not manage these either.
+# The buffers of one NCCL communicator, which PyTorch's allocator does not manage.
 NCCL_GROUP_GIB = 0.25
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
 # As shares of the GPU's memory: the largest predicted peak that counts as fitting, and the largest
@@ -42,7 +42,7 @@ MOST_FITS_PIPELINE = 0.88
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The peak of a pipeline stage's first rank, in GiB; the stage's other ranks need the same.
+    """The peak memory of a pipeline stage's first rank in GiB; its other ranks need as much.
 
     `terms` maps each cause to its memory; the sum is `reserved`. `outside` is memory that PyTorch's
     allocator does not manage.
@@ -109,7 +109,7 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     fragments = FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS
     terms = {**compute, "fragments": sum(compute.values()) * fragments}
     if shapes.mixed_precision:
-        # FSDP's streams hold reduced gradients, one gathered module in use and a prefetched one. A
+        # FSDP holds reduced gradients, the gathered module in use and a prefetched one. A
         # module with a single shard is not gathered.
         sizes = [unit.size for unit in rank.units]
         terms["gradients"] = float(max(sizes) if offloads else sum(sizes))
@@ -149,7 +149,7 @@ def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
     kept = [layers.kept(part) for part in rank.parts]
 
     def in_flight(counts: Sequence[int]) -> float:
-        """Return the bytes kept if the rank's i-th stage has `counts[i]` microbatches in flight."""
+        """Return the bytes of activations if stage i has `counts[i]` microbatches in flight."""
         return sum(
             count * size + (max(count - 1, 0) * output if part.head else count * hidden)
             for count, size, part in zip(counts, kept, rank.parts, strict=True)
@@ -175,8 +175,8 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     if s.loss_tokens is None:
         elements = float(s.tokens * s.vocab)
         if s.loss_compiled and s.loss_parallel:
-            # The logits and two FP32 tensors. One is -1 at the labels and 0 elsewhere, the other is
-            # the sum of the first and the softmax. Inductor does not fuse the two.
+            # The logits and two FP32 tensors, which Inductor does not fuse: one is -1 at the labels
+            # and 0 elsewhere, the other adds the softmax to it.
             size = s.act + 8
         elif s.loss_compiled:
             # Fused loss: the logits and their gradient, both in the model's precision.
@@ -193,8 +193,8 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     else:
         elements = float(s.loss_tokens * s.vocab)
         gradients = _loss_gradients(s)
-        # The peak is either in a chunk's loss or in the backward, which allocates scaled gradients.
-        # In eager mode a chunk needs three FP32 tensors in addition to its logits.
+        # The peak is in a chunk's loss, which in eager mode needs three FP32 tensors besides the
+        # logits, or in the backward, which copies the gradients to scale them.
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
         logits = gradients + max(chunk, gradients / 4 * s.act)
         weight = 0.0 if s.keeps_gathered else float(s.vocab * s.dim)
@@ -214,7 +214,7 @@ def _loss_gradients(shapes: Shapes) -> float:
 
 
 def groups_of(layout: Layout) -> int:
-    """Count the NCCL communicators that a rank uses, including the one of all ranks."""
+    """Count the NCCL communicators that a rank uses, including that of the whole world."""
     fsdp = layout.dp_shard * layout.cp
     dense = layout.pp, layout.dp_replicate, fsdp, layout.cp, layout.tp, layout.dp_replicate * fsdp
     experts = layout.ep, layout.etp, fsdp * layout.tp // (layout.etp * layout.ep)

@@ -1,7 +1,7 @@
 """The weights of a model's modules: the basis for predicted parameters, memory and time.
 
-Their shapes and TP sharding are those of TorchTitan 0.2.2, for the families that the cookbook
-describes. Given a TP rank's sizes instead of the model's, the weights are that rank's shards.
+The weights have the shapes and the TP sharding of TorchTitan 0.2.2, for the cookbook's families.
+Called with the sizes of a TP rank, the functions return the shards of that rank.
 """
 
 import math
@@ -19,8 +19,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 class Operator:
     """A module's weight; TP shards it along `tp_axis`, or replicates it if that is None.
 
-    The weight of a matrix product has shape (outputs, inputs), that of a grouped product (experts,
-    outputs, inputs).
+    Shapes: (outputs, inputs) in a matrix product, (experts, outputs, inputs) in a grouped one.
     """
 
     module: str
@@ -104,7 +103,7 @@ def head_operators(s: Sizes) -> list[Operator]:
 
 @dataclass(frozen=True)
 class Unit:
-    """An FSDP module, and how much of it the first rank of its pipeline stage stores."""
+    """An FSDP module, and the size of one rank's shard of it."""
 
     name: str
     shards: int
@@ -120,7 +119,7 @@ class Unit:
 def fsdp_units(
     operators: Iterable[Operator], layout: Layout, *, in_layer: bool = False, width: int = 4
 ) -> tuple[Unit, ...]:
-    """Return the FSDP modules of unsharded `operators`; `width`: bytes per stored element."""
+    """Group unsharded `operators` into FSDP modules, with `width` bytes per stored element."""
     units: dict[str, Unit] = {}
     for one in operators:
         name = "layer" if in_layer else one.module

@@ -1,7 +1,7 @@
-"""A cell's ranks, with layers and pipeline schedule, described without building the model.
+"""Describe each rank of a cell, its layers and its pipeline schedule without building the model.
 
 A test compares these descriptions with the models that TorchTitan builds in the dry run. A
-subprocess with torch lists a schedule's actions, so that this process need not import torch.
+subprocess imports torch and lists the actions of a schedule, so this process need not import torch.
 """
 
 import atexit

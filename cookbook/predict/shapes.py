@@ -19,7 +19,7 @@ from cookbook.predict.rank import model_of
 # How many tokens the fullest EP rank gets under real routing, as a multiple of the mean. This is
 # typical of early training, before the bias of auxiliary-loss-free balancing has settled.
 UNEVEN_ROUTING = 1.2
-# `destinations` simulates group-limited routing with this many tokens: it is accurate to 0.1%.
+# How many tokens `destinations` simulates for group-limited routing; the result is within 0.1%.
 _TOKENS = 16_384
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 # The number of queries per block in FlashAttention-4's backward.
@@ -48,7 +48,7 @@ class Shapes(Sizes):
     keeps_gathered: bool  # whether FSDP keeps gathered parameters from the forward to the backward
     autocast: bool  # whether autocast casts the weights: only if none of FSDP, TP, PP is used
     compiled: bool
-    saves: frozenset[str]  # operators whose outputs selective recomputation saves
+    saves: frozenset[str]  # operators whose outputs are saved in selective recomputation
     loss_tokens: int | None  # tokens whose logits exist at the same time; None means all
     loss_compiled: bool
     loss_parallel: bool

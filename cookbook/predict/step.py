@@ -2,7 +2,7 @@
 
 The slowest rank sets the pace, since ranks synchronize in every layer. As in `submit.py profile`,
 every millisecond counts once: as compute by kind, exposed communication or idle time.
-docs/reference/models.md explains the terms, docs/evidence/prediction.md gives the errors.
+docs/reference/models.md explains the terms; docs/evidence/prediction.md compares with measurements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ BUBBLE, TEXT = "pipeline bubble", "texts"
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted step of the busiest pipeline rank, in milliseconds."""
+    """The predicted time of a step on the busiest pipeline rank, in milliseconds."""
 
     rank: int
     terms_ms: Mapping[str, float]  # times by cause, which sum to the step time
@@ -133,7 +133,7 @@ def predict_step(
 
 
 def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Rank, float]:
-    """Return the rank with the most compute, and its pipeline bubble per accumulation round."""
+    """Return the rank with the most compute, and its bubble each time the pipeline runs."""
     if ranks[0].num_stages == 1:
         return ranks[0], 0.0
     durations: dict[tuple[int, str], float] = {}

@@ -99,7 +99,7 @@ class Exchanges:
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
     def experts(self, backend: str) -> tuple[Traffic, Traffic]:
-        """Return the traffic of an MoE layer's exchanges, and what recomputation adds to it."""
+        """Return the traffic of an MoE layer's exchanges, and the traffic of its recomputation."""
         s = self.shapes
         if s.ep == 1:
             return Traffic(), Traffic()
@@ -133,7 +133,7 @@ class Work:
 
 
 def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
-    """Count the work of one optimizer step, with the traffic of the rank that sends the most."""
+    """Return the work of one optimizer step; traffic is that of the rank that sends most."""
     model, layout, options = model_of(cell), cell.layout, cell.options
     seq_len = options["training.seq_len"]
     batch = options["training.local_batch_size"] * ranks[0].gradient_accumulation_steps
@@ -202,7 +202,7 @@ class Links(Exchanges):
         return sum(hw.all_to_all_latency_ms + one_ms for one_ms in sent_ms)
 
     def deepep_ms(self, chunks: int = 1) -> float:
-        """Return the time of one of `chunks` equal parts of a DeepEP dispatch or combine."""
+        """Return the time per chunk of a DeepEP dispatch or combine in `chunks` equal parts."""
         hw = self.hardware
         sent_ms = self._ms(self.deepep(), hw.deepep_nvlink_gb_per_s, hw.deepep_infiniband_share)
         return hw.deepep_latency_ms + sent_ms / chunks

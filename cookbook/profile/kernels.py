@@ -162,12 +162,12 @@ RULES = (
         r"|gather|scatter\w*|repeat_interleave|index_select|take)$",
     ),
     # --- Copies: FSDP's packing of parameters and gradients; the driver's copies and fills.
-    Rule("copies", kernel=r"^_cast_kernel"),  # the cookbook's, for the experts' weights
+    Rule("copies", kernel=r"^_cast_kernel"),  # the cookbook's copies of expert weights
     Rule("copies", operation=r"^fsdp::|split_with_sizes_copy|^aten::_?chunk_cat"),
     Rule("copies", kernel=r"^Mem(cpy|set)\b|CatArrayBatchedCopy|chunk_cat|split_with_sizes_copy"),
     Rule("copies", operation=r"^aten::(copy_|_to_copy|clone|contiguous|cat|fill_|zero_)$"),
-    # --- The rest of the model: norms, RoPE, activations, residuals, casts, the router. Inductor's
-    # fused kernels (poi: pointwise; red, per: reductions), and PyTorch's own kernels.
+    # --- The rest of the model: norms, RoPE, activations, residuals, casts, the router. They
+    # run in Inductor's fused kernels (poi: pointwise; red, per: reductions) or in PyTorch's own.
     Rule("pointwise", kernel=r"^_(activate|gradient)_kernel"),  # the cookbook's SwiGLU
     Rule("pointwise", kernel=r"^triton_(poi|red|per|for|spl)_"),
     Rule("pointwise", kernel=r"\bat::native::|\bat_cuda_detail::|\bcub::|\bthrust::"),

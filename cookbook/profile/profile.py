@@ -276,7 +276,7 @@ def render_svg(profile: Profile) -> bytes:
                 label = None if title in labelled else title
                 labelled.add(title)
                 axes.barh(row, ms, 0.42, left=left, color=colour, label=label)
-                # Label only parts that are wide enough for their number.
+                # Label a part only if it is wide enough.
                 if ms > 0.05 * longest:
                     place = {"ha": "center", "va": "center", "fontsize": 8}
                     axes.text(left + ms / 2, row, f"{ms:,.0f}", color=INK, **place)

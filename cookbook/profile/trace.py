@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 # Host events (operations, annotations, blocking calls), sorted by thread and start, outer first.
-# `name` is an index into the trace's names. `is_work` is false for annotations: these are labels.
+# `name` is an index into the trace's names. `is_work` is false for annotations.
 # `flops` is 0 except for GEMMs with known shapes; `bits` is the size of a GEMM's input elements.
 HOST = np.dtype(
     [
@@ -85,7 +85,7 @@ class Header:
             own = [] if self.rank is None else [self.rank]
             self.pipeline = self.groups["mesh_pp"] or own
         elif any(mesh.startswith("mesh_") for mesh in self.groups):
-            # Without a `mesh_pp`, PP spans all ranks: a mesh of all ranks uses the default group.
+            # If PP spans all ranks, it uses the default group, so there is no `mesh_pp`.
             self.pipeline = [*range(info.get("world_size", 0))]
         self.stage = self.pipeline.index(self.rank) if self.rank in self.pipeline else None
 
@@ -94,8 +94,8 @@ class Header:
 class Trace:
     """One rank's trace; if it has no kernels, the host's operations count as work.
 
-    `parent`, `operation` and `gemm` map the index of a host event to the index of its parent, its
-    operation or its outermost GEMM, or to NOTHING if there is none. They map NOTHING to NOTHING.
+    For each host event, `parent`, `operation` and `gemm` have the index of the event that is its
+    parent, its operation or its outermost GEMM; NOTHING if there is none.
     """
 
     header: Header
@@ -308,7 +308,7 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Return the time that each operation spends outside nested ones, as columns of DEVICE."""
+    """Return device events: the time of each operation without that of its nested operations."""
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
     edges = np.unique([starts, ends])

@@ -81,7 +81,7 @@ class CellFolder:
         return self.attempt(attempts[-1].number + 1 if attempts else 0)
 
     def checkpoints(self, options: Mapping[str, Any]) -> Path:
-        """Return the folder of the checkpoints; in an absolute one, each cell of a run has its own."""
+        """Return the checkpoint folder; below an absolute one, each cell of a run has its own."""
         path, folder = self.path.resolve(), Path(options.get("checkpoint.folder") or "checkpoint")
         return folder / path.parent.name / path.name if folder.is_absolute() else path / folder
 
