@@ -164,7 +164,7 @@ class Kernels:
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # Moving rows to the experts, as moving them back, accesses the experts' rows once and the
+            # Each way, to the experts and back, accesses the experts' rows once and the
             # tokens twice. With EP, the receiving rank also sorts its rows by expert, and back.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)

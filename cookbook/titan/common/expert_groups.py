@@ -1,4 +1,4 @@
-"""Group the routed experts' rows by expert, pad and activate them, and sum each token's rows.
+"""Group rows by their routed expert, pad the groups, apply SwiGLU, and sum each token's rows.
 
 A grouped GEMM reads one group of rows per expert. An MXFP8 scale covers 32 elements; in the weight
 gradient's GEMM these are 32 rows of one group. So every group, even an empty one, is padded with
@@ -201,7 +201,7 @@ def spread(tokens: Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) ->
 
 def collect(
     grouped: Tensor,
-    scores: Tensor | None,  # (tokens, top k) float32, the rows' weights in the sum
+    scores: Tensor | None,  # (tokens, top k) float32, the weight of each row in its token's sum
     plan: GroupPlan,
     is_needed: bool = True,  # if false, skip the sum and return uninitialized memory
     base: Tensor | None = None,  # (tokens, features), added to the sums before rounding

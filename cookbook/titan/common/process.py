@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
-# The alarm fires if no step ends within STEPS median step times plus MORE_S seconds. The
+# The alarm fires if no step ends within STEPS times the median step plus MORE_S seconds. The
 # supervisor waits longer before it ends the attempt.
 STEPS, MORE_S = 4.0, 8.0
 _FEWEST_STEPS = 3
@@ -94,7 +94,7 @@ class StallAlarm:
         self._stepped_at: float | None = None
         self._timer = threading.Timer(0, self._write_trace)
         self._path = attempt / "stacks" / f"rank-{rank}.txt"
-        # `step` opens this file before any stall: a process that hangs may be unable to open one.
+        # `step` opens this file in advance: a process that hangs may be unable to.
         self._file: TextIO | None = None
 
     def step(self) -> None:
@@ -115,7 +115,7 @@ class StallAlarm:
         seconds = STEPS * statistics.median(self._times) + MORE_S
         faulthandler.dump_traceback_later(seconds, file=self._file)
         self._timer.cancel()
-        # Write the trace 1 s after faulthandler's dump, which can crash while another thread runs.
+        # Wait until faulthandler's dump is done: it can crash while another thread runs.
         self._timer = threading.Timer(seconds + 1.0, self._write_trace)
         self._timer.daemon = True
         self._timer.start()
@@ -131,7 +131,7 @@ class StallAlarm:
         self.pause()
         if self._file is not None and not os.fstat(self._file.fileno()).st_size:
             self._path.unlink(missing_ok=True)
-            # The folder cannot be removed while it holds other ranks' stacks.
+            # Other ranks may have written stack traces to the folder, so it may not be empty.
             with contextlib.suppress(OSError):
                 self._path.parent.rmdir()
 

@@ -55,7 +55,7 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> lis
 
 
 def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
-    """Return a rank's computations in order: [stage, kind, microbatch].
+    """Return a rank's computations in execution order, each as [stage, kind, microbatch].
 
     Schedules with one stage per rank get their microbatches numbered here, because torch 2.10's
     `Schedule1F1B._get_pipeline_order` numbers the last rank's forwards from 1.
@@ -72,7 +72,7 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
 
 
 def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
-    """Return, for each possible memory peak, how many microbatches each stage has in flight."""
+    """Return how many microbatches each stage has in flight, whenever memory may peak."""
     live = dict.fromkeys(stages, 0)
     seen: set[tuple[int, ...]] = set()
     for stage, kind, _ in actions:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from triton.language import constexpr
 
-# Number of token copies that one Triton program handles. Kernels are not specialized for the total
-# number of copies: it differs in every layer, and a new value must not recompile them.
+# Number of token copies that one Triton program handles. Their total differs in every layer, so
+# kernels are compiled for any total.
 _COPIES = 1024
 # Number of rows that one program checks for padding.
 _ROWS = 64

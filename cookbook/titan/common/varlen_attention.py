@@ -34,7 +34,7 @@ def why_not() -> str | None:
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
-    # Other GPUs, except perhaps SM110, have no kernel for keys of dimension 192, values of 128.
+    # Other GPUs (except perhaps SM110) have no kernel for 192-element keys with 128-element values.
     if major not in (9, 10):
         needed = "FlashAttention-4 needs a GPU of SM90 (H100, H200) or SM100 (B200)"
         return f"{needed}, this one is SM{major}{minor}"
@@ -276,9 +276,8 @@ def document_ends(tokens: Tensor, eos_id: int | None) -> Tensor:
 def bounds_capacity(documents: int, length: int) -> int:
     """Return how many documents per sequence to reserve room for, a power of two.
 
-    The result is at least `documents`. Code and kernels are compiled again for each new capacity.
-    To make that rare, the result is also at least `length // 128`, and at least 16 or `length`,
-    whichever is less.
+    The result is at least `documents`, `length // 128` and `min(length, 16)`. The last two keep it
+    from changing often, because each new capacity recompiles code and kernels.
     """
     return 1 << (max(documents, length // 128, min(length, 16)) - 1).bit_length()
 

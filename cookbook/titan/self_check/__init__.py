@@ -27,8 +27,8 @@ class Bound:
 BF16 = Bound(0.006, 0.012)
 # E4M3 has 3 mantissa bits. If both operands of a GEMM are quantized, its error is about 0.036.
 FP8 = Bound(0.048, 0.09, least=0.008)
-# For a single rounding to E4M3. Its error may shrink to a third in a sum over 8 experts, where
-# rounding errors partly cancel. `least` is low enough for such sums.
+# For a tensor that is rounded to E4M3 once. In a sum over 8 experts such errors may cancel to a
+# third, hence the low `least`.
 FP8_ONCE = Bound(0.036, 0.06, least=0.004)
 
 
@@ -43,7 +43,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The larger ratio of an error to its bound. If it is above 1, the tensor is wrong."""
+        """The larger of `whole` and `part`, divided by its bound. Above 1, the tensor is wrong."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property
@@ -125,13 +125,13 @@ def error_of(
 ) -> Error:
     """Return the relative errors of a whole tensor and of its worst part.
 
-    Each tuple in `parts` is one way to cut the tensor into parts, by the dimensions to index: (0,)
-    cuts a matrix into rows, (0, 1) a stack of matrices into their rows.
+    Each tuple in `parts` names the dimensions to cut along: (0,) cuts a matrix into rows, (0, 1) a
+    stack of matrices into their rows.
 
-    Errors are divided by the norm of `expected`. If the sums in it nearly cancel to zero, pass
-    their usual magnitudes as `sizes` to divide by. To keep tiny parts from dominating, each part's
-    squared norm is raised to at least `floor` times an average: with (0,), over all rows; with
-    (0, 1), over the rows of the same matrix. Where this average is zero too, `found` must be zero.
+    Errors are divided by the norm of `expected` or, if given, of `sizes`: pass the usual magnitudes
+    there if the terms of `expected` nearly cancel. So that tiny parts do not dominate, a part's
+    squared norm counts as at least `floor` times the average: with (0,) over all rows, with (0, 1)
+    over the rows of the same matrix. If this average is zero, `found` must be zero.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
@@ -171,7 +171,7 @@ def run_both(
     leaves: Sequence[Tensor],
     grad: Tensor,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Pair the kernel's result and the gradients of `leaves` with those of the reference.
+    """Run kernel and reference; return (found, expected) of the result and of each leaf's gradient.
 
     `grad` is the gradient of the result. The reference runs in float32.
     """

@@ -1,7 +1,7 @@
 """Compare attention, matrix products and their gradients with plain PyTorch in float32.
 
-Attention is compared per document and head, on random and trained-like inputs, for several packings
-of documents. FlashAttention-4 kernels have returned correct outputs but wrong gradients, some only
+Attention is compared per document and head, for several packings of documents, on random inputs
+and on inputs like those of a trained model. FlashAttention-4 kernels have returned correct outputs but wrong gradients, some only
 with several sequences, some only on a trained model's activations (NVIDIA/TransformerEngine#3216).
 
 Linear layers and experts are compared per row and per column.
@@ -34,7 +34,7 @@ from cookbook.titan.self_check import (
 )
 
 RANDOM = Bound(0.01, 0.05)
-# Wider bounds: with peaked scores, as after training, gradients are differences of large numbers.
+# Wider bounds: in a trained model, gradients are small differences of large numbers.
 TRAINED = Bound(0.02, 0.1)
 # The reference computes at most this many attention scores at once, 1 GiB in float32. But it always
 # computes all query heads of a key head at once, even if that takes more.
@@ -117,7 +117,7 @@ def attention_errors(
 ) -> Iterator[Error]:
     """Yield the errors of attention and of its gradients, for one packing of documents.
 
-    `attend_by(shape, ends)` returns the attention to test; for `ends` see `document_ends`.
+    `attend_by(shape, ends)` returns the attention function to test; for `ends` see `document_ends`.
     """
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
@@ -128,7 +128,7 @@ def attention_errors(
     document = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
     shared = shape.heads // shape.groups
     heads = max(1, min(4, SCORES // int(lengths.max()) ** 2) // shape.groups)
-    # For each tensor, the sums of squared errors and of squared references, by document and head.
+    # For each tensor, by document and head: the sums of squared errors and of squared values.
     sums: dict[str, list[Tensor]] = {name: [] for name in ("out", "dq", "dk", "dv")}
     for begin in range(0, shared, heads):
         # Take some key and value heads, from `begin` on, and the query heads that share them.
@@ -147,7 +147,7 @@ def attention_errors(
     for name, parts in sums.items():
         wrong, right = torch.cat(parts, dim=1).unbind(-1)
         # In a document of one token the gradients of q and k are zero. So the error is divided by
-        # no less than the root mean square of the whole tensor.
+        # the root mean square of the whole tensor where that is larger.
         mean = right.sum() / (lengths.sum() * right.shape[1])
         part = worst_ratio(wrong / torch.maximum(right, lengths[:, None] * mean))
         whole = worst_ratio(wrong.sum() / right.sum())
@@ -173,15 +173,15 @@ BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
     "fp8_rowwise": (FP8, FP8, FP8),
-    # For linear layers. Some `float8` recipes leave weight gradients in BF16, so `least` is 0.
+    # Linear layers. `least` is 0 because some `float8` recipes compute weight gradients in BF16.
     "mx": (FP8, FP8, FP8),
     "float8": (FP8, FP8, replace(FP8, least=0)),
     # Wider bounds: one scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
     "float8 tensorwise": (Bound(0.1, 0.5), Bound(0.1, 0.5), Bound(0.1, 0.5)),
 }
 NAMES = ("output", "input gradient", "weight gradient")
-# Logits are rounded to BF16. The errors average out in the loss, a sum over a few thousand tokens,
-# but not in its gradients.
+# Logits are rounded to BF16. The rounding errors average out in the loss, a sum over thousands of
+# tokens. They do not in its gradients, whose bound is therefore wider.
 LOSS = Bound(5e-4, 5e-4)
 GRADIENT = Bound(0.012, 0.04)
 

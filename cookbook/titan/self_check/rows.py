@@ -42,8 +42,8 @@ MOVED = Bound(0.006, 0.012)
 # error is divided by at least the root mean square norm of all rows (`floor=1.0`).
 SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
-# If a rank has only one test expert, the gradient of the factors is a single number, whose error
-# varies widely. So `whole` allows eight times the usual error, which is 0.0025 (0.05 with FP8).
+# If a rank has only one test expert, the gradient of its factor is a single number, whose error
+# varies widely. The usual error is 0.0025, with FP8 0.05; `whole` allows eight times as much.
 FACTOR = Bound(0.02, 0.04)
 FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
@@ -74,8 +74,8 @@ def row_errors(
 ) -> Iterator[Error]:
     """Yield the errors of a round trip: copy tokens to groups, scale each group, sum the copies.
 
-    Padding rows get large values before the sum, so that a sum that includes one is clearly wrong.
-    With `on_activations`, rows are multiplied by their scores before the sum, otherwise in the sum.
+    Padding rows get large values, so that a sum that includes padding is clearly wrong.
+    `on_activations` multiplies rows by their scores before the sum instead of within it.
     With `counted`, the host plans the groups, and some experts are on other ranks, as with DeepEP.
     """
     others = num_experts // 2 + 1 if counted else 0
@@ -204,10 +204,10 @@ def exchange_inputs(
 
 def exchange_errors(
     given: Exchanged,
-    layer: nn.Module,  # parallelized MoE layer: `FactorExperts`, `FixedRouter(given.scores, ...)`
+    layer: nn.Module,  # a parallelized MoE layer with `FactorExperts` and a `FixedRouter`
     part: slice,  # this TP rank's positions in every sequence
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
-    quantized: tuple[bool, bool],  # whether (dispatch's forward, combine's backward) use FP8
+    quantized: tuple[bool, bool],  # whether FP8 is used in (dispatch's forward, combine's backward)
 ) -> Iterator[Error]:
     """Run an MoE layer on the inputs in `given`; yield the errors of its output and gradients."""
     num_experts = layer.router.num_experts

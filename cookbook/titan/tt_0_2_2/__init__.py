@@ -11,7 +11,7 @@ TorchTitan has no extension point for the following. Each is patched in one file
 - functions and classes that TorchTitan's `parallelize_fn` and `apply_moe_ep_tp` use:
   `parallelize.py`, only while these two run
 - the converters `quantize.*.mx`: `mxfp8.py`, in jobs that train one of `families`
-- functions that TorchAO calls for MXFP8: `mxfp8.py`, in jobs that emulate any of it
+- functions that TorchAO calls for MXFP8: `mxfp8.py`, in jobs that emulate MXFP8
 - the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
 - when to save, when to stop training, and the errors of saves and loads: `checkpoint.py`
 - gradient clipping, to record the norm: `loss_and_optimizer.py`, in jobs that may skip steps

@@ -23,8 +23,8 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 MXFP8_DISPATCH = "mxfp8 in the dispatch only"
 MXFP8_COMBINE = "mxfp8 in the combine only"
 
-# What this process has run: EP dispatch backends, row kernels, losses, kinds of operators saved by
-# selective recomputation, and patches of TorchTitan that took effect.
+# What was active in this process: EP dispatch backends, row kernels, losses, the kinds of operators
+# that selective recomputation saved, and patches of TorchTitan.
 dispatches: set[str] = set()
 rows: set[str] = set()
 losses: set[str] = set()
@@ -39,7 +39,7 @@ class RankActivity:
     """The number formats, kernels and patches that one rank used in its first step."""
 
     stage: int  # the rank's pipeline stage
-    found: dict[str, frozenset[str]]  # aspect, such as `dispatch` -> observed values
+    found: dict[str, frozenset[str]]  # the values observed for each aspect, such as `dispatch`
     emulated: bool
     mean_attended_length: float | None  # mean number of keys per token; None if not counted
     patches_applied: frozenset[str]
@@ -88,8 +88,8 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     found = {
         name: set[str]().union(*(view.found[name] for view in views)) for name in views[0].found
     }
-    # A pipeline stage may have no linear layer to quantize: ignore its `bf16` if another stage
-    # quantizes. If ranks of the same stage differ, keep `bf16`, so that `check` finds the fault.
+    # A pipeline stage without linear layers to quantize reports `bf16`: ignore that if another stage
+    # quantizes. If ranks of one stage disagree, keep `bf16`, so that `check` finds the fault.
     by_stage = {(view.stage, view.found["linear_layers"]) for view in views}
     if len(by_stage) == len({view.stage for view in views}):
         found["linear_layers"] = found["linear_layers"] - {"bf16"} or {"bf16"}

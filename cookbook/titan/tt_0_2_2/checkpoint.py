@@ -192,7 +192,7 @@ def without_missing_bias(adapter: Any) -> Any:
             return self._asked
 
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-            # TorchTitan loads all keys in `_asked`. If the checkpoint has no biases, remove theirs.
+            # TorchTitan loads the keys in `_asked`: remove the biases if the checkpoint has none.
             reader = super().get_hf_storage_reader(path, from_quantized)
             if self.model_args.moe_args.score_func != "softmax":
                 return reader

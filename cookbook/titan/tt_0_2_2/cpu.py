@@ -1,9 +1,9 @@
 """Run TorchTitan on the CPU with gloo, on a machine without CUDA.
 
 TorchTitan does not support CPUs, and its modules store their device when imported. On a machine
-without CUDA, the whole process is therefore patched to use the CPU, whatever it trains.
+without CUDA, the whole process is therefore patched to use the CPU.
 
-- BF16 GEMMs are computed in float32 if the CPU has no BF16 instructions (for example no AVX-512):
+- BF16 GEMMs are computed in float32 if the CPU has no BF16 instructions:
   PyTorch's own BF16 loops are 70 times slower. The results differ only in the order of summation.
 - Each shard of a DTensor is made to draw its own random numbers, which PyTorch does only on CUDA.
   Otherwise all ranks would draw the same numbers, and with EP 2 the second half of the experts
@@ -66,8 +66,8 @@ def prepare_cpu() -> None:
     """Make TorchTitan use the CPU; call this once, before a Trainer exists."""
     own = {"device_type": "cpu", "device_module": CpuDevice("cookbook.titan.tt_0_2_2.cpu.device")}
     for name, module in list(sys.modules.items()):
-        # Each module has its own reference to the device, so patch every module. `dual_pipe_v`
-        # looks up the real device when imported, so this file imports it before it patches.
+        # Each Python module has its own reference to the device, so patch them all. `dual_pipe_v`
+        # needs the real device when it is imported, so it is imported before the patches.
         if name.startswith("torchtitan."):
             vars(module).update({key: own[key] for key in own if hasattr(module, key)})
         # Make models use torch._grouped_mm, as on GPUs of SM90 or later. Otherwise they would loop
@@ -143,7 +143,7 @@ def _replace(library: torch.library.Library, operator: str) -> None:
     def multiply(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
         if any(one.dtype is not torch.bfloat16 for one in tensors):
-            # Other dtypes, and mixed dtypes, keep PyTorch's own kernels and errors.
+            # PyTorch's own kernel handles other dtypes, or raises its error for mixed ones.
             return kernel.call_boxed(keys, *args, **kwargs)
         options = {name: widened(value) for name, value in kwargs.items()}
         product = kernel.call_boxed(keys, *map(widened, args), **options)

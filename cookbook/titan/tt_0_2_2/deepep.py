@@ -15,8 +15,8 @@ work in between. Only the forward's dispatch is started and awaited by the same 
 
 A row is the hidden state of a token. In the forward, the first half of the shared experts is queued
 on the GPU before the host waits for DeepEP's row counts. In the backward, autograd runs the most
-recent node first, so read the table from the bottom up. Another order would be slower but still
-correct. Each chunk of tokens has its own dispatch and combine.
+recent node first, so read the table from the bottom up. If it chose
+another order, training would be slower but still correct. Each chunk of tokens has its own dispatch and combine.
 """
 
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ def leave(
 def dispatch(
     rows: Tensor, routing: Routing, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Send rows, as returned by `leave`, to the ranks that hold their experts.
+    """Send the rows that `leave` returned to the ranks of their experts.
 
     Return the received rows (received, features), their local experts (received, top k; -1 for an
     expert on another rank), their scores, and the number of rows for each local expert.
