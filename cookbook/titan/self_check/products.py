@@ -1,8 +1,9 @@
 """Compare attention, matrix products and their gradients with plain PyTorch in float32.
 
-Attention is compared per document and head, for several packings of documents, on random inputs
-and on inputs like those of a trained model. FlashAttention-4 kernels have returned correct outputs but wrong gradients, some only
-with several sequences, some only on a trained model's activations (NVIDIA/TransformerEngine#3216).
+Attention is compared per document and head, for several packings of documents, on random inputs and
+on inputs like those of a trained model. FlashAttention-4 kernels have returned correct outputs but
+wrong gradients, some only with several sequences, some only on a trained model's activations
+(NVIDIA/TransformerEngine#3216).
 
 Linear layers and experts are compared per row and per column.
 """

@@ -88,8 +88,8 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     found = {
         name: set[str]().union(*(view.found[name] for view in views)) for name in views[0].found
     }
-    # A pipeline stage without linear layers to quantize reports `bf16`: ignore that if another stage
-    # quantizes. If ranks of one stage disagree, keep `bf16`, so that `check` finds the fault.
+    # A pipeline stage without linear layers to quantize reports `bf16`: ignore that if another
+    # stage quantizes. If ranks of one stage disagree, keep it, so that `check` finds the fault.
     by_stage = {(view.stage, view.found["linear_layers"]) for view in views}
     if len(by_stage) == len({view.stage for view in views}):
         found["linear_layers"] = found["linear_layers"] - {"bf16"} or {"bf16"}

@@ -15,8 +15,8 @@ work in between. Only the forward's dispatch is started and awaited by the same 
 
 A row is the hidden state of a token. In the forward, the first half of the shared experts is queued
 on the GPU before the host waits for DeepEP's row counts. In the backward, autograd runs the most
-recent node first, so read the table from the bottom up. If it chose
-another order, training would be slower but still correct. Each chunk of tokens has its own dispatch and combine.
+recent node first, so read the table from the bottom up. If it chose another order, training would
+be slower but still correct. Each chunk of tokens has its own dispatch and combine.
 """
 
 from dataclasses import dataclass
