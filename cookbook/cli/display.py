@@ -84,7 +84,6 @@ def describe_cell(cell: CellProgress) -> str:
 
 
 def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
-    """Return a summary, a row for each cell that fits on the screen, and a count of the others."""
     # Reserve rows for the summary, the headings, the count of hidden cells, and a blank last row:
     # text in a terminal's last row may make it scroll.
     room, columns = console.height - 4, console.width - 1

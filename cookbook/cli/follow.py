@@ -69,7 +69,6 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 
 def _pending_scripts() -> list[str]:
-    """Return a line for each pending cookbook job that the user submitted with plain sbatch."""
     jobs, lines = list[slurm.JobInfo](), []
     with contextlib.suppress(JobError):
         jobs = slurm.own_jobs()

@@ -160,7 +160,6 @@ def new(arguments: argparse.Namespace) -> int:
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """Return the kind of file to copy: --kind, else the only kind that has a file of this name."""
     if arguments.kind is not None:
         return "" if arguments.kind == "recipe" else str(arguments.kind).replace("-", "_")
     source = Path(arguments.source)

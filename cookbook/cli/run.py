@@ -187,7 +187,6 @@ def _resume(arguments: argparse.Namespace) -> int:
 def _resumable(
     run: Run, folders: Sequence[CellFolder], arguments: argparse.Namespace
 ) -> list[Cell]:
-    """Return the cells that can be resumed, and print the step that each one continues from."""
     _refuse_running(run, folders)
     found, cells = dict[str, Found](), list[Cell]()
     for folder in folders:
@@ -321,7 +320,6 @@ def check_line(arguments: argparse.Namespace) -> int:
 
 
 def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, list[str]]:
-    """Split `NAME=VALUE ... sbatch OPTIONS SCRIPT WORDS` into its parts."""
     # If the user has quoted the whole command line, it is a single argument.
     words = shlex.split(line[0]) if len(line) == 1 and not Path(line[0]).is_file() else list(line)
     variables = {}

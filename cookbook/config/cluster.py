@@ -172,7 +172,6 @@ def runs_here(cluster: Cluster) -> bool:
 
 
 def _slurm_has(cluster: Cluster, nodes: int) -> bool:
-    """Return whether Slurm reports at least `nodes` nodes with the cluster's GPUs."""
     found = 0
     for count, gres in slurm.node_groups() or ():
         # `gres` lists generic resources: `gpu:b200:8(S:0-1)`, `gpu:8`, `(null)`.
@@ -210,7 +209,6 @@ def _read_cluster(file: YamlFile) -> Cluster:
 
 
 def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Yield (keys, reason, remedy) for each invalid value that pydantic accepts."""
     if cluster.scheduler == "slurm" and (cluster.gpus_per_node is None) != (cluster.gpu is None):
         yield ("gpus_per_node",), "goes with `gpu`", "set both, or neither for CPU"
     if "ranks_per_node" in file.content and cluster.gpu is not None:

@@ -251,7 +251,6 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
 
 @functools.cache
 def _owners(kind: Kind) -> Mapping[str, list[str]]:
-    """Map each name and synonym to the names of the overlays that it can stand for."""
     found = {name: [name] for name in names_in(kind)}
     for name in names_in(kind):
         with contextlib.suppress(InputError):

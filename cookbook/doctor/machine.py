@@ -123,7 +123,6 @@ DCGM_HEALTH = ("dcgmi", "health", "--check")
 
 
 def _faults(here: Surroundings, fault: Callable[[InstalledGpu], str]) -> str:
-    """Return the faults of the visible GPUs as text, each with its GPU's number."""
     number = here.installed_gpus.index
     return "; ".join(f"GPU {number(gpu)}: {words}" for gpu in here.gpus if (words := fault(gpu)))
 

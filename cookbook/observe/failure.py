@@ -123,7 +123,6 @@ def is_consequence(error: str) -> bool:
 
 
 def _find_reason(attempt: Path) -> tuple[str | None, bool]:
-    """Return why an attempt failed, if known, and whether the cookbook refused to train."""
     log = attempt / "train.log" if attempt.is_dir() else attempt
     folder = log.parent
     findings = [*_read_errors(folder), *_read_console(log)]
@@ -177,7 +176,6 @@ def _exception(text: str, rank: str | None, sort: int) -> _Finding:
 
 
 def _read_console(log: Path) -> list[_Finding]:
-    """Return the lines that may explain the failure, in order; at most one exception per rank."""
     findings: list[_Finding] = []
     exceptions: dict[str | None, int] = {}
     in_traceback: set[str | None] = set()

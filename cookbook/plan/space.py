@@ -235,7 +235,6 @@ def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
 
 
 def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
-    """Return which option rules out `value`, and why."""
     place = f"--vary {option}"
     alone = _changed(space.base, {option: Setting(value, place)})
     try:

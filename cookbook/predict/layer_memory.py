@@ -57,7 +57,6 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) ->
 
 
 def _attention(s: Shapes) -> LayerBytes:
-    """Count the bytes of attention, its residual connection and the layer's two norms."""
     queries, keys = s.heads * (s.nope + s.rope), s.kv_heads * (s.nope + s.rope)
     out = s.heads * s.v_head
     if s.kv_lora:
@@ -116,7 +115,6 @@ def _dense(s: Shapes) -> LayerBytes:
 
 
 def _moe(s: Shapes) -> LayerBytes:
-    """Count the bytes of the router, dispatch, grouped GEMMs, combine and the shared expert."""
     router = s.tokens * (2 * 4 * s.num_experts + 3 * 8 * s.top_k)
     shared = s.act * s.tokens * _activations(s) * s.shared_hidden
     # The bytes of the experts' input, and of a tensor between their GEMMs.

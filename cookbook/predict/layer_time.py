@@ -66,7 +66,6 @@ class Kernels:
 
     @property
     def _expert_weights(self) -> int:
-        """The number of weights that a layer's routed experts have on one EP rank."""
         return sum(one.numel for one in expert_operators(self.shapes)) // self.shapes.ep
 
     def experts(self, backward: bool) -> Terms:
@@ -256,7 +255,6 @@ class LayerTimes:
         self._forward[True] = add(self._forward[True], {EP: self._sent_ms(False), HOST: host_ms})
 
     def _compute(self, moe: bool, backward: bool) -> Terms:
-        """Return the time of a layer's kernels and its TP communication."""
         k = self._kernels
         terms = add(
             k.multiply(attention_operators(k.shapes), backward),
@@ -289,7 +287,6 @@ class LayerTimes:
         return wait_ms + hidden_ms * (1 / k.hardware.compute_beside_deepep_share - 1)
 
     def _backward_of(self, layer: Layer) -> Terms:
-        """Return the time of a layer's backward, including recomputation."""
         again = self.again(layer.moe, layer.recomputed)
         terms = add(self._backward[layer.moe], again)
         if not layer.moe:

@@ -168,7 +168,6 @@ def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
 
 
 def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[str, float]:
-    """Return the bytes that the output layer and the loss need, keyed by purpose."""
     if not any(part.head for part in rank.parts):
         return {}
     hidden = 3.0 * s.sequence_tokens

@@ -248,7 +248,6 @@ def stage_layers(
 
 
 def _schedule(cell: Cell) -> str:
-    """Return the schedule's name in PyTorch's spelling."""
     asked = cell.options[f"{_PP}_schedule"]
     known = {name.lower(): name for name in STAGES_PER_RANK}
     if cell.options[f"{_PP}_schedule_csv"] or asked.lower() not in known:

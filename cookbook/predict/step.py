@@ -133,7 +133,6 @@ def predict_step(
 
 
 def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Rank, float]:
-    """Return the rank with the most compute, and its bubble each time the pipeline runs."""
     if ranks[0].num_stages == 1:
         return ranks[0], 0.0
     durations: dict[tuple[int, str], float] = {}

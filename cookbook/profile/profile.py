@@ -191,7 +191,6 @@ def render_text(profile: Profile, width: int | None = None) -> str:
 
 
 def _details(profile: Profile, width: int | None) -> Iterator[str]:
-    """Yield the tables of communication, of GEMMs and of the host's activity during idle time."""
     communication = [["communication", "ran", "hidden", "exposed", "of which waiting"]]
     gemms = [["GEMMs", "ms", "TFLOP/s", "of peak", "shapes known"]]
     idle = [["the host meanwhile", "ms", "was in"]]

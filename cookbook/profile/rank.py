@@ -155,7 +155,6 @@ def profile_rank(path: Path) -> RankProfile:
 
 
 def _per_step(us: float, count: int) -> float:
-    """Convert microseconds of `count` steps to milliseconds per step."""
     return us / count / 1000
 
 

@@ -195,8 +195,6 @@ def _open(path: Path) -> IO[str]:
 
 
 class _Reader:
-    """Collects a trace's events in compact numeric columns."""
-
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
         self._collectives: dict[tuple[str, ...], int] = {}

@@ -90,8 +90,6 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Cell:
-    """A cell with its position in the run, its baseline and its label."""
-
     result: Result
     number: int
     label: str

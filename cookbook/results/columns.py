@@ -175,7 +175,6 @@ def _basis(speed: SpeedUp) -> str:
 
 
 def _span(text: Callable[[float], str]) -> Callable[[Any], str]:
-    """Return a function that formats an interval: `text` formats each bound."""
     return lambda found: (
         UNKNOWN if found.low is None else f"{text(found.low)} to {text(found.high)}"
     )

@@ -116,7 +116,6 @@ def _conditions(title: str, cells: Mapping[str, Mapping[str, str]]) -> Condition
 
 
 def _devices(run: RunResults) -> str:
-    """Return the distinct devices of a run's cells, such as `256 x NVIDIA B200`."""
     active = ((cell.world, cell.active) for cell in run.cells if cell.active)
     found = dict.fromkeys(f"{world} x {one.get('gpu') or 'CPU rank'}" for world, one in active)
     return " and ".join(found) or UNKNOWN
@@ -152,7 +151,6 @@ def seen_facts(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each fact's name and text; a nested fact is named by its outer and inner names."""
     for name, value in facts.items():
         if isinstance(value, dict):
             yield from _flat({f"{name} {key.replace('_', ' ')}": value[key] for key in value})

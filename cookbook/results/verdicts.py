@@ -305,7 +305,6 @@ def _judge(
     num_steps: int,
     runs: int,
 ) -> LossVerdict:
-    """Return the verdict on the difference of two means; `reason` says why `spread` is None."""
     verdict = CANNOT_TELL
     if not all(map(math.isfinite, reference)):
         reason = "the reference's loss is not finite"

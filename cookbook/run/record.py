@@ -105,7 +105,6 @@ class CellRecord:
         write_whole(path, self.as_yaml())
 
     def _count(self, option: str) -> int | None:
-        """Return an option's value if it is a positive integer, else None."""
         value = self.options.get(option)
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         return value if is_count else None

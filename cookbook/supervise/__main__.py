@@ -116,7 +116,6 @@ def _as_rendered(overlay: Overlay, options: Options) -> Overlay:
 
 
 def _check_folder(path: Path, cell: Cell) -> None:
-    """Raise InputError if CELL_DIR holds the record and checkpoints of another cell."""
     place = f"CELL_DIR={shown_path(path)}"
     if path == Path("/") or (path.exists() and not path.is_dir()):
         raise InputError(place, "is no folder of a cell", "name one below runs/, or unset CELL_DIR")
@@ -164,7 +163,6 @@ def start_run(start: Start) -> None:
 
 
 def _refuse_another_job(folder: CellFolder) -> None:
-    """Raise InputError if another job is queued or running for this cell."""
     own, run, job = os.environ.get("SLURM_JOB_ID"), folder.path.parent, status.read_job(folder)
     if job is None or not is_run(run) or status.read_status(folder).state not in status.OPEN:
         return

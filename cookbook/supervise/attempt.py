@@ -261,7 +261,6 @@ def end_orphan_step(cell: CellFolder) -> None:
 
 
 def _kill_slurm_step(attempt: Attempt) -> bool:
-    """Kill the attempt's Slurm step by its name, on all nodes; return whether it existed."""
     job_id = slurm_job()
     # If this fails, the caller ends the srun process, which then ends the Slurm step.
     with contextlib.suppress(JobError):

@@ -183,7 +183,6 @@ def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attemp
 
 
 def _read_stopped(attempt: Attempt) -> str:
-    """Read the saved step from `attempt.stopped`; empty if this fails."""
     with contextlib.suppress(OSError, ValueError):
         _, step = attempt.stopped.read_text(encoding="utf-8").split()
         return step

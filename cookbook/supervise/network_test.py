@@ -208,7 +208,6 @@ def run_ranks(
 def _first_error(
     ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline: float
 ) -> str:
-    """Return the error of the first rank that fails; empty if all ranks succeed."""
     while time.monotonic() < deadline:
         for local, rank in enumerate(ranks):
             if code := rank.poll():

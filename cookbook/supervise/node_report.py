@@ -90,7 +90,6 @@ def report_node(
 
 
 def _digest(path: Path) -> str:
-    """Return a digest of a file, or of a folder's file names and the content of its small files."""
     if path.is_file():
         return _hash([path])
     if not path.is_dir():

@@ -309,7 +309,6 @@ def decide(job: JobNodes) -> None:
 
 
 def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
-    """Choose which nodes the requeued job excludes besides the user's own exclusions, `of_user`."""
     needed, listed, now = len(job.nodes), job.listed(), time.time()
     known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
     known = [node for node in known if node not in of_user]

@@ -106,7 +106,6 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
 
 
 def _check_texts(checkpoint: Checkpoint, options: Options, before: Options, world: int) -> None:
-    """Raise InputError if the data loader cannot load the checkpoint's position in the texts."""
     anew = f"read the texts from the start with {_EXCLUDED}=dataloader"
     layout, readers = layout_of(options, world), checkpoint.text_readers
     ranks = layout.dp_replicate * layout.dp_shard

@@ -127,7 +127,6 @@ class Supervisor:
         return signal.Signals(self.signal_number).name
 
     def _run_cell(self, cell: CellFolder) -> int:
-        """Run attempts until the cell has ended; return its exit status."""
         try:
             record = read_record(cell.record)
         except InputError as error:
@@ -170,7 +169,6 @@ class Supervisor:
     def _attempt(
         self, cell: CellFolder, record: CellRecord, ends: Sequence[AttemptEnd]
     ) -> tuple[AttemptEnd, Decision | None]:
-        """Run the next attempt, or wait for the one still running; return how it ended."""
         if self.running is None:
             attempt = cell.next_attempt()
             now = Status(RUNNING, attempt.number, started=time.time(), restarts=exits.restarts())
@@ -207,7 +205,6 @@ class Supervisor:
         return end, None
 
     def _prepare(self, cell: CellFolder, attempt: Attempt, record: CellRecord) -> dict[str, str]:
-        """Choose the attempt's checkpoint and nodes; return the variables that its script reads."""
         ranks = sorted({0, record.loss_rank})
         local_ranks = sorted({rank % record.ranks_per_node for rank in ranks})
         environment = {
@@ -246,7 +243,6 @@ class Supervisor:
         status.write_status(cell, now)
 
     def _lost_nodes(self) -> list[str]:
-        """Return the job's nodes that Slurm cannot use; retry until the controller answers."""
         nodes = os.environ.get("SLURM_JOB_NODELIST") if exits.slurm_job() else None
         is_logged = False
         while nodes and not self.signal_number:
@@ -287,7 +283,6 @@ class Supervisor:
         return wanted
 
     def _pause(self, seconds: float) -> None:
-        """Wait for `seconds`, or until a signal arrives."""
         deadline = time.monotonic() + seconds
         while not self.signal_number and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -68,7 +68,6 @@ def build_cell(request: Answer) -> Answer:
 
 
 def _read(rank: int, folder: Path, status: int) -> Answer:
-    """Return a child's answer, or an error if the child timed out or exited without one."""
     if (file := folder / "answer").exists():
         return dict(json.loads(file.read_text()))
     if status == -signal.SIGALRM:
@@ -104,7 +103,6 @@ def _build_rank(request: Answer, rank: int, folder: Path) -> Answer:
 
 
 def _last_words(text: str) -> str:
-    """Return why a process exited: the cookbook's refusal, or tyro's error about the arguments."""
     lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
     if refusals := [line for line in lines if "cookbook refuses: " in line]:
         return refusals[-1].partition("cookbook refuses: ")[2]
@@ -247,7 +245,6 @@ def _own_modules() -> list[Any]:
 
 
 def _pretend_capability(capability: float) -> None:
-    """Make converters and models see the compute capability of the cluster's GPUs."""
     capable = divmod(round(capability * 10), 10)
     for module in _own_modules():
         if hasattr(module, "has_cuda_capability"):

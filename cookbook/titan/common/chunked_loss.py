@@ -49,14 +49,11 @@ def chunked_cross_entropy(
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to sum values of `dtype`: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How to compute the loss: tokens per chunk, vocabulary shard, torch.compile backend."""
-
     size: int
     shard: VocabularyShard | None
     backend: str | None
@@ -128,7 +125,6 @@ def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
 
 
 def _turn_into_gradient(logits: Tensor, columns: Tensor, lse: Tensor) -> None:
-    """Replace each logit with the gradient of the loss with respect to it."""
     probabilities = (logits.to(_precise(logits.dtype)) - lse.unsqueeze(-1)).exp()
     # Find each label's column by comparison: torch.compile would not fuse a scatter.
     words = torch.arange(logits.shape[-1], device=logits.device)
@@ -137,7 +133,6 @@ def _turn_into_gradient(logits: Tensor, columns: Tensor, lse: Tensor) -> None:
 
 @functools.cache
 def _passes(backend: str | None) -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    """Return the two passes over the logits, compiled for each shape unless `backend` is None."""
     if backend is None:
         return _statistics, _turn_into_gradient
     compiled = functools.partial(torch.compile, backend=backend, dynamic=False)

@@ -217,7 +217,6 @@ def row_scores(scores: Tensor, plan: GroupPlan) -> Tensor:
 
 
 def _exact(values: Tensor) -> Tensor:
-    """Return the values in float32; float64 values stay float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

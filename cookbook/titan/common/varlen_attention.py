@@ -102,7 +102,6 @@ def backward(
 
 
 def _packing(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
-    """Return the arguments that the forward and the backward kernels share."""
     return {
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens),
         **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max_seqlen),

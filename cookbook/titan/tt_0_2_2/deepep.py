@@ -256,7 +256,6 @@ class SendingExperts(nn.Module):
             return _Combine.apply(computed, routing, not in_recompute())
 
     def _compute(self, rows: Tensor, experts: Tensor, scores: Tensor, counts: list[int]) -> Tensor:
-        """Return, for each row, the sum of its local experts' outputs."""
         plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         activity.patches_applied.add("deepep-padded-groups")
         grouped = spread(rows, plan)

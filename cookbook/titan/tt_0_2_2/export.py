@@ -112,7 +112,6 @@ def export(request: Request) -> int:
 def _name_unused_biases(
     request: Request, reader: FileSystemReader, metadata: Metadata, written: set[str]
 ) -> None:
-    """Print how many routing biases the transformers library will ignore."""
     published = FAMILIES[request.model].flavors[request.flavor].sizes().publishes_bias
     unused = [
         Part(fqn, (fqn,), 0, tuple(saved.size), torch.float32)

@@ -293,7 +293,6 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
 
 
 def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
-    """Yield the errors of dispatch and combine in an MoE layer parallelized as in training."""
     dims, args, moe_args = cell.dims, cell.model_args, cell.model_args.moe_args
     tp_mesh, ep_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     assert ep_mesh is not None
