@@ -143,10 +143,7 @@ def _read_parquet(file: Path, key: str) -> Iterator[list[Document]]:
 
 
 def check_sources(patterns: Sequence[str], key: str, root: Path) -> None:
-    """Read the first 100 documents of every file; raise the InputError that a job would raise.
-
-    Patterns are relative to `root`.
-    """
+    """Read the first 100 documents of every file; raise the InputError that a job would raise."""
     for file in (file for source in find_sources(patterns, root) for file in source.files):
         first = next(read_windows(file, key), [])
         if not first:

@@ -109,7 +109,6 @@ def build_cells(cells: Sequence[Cell]) -> list[Built]:
 
 
 def _request(cell: Cell) -> dict[str, Any]:
-    """Return the settings that a build depends on; cells that differ only in name share a build."""
     gpu, named = cell.cluster.gpu, cell.options.stack.options["job.description"]
     description = named.arguments(cell.description)
     return {

@@ -84,7 +84,6 @@ def profile(arguments: argparse.Namespace) -> int:
 
 
 def _trained(arguments: argparse.Namespace) -> CellFolder | int:
-    """Train and profile the cell; return its folder, or an exit status if it did not finish."""
     asked = command_line_settings(arguments.set)
     saves = asked.get("checkpoint.enable")
     options = _SETTINGS if saves and saves.value else _SETTINGS | _NO_CHECKPOINTS

@@ -339,7 +339,6 @@ def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, l
 
 
 def _header(script: Path, lines: Sequence[str]) -> list[str]:
-    """Return the options in `#SBATCH` lines; raise InputError if sbatch would ignore one."""
     is_command = [bool(text.strip()) and not text.lstrip().startswith("#") for text in lines]
     command = is_command.index(True)
     for number, text in enumerate(lines[command:], command + 1):

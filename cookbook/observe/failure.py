@@ -255,7 +255,6 @@ def describe_stacks(attempt: Attempt, world: int) -> str | None:
 
 
 def _place(path: Path) -> str | None:
-    """Return the main thread's innermost frame outside torch: `name (file.py:12)`."""
     text = b"".join(lines_of(path)).decode("utf-8", "replace")
     # faulthandler prints the main thread last, and each thread's innermost frame first.
     thread = re.split(r"^(?:Current t|T)hread 0x.*$", text, flags=re.MULTILINE)[-1]

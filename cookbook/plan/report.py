@@ -41,7 +41,6 @@ def degrees(cell: Cell) -> str:
 
 
 def _schedule(cell: Cell) -> str | None:
-    """Return `1F1B`, or `Interleaved1F1B/4` for 4 layers per stage; None without a pipeline."""
     if cell.layout.pp == 1:
         return None
     name = cell.options["parallelism.pipeline_parallel_schedule"]
@@ -121,10 +120,7 @@ def render_text(
     total: int,
     rejected: Sequence[str] = (),
 ) -> str:
-    """Tabulate the recipe and the fastest layouts; compare the fastest with published throughput.
-
-    `best`: how many of the fastest layouts to list.
-    """
+    """Tabulate the recipe and the `best` fastest layouts; compare with published throughput."""
     counts, ranked = found.counts(), found.ranked()
     cut = " (interrupted)" if found.interrupted else ""
     rows = [_HEAD, *([_row("recipe", recipe, None)] if recipe else [])]

@@ -221,10 +221,7 @@ def space_of(
 
 
 def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
-    """Return `OPTION=VALUE: reason` for each value in `space` that none of the valid `cells` has.
-
-    Values that are invalid on their own come before values that conflict with other options.
-    """
+    """Return `OPTION=VALUE: reason` for each value in `space` that no valid cell has."""
     rejected = []
     for option, values in space.varied.items():
         for value in values:

@@ -189,10 +189,7 @@ def parse_documents(place: str, text: str) -> Documents:
 def slowest_attended_tokens(
     documents: Documents, seq_len: int, sequences: int, ranks: int
 ) -> float:
-    """Return the mean number of keys that a token attends to on the slowest of `ranks` ranks.
-
-    `sequences`: how many sequences the batch of each rank has.
-    """
+    """Return the mean number of keys that a token attends to on the slowest of `ranks` ranks."""
     sums = [*itertools.accumulate(_attended(documents, seq_len), initial=0.0)]
     drawn, taken = random.Random(_SEED), min(sequences, _SEQUENCES)
 
@@ -206,7 +203,6 @@ def slowest_attended_tokens(
 
 @functools.cache
 def _attended(documents: Documents, seq_len: int) -> tuple[float, ...]:
-    """Return the mean number of keys that a token attends to, for every simulated sequence."""
     drawn = random.Random(_SEED)
     # The logarithm of a document's length follows a normal distribution with these parameters.
     mu = math.log(documents.median_tokens)

@@ -247,10 +247,7 @@ class RankLayers:
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
-        """Return the backward's peak memory, split by cause, for a rank with neither FSDP nor PP.
-
-        The peak can be in any layer, since gradients grow while activations shrink.
-        """
+        """Return the backward's peak memory by cause, for a rank with neither FSDP nor PP."""
         (part,) = self._rank.parts
         gradients = float(sum(unit.size for unit in part.head if unit.name == "output"))
         found = []

@@ -266,7 +266,6 @@ class LayerTimes:
         return add(terms, k.experts(backward)) if moe else terms
 
     def _sent_ms(self, backward: bool, hiding_ms: float = 0.0) -> float:
-        """Return how much longer a layer takes because of dispatch and combine."""
         if not self._overlapped:
             return self._exchange_ms
         k = self._kernels

@@ -45,7 +45,6 @@ class Exchanges:
         return max(1, min(ranks, self.cell.cluster.ranks_per_node // stride))
 
     def _gather(self, size: float, ranks: int, stride: int) -> Traffic:
-        """Return the traffic of an all-gather into, or a reduce-scatter from, `size` bytes."""
         if ranks == 1:
             return Traffic()
         in_node = self._in_node(ranks, stride)

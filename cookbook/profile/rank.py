@@ -235,7 +235,6 @@ def explain_idle(gaps: Column, kernels: Column, trace: Trace, count: int) -> Idl
 
 
 def _activity(trace: Trace, event: int) -> str:
-    """Return the name of the operation around `event` or, if there is none, of `event` itself."""
     if event == NOTHING:
         return "Python, in no operation"
     operation = trace.operation[event]

@@ -261,10 +261,7 @@ class _Reader:
 
 
 def _gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int]:
-    """Return a GEMM operation's FLOPs (0 without shapes) and the bits of an input element.
-
-    A grouped GEMM's rows include its groups' padding, which the kernel multiplies too.
-    """
+    """Return a GEMM operation's FLOPs (0 without shapes) and the bits of an input element."""
     # The first input of `addmm` and `baddbmm` is the addend.
     first = 1 if "add" in operation else 0
     dims, types = arguments.get("Input Dims", ()), arguments.get("Input type", ())

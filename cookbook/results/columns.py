@@ -146,7 +146,6 @@ def _status(row: Result) -> str:
 
 
 def _steps(row: Result) -> str:
-    """Return the steps of a finished cell (`20`) or the progress of any other cell (`7/20`)."""
     done = UNKNOWN if row.steps is None else f"{row.steps:,}"
     has_total = row.status not in ("finished", "refused") and row.total_steps
     return f"{done}/{row.total_steps:,}" if has_total else done

@@ -139,7 +139,6 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
 
 
 def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
-    """Read the cell's state and job; if one file is damaged, still use the other."""
     job = None
     try:
         written = status.read_status(cell)
@@ -172,10 +171,7 @@ def _settle_end(
 
 
 def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """Combine what Slurm and the job say into a state and a reason.
-
-    What the job wrote before Slurm requeued it is ignored.
-    """
+    """Combine what Slurm and the job say into a state and a reason."""
     said = _since_start(written, info)
     if info.state in slurm.WAITING:
         return status.QUEUED, info.reason

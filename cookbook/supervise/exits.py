@@ -195,10 +195,7 @@ def restarts() -> int:
 
 
 def job_ends(cell: CellFolder) -> list[AttemptEnd]:
-    """Return how the cell's attempts in this job ended, those before a requeue included.
-
-    Another job may have other options.
-    """
+    """Return how the cell's attempts in this job ended, those before a requeue included."""
     job_id, history = own_job(), status.read_history(cell.attempts())
     return [end for end in history if job_id and end.job_id == job_id]
 

@@ -102,7 +102,6 @@ def _digest(path: Path) -> str:
 
 
 def _digest_texts(patterns: Sequence[str]) -> str:
-    """Return a digest of the files' names and sizes, or why training would refuse the files."""
     try:
         files = [file for source in find_sources(patterns) for file in source.files]
     except InputError as error:

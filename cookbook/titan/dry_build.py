@@ -114,7 +114,6 @@ def _failed(rank: int, message: str, kind: str, place: str = "") -> Answer:
 
 
 def _place(filename: str, line: int | None) -> str:
-    """Return a location without this machine's folders, such as `torchtitan/train.py:120`."""
     found = re.search(r".*/((?:torchtitan|cookbook|torchao|torch)/.+)", filename)
     return f"{found[1] if found else Path(filename).name}:{line}"
 

@@ -80,7 +80,6 @@ class _Chunks:
         return loss
 
     def _over_ranks(self, statistics: Tensor) -> Tensor:
-        """Combine this rank's `_statistics` with those of the other vocabulary shards."""
         if self.shard is None:
             return statistics
         tokens = statistics.shape[-1]

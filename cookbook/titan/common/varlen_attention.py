@@ -229,7 +229,6 @@ def _documents(cu_seqlens: Tensor) -> list[slice]:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Return scores (heads, length, length): minus infinity if the key comes after the query."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill_(later, float("-inf"))

@@ -120,10 +120,7 @@ class CheckpointPolicy:
 
 @functools.cache
 def save_when_ranks_agree() -> None:
-    """Patch CheckpointManager so that ranks save and stop together and errors name their cause.
-
-    There is no extension point: the Trainer constructs its CheckpointManager itself.
-    """
+    """Patch CheckpointManager so that ranks save and stop together and errors name their cause."""
     initialize = CheckpointManager.__init__
 
     @functools.wraps(initialize)

@@ -285,10 +285,7 @@ def cut(values: Tensor, chunks: int) -> tuple[Tensor, ...]:
 
 
 class SplitMoE(DeepEPMoE):
-    """TorchTitan's DeepEP layer, changed to send each token from only one TP rank.
-
-    Its routed experts are `SendingExperts`, its shared experts `HalvedFeedForward`.
-    """
+    """TorchTitan's DeepEP layer, changed to send each token from only one TP rank."""
 
     cookbook_chunks: int
 
@@ -335,10 +332,7 @@ class SplitMoE(DeepEPMoE):
 
 
 def use_split_moe(moe: Any, group: ProcessGroup, options: Any) -> None:
-    """Turn this MoE layer into a `SplitMoE`, with matching classes for its experts.
-
-    `group` is the process group of the EP ranks. `options` are the job's `deepep.*` options.
-    """
+    """Turn this MoE layer into a `SplitMoE`, with matching classes for its experts."""
     moe.__class__ = SplitMoE
     # TorchTitan's Qwen3 builds the standard layer even for DeepEP. Remove its reorderer.
     moe.reorderer = None

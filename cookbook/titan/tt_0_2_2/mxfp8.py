@@ -136,10 +136,7 @@ def emulated_weight_gradient(
 
 
 def replace_mx_converters() -> None:
-    """Replace TorchTitan's MX converters in its registry.
-
-    There is no extension point: `register_model_converter` refuses a name already registered.
-    """
+    """Replace TorchTitan's MX converters in its registry."""
     model_converter._registry_model_converter_cls.update(
         {"quantize.grouped_mm.mx": MXGroupedMMConverter, "quantize.linear.mx": MXLinearConverter}
     )

@@ -140,10 +140,7 @@ def _router_hook(tp_mesh: DeviceMesh, router: nn.Module, inputs: Any, outputs: A
 
 
 def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
-    """Parallelize the MoE layers of `model` as TorchTitan does, with corrected gradients.
-
-    `options` are the other arguments of TorchTitan's function: `tp_mesh`, `ep_mesh` and so on.
-    """
+    """Parallelize the MoE layers of `model` as TorchTitan does, with corrected gradients."""
     precisions = Precisions.of(job_config)
     # Qwen3's `parallelize_fn` does not pass `use_deepep`, so derive it from the job's options.
     use_deepep = job_config.parallelism.expert_parallel_comm_backend == "deepep"

@@ -120,10 +120,7 @@ class SaveList(set[Any]):
 
 
 def apply_ac(model: Any, ac_config: Any, **options: Any) -> None:
-    """Wrap the layers of `model`, or of one pipeline stage, for recomputation as TorchTitan does.
-
-    `ac_config` has the job's `activation_checkpoint.*` options, including the cookbook's.
-    """
+    """Wrap the layers of `model`, or of a pipeline stage, for recomputation, as TorchTitan does."""
     save = ac_config.op_sac_save_list
     if "mm" in save and options.get("model_compile_enabled"):
         show_gemms(least_inner=model.model_args.dim)

@@ -170,10 +170,7 @@ def use_row_kernels(
 
 
 class ProbsOnActivations:
-    """`GroupedExperts.forward` with scores applied to the activations.
-
-    Like TorchTitan's function, it is compiled once for all layers.
-    """
+    """`GroupedExperts.forward` with scores applied to the activations."""
 
     def __init__(self) -> None:
         self._activate, self._project = _activate, group_products

@@ -138,10 +138,7 @@ class TextDataset(IterableDataset, Stateful):
 
 
 def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAwareDataloader:
-    """Return the loader of a job's training texts or, if `validates`, of its validation texts.
-
-    TorchTitan calls it with `arguments`. The texts are the user's or a TorchTitan data set.
-    """
+    """Return the loader of a job's training texts or, if `validates`, of its validation texts."""
     config = arguments["job_config"]
     section = config.validation if validates else config.training
     loader: ParallelAwareDataloader

@@ -212,10 +212,7 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
-    """Copy TorchTitan's flavors as instances of `kind`, and add shortened ones.
-
-    `shorter` maps a flavor to a number of layers: {"16B": 8} adds `16B_8layers`.
-    """
+    """Copy TorchTitan's flavors as `kind`. `shorter={"16B": 8}` also adds `16B_8layers`."""
     found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()
