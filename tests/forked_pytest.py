@@ -57,8 +57,6 @@ def main(seconds: float, log: Path, modules: list[str]) -> None:
 
 
 class _Failed:
-    """Write the name of each failed test on a line."""
-
     def __init__(self, file: int) -> None:
         self._file = file
 

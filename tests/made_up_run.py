@@ -172,7 +172,6 @@ def _add_cell(run: Run, number: int, pair: str, noise: list[float]) -> None:
 
 
 def _steps(pair: str, number: int, noise: list[float]) -> list[Any]:
-    """Step, time, loss, memory and tokens/s of each step."""
     own = random.Random(number + 2)
     when, steps = _BEGIN + timedelta(hours=number), []
     for step, common in enumerate(noise, start=1):
@@ -194,7 +193,6 @@ def _line(step: int, when: datetime, loss: float, memory: float, tokens: float) 
 
 
 def _load(steps: list[int], own: random.Random) -> str:
-    """The lines of a router that learns to be even, but for some layers."""
     layers, lines = list(range(3, 61)), []
     for step in steps:
         uneven = [

@@ -104,7 +104,6 @@ def _plain(name: str) -> str:
 
 
 def _sizes(parameter: nn.Parameter) -> tuple[int, int, int]:
-    """Elements that this rank stores, those it has once FSDP has gathered them, the shards."""
     if not isinstance(parameter, DTensor):
         return parameter.numel(), parameter.numel(), 1
     gathered, shards = parameter.numel(), 1
@@ -122,9 +121,6 @@ def _sizes(parameter: nn.Parameter) -> tuple[int, int, int]:
 
 
 def _pipeline(trainer: Any) -> dict[str, Any]:
-    """Which stages this rank holds, what it does in which order, and how many microbatches of each
-    stage are in flight at once.
-    """
     if not trainer.parallel_dims.pp_enabled:
         return {
             "stages": [0],

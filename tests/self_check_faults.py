@@ -136,8 +136,6 @@ def _high_precision(a: Any, b_t: Any, offs: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _with(**changes: Any) -> Any:
-    """A kernel that ignores some of its options."""
-
     def wrap(original: Any) -> Wrapper:
         return lambda *args, **kwargs: original(*args, **kwargs | changes)
 
@@ -193,8 +191,6 @@ def _one_copy_lost(found: tuple[torch.Tensor, torch.Tensor]) -> Any:
 
 
 def _unquantized(backward: Any) -> Any:
-    """The combine's backward, which sends gradients as they are."""
-
     def faulty(ctx: Any, grad: torch.Tensor) -> Any:
         ctx.mxfp8_bwd = False
         return backward.__func__(ctx, grad)

@@ -113,12 +113,10 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def _address(index: int) -> str:
-    """Return the node's own loopback address."""
     return f"127.1.{(index + 1) // 250}.{(index + 1) % 250 + 1}"
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return unused ports, searched from a place that differs between processes."""
     free: list[int] = []
     start = os.getpid() * 97 % len(PORTS)
     for offset in range(len(PORTS)):

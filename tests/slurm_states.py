@@ -205,7 +205,6 @@ def _started(cell: Cell, state: str, plan: _Plan) -> Run:
 
 
 def _silent(states: States) -> list[str]:
-    """The jobs that shall train and do not yet."""
     started = [
         name
         for name, plan in PLANS.items()

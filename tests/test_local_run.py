@@ -25,7 +25,6 @@ ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 @pytest.fixture(scope="module", autouse=True)
 def _corpus() -> None:
-    """Text and tokenizer, as setup.sh makes them, from Python's own sources."""
     if not (ROOT / "assets/local/stamp.json").exists():
         command = [sys.executable, "-m", "cookbook.install.corpus", "assets/local"]
         subprocess.run(command, cwd=ROOT, check=True, timeout=300)
@@ -112,7 +111,6 @@ def test_status_logs_and_report_agree(smoke: tuple[Path, Answer]) -> None:
 
 
 def _processes_of(folder: Path) -> list[psutil.Process]:
-    """Processes with the folder, or its target, on their command line."""
     names = {str(folder), str(folder.resolve())}
     words = {one: " ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])}
     return [process for process, said in words.items() if any(name in said for name in names)]

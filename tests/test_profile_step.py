@@ -215,7 +215,6 @@ COMBINE = "void deep_ep::intranode::combine<__nv_bfloat16, 4>(int4*)"
 
 
 def _rank(rank: int, world: int, stages: int, compute: float) -> TraceFile:
-    """Computes for `compute` us of 10 ms, then is in an all-reduce to the end."""
     pipeline = [rank % (world // stages) + stage * (world // stages) for stage in range(stages)]
     trace = TraceFile(rank, world, pipeline=pipeline)
     trace.step(7, 0, 10_000).kernel(GEMM, 0, compute, launched=0)

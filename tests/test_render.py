@@ -142,7 +142,6 @@ def test_scripts_stay_short() -> None:
 def _start(
     runner: ScriptRunner, root: Path, script: Path | str, *words: str, **environment: str
 ) -> Start:
-    """Start `script`, or the launcher of that name, in the checkout `root`."""
     shutil.rmtree(runner.folder / "runs", ignore_errors=True)
     cell = {"CELL_DIR": str(runner.folder / "runs/mine/cell"), **environment}
     return runner.run(root / script, *words, root=root, environment=cell)

@@ -53,7 +53,6 @@ def _cell(**options: object) -> Cell:
 
 
 def _ended(*cells: Cell, steps: tuple[int, ...] = (2, 4)) -> Run:
-    """A run on two CPU nodes whose cells failed after their first attempt saved `steps`."""
     run = create_run("mine", cells)
     for folder in run.cells:
         write_status(folder, Status(FAILED, 0, "a node was lost", 1))

@@ -191,7 +191,6 @@ def _cell(
     nodes: int | None = None,
     **layers: dict[str, Any],
 ) -> Cell:
-    """A cell with options that its `sweep` has, or that are `asked` for."""
     of_sweep, asked = (
         {name: Setting(value, layer) for name, value in layers.get(layer, {}).items()}
         for layer in ("sweep", "asked")

@@ -50,7 +50,6 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _start(words: list[str], folder: Path) -> begin.Start:
-    """What the script of a cell asks before it trains, with `words` at the end of its line."""
     recipe, precision, ep_backend, *own = words
     cell = cell_of(recipe, precision=precision, ep_backend=ep_backend, cluster=B200)
     options = [f"--{word.removesuffix('=true')}" for word in own]
@@ -60,7 +59,6 @@ def _start(words: list[str], folder: Path) -> begin.Start:
 
 
 def _is_reported(cell: Cell, capsys: pytest.CaptureFixture[str]) -> bool:
-    """Whether the report of the cell's run has it as one that may run."""
     run = create_run("mine", [cell])
     capsys.readouterr()
     assert main(["report", run.name, "--format", "json"]) in (0, 1)

@@ -40,7 +40,6 @@ class ForkingPopen(subprocess.Popen[Any]):
 def _become_rank(
     words: Sequence[str], environment: Mapping[str, str], output: int, errors: int
 ) -> None:
-    """Train in this child and end it."""
     status = 1
     try:
         os.setsid()
