@@ -100,9 +100,8 @@ class Cell:
 
     @property
     def own_pair(self) -> str:
-        """The precision and EP backend that the recipe names; empty if they are the cell's."""
+        """The recipe's pair, such as `mxfp8+deepep`, unless it is the cell's or the default."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
-        # A recipe that names none has the default ones.
         return "" if own in (self.pair, "bf16+standard") else own
 
     @property

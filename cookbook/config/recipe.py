@@ -87,7 +87,7 @@ def names_in(kind: str) -> list[str]:
 
 
 def find_file(kind: str, name: str) -> Path:
-    """Return the file of `kind` called `name`, which may also be the path to a user's own file."""
+    """Return the path of the `kind` file `name`; `name` may also be a path of the user's own."""
     title = KINDS[kind][0]
     if name.endswith((".yaml", ".yml")):
         path = Path(name)

@@ -18,7 +18,7 @@ SAME_MASK = 1.25
 
 @dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """The router's load over the last tenth of the logged steps."""
+    """How tokens were spread over experts in the last tenth of the logged steps."""
 
     busiest_over_mean: float  # load of the busiest expert in `layer` divided by the mean load
     layer: int  # the layer in which this ratio (the median over the steps) is highest

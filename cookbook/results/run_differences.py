@@ -28,7 +28,7 @@ _KINDS = {
     "training.dataset_path": "the texts: ",
     "model.hf_assets_path": "the tokenizer: ",
 }
-# The options that, with the recipe and the tokens of a step, determine which texts a step reads.
+# Options that decide which texts a step reads, besides the recipe and the number of tokens.
 _OF_TEXTS = {*_KINDS, "data.files", "data.text_key", "data.shuffle_seed", "training.seq_len"}
 
 

@@ -17,7 +17,7 @@ from cookbook.observe.metrics import StepMetrics
 NUM_BATCHES = 5
 # At least three values per batch, so that a single stall does not move the batch's median.
 LEAST_VALUES = 3 * NUM_BATCHES
-# The largest autocorrelation that `batch_spread` can correct for.
+# The largest autocorrelation that is corrected for. With more, the series drifts.
 _MOST_ALIKE = 0.95
 
 

@@ -15,7 +15,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import Count, Flag, Natural, Number, Text, Words, fill, read_yaml
 from cookbook.run.folder import CellFolder
 
-# Options that every script sets; their values follow from other fields of the record.
+# Options that the cookbook sets itself.
 OF_SCRIPTS = {
     *("job.custom_config_module", "experimental.custom_import", "job.description"),
     *("cookbook.precision", "cookbook.ep_backend", "cookbook.emulated"),

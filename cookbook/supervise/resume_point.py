@@ -140,7 +140,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
         one.path.rename(target)
         passed.append(status.PassedOver(name, str(one.damage), str(target)))
     if options[LOAD_STEP] != -1:
-        # A run is rolled back once. All later attempts of this record take the newest checkpoint.
+        # Roll the run back only now: the next attempts take the newest checkpoint again.
         record.options[LOAD_STEP] = -1
         record.write(folder.record)
     # TorchTitan reads `initial_load_path` only if the checkpoint folder does not exist.

@@ -200,7 +200,7 @@ def spread(
 def collect(
     grouped: Tensor, scores: Tensor | None, slots: Tensor, dtype: torch.dtype, base: Tensor | None
 ) -> Tensor:
-    """Sum each token's rows, weighted by scores, and add `base`; return (tokens, features)."""
+    """Return `base` plus the sum of each token's rows, weighted by scores: (tokens, features)."""
     num_tokens, top_k = slots.shape
     features = grouped.shape[1]
     tokens = grouped.new_empty(num_tokens, features, dtype=dtype)

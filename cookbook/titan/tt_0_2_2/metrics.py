@@ -1,4 +1,4 @@
-"""TorchTitan's metrics, plus metrics.jsonl, the router's load and a report of the active options.
+"""TorchTitan's metrics, plus metrics.jsonl, the experts' load and a report of active options.
 
 After the first step, the ranks' active options are merged, and checked against the overlays
 (`activity.py`). One log line and `environment.json` record them.
@@ -135,7 +135,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         return is_logged
 
     def log(self, step: int, *values: float, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Log TorchTitan's metrics, and the router's load since the last logged step."""
+        """Log TorchTitan's metrics, and how many tokens each expert got since the last logged step."""
         assert self._load is not None
         extra = (extra_metrics or {}) | self._load.log(step)
         # TorchTitan divides by `log_freq` even if fewer steps have run since the last log.

@@ -2,7 +2,7 @@
 
 TorchTitan updates the expert bias from each MoE layer's token counts, `tokens_per_expert`. Version
 0.2.2 also counts the tokens of validation and of a pipeline's shape inference, which runs on zeros.
-The hooks here exclude those tokens. They also keep a second count, for the router's load: to
+The hooks here exclude those tokens. They also keep a second count, for the experts' load: to
 `tokens_per_expert`, recomputation adds the same tokens again, and the optimizer resets it.
 
 TorchTitan's forced routing gives each token consecutive experts. With 256 experts, top 8 and EP 32,
