@@ -14,8 +14,8 @@ from cookbook.predict.operators import BYTES
 from cookbook.predict.rank import count_parameters, model_of
 from cookbook.predict.shapes import destinations, routing_of
 
-ADVICE: list[Rule] = []  # rules for all cells whose input is valid
-# Rules for cells whose model has been built and whose memory and work can be predicted.
+ADVICE: list[Rule] = []  # for cells whose input is valid
+# For cells whose model has also been built, and whose memory could be predicted.
 BUILT_ADVICE: list[Rule] = []
 
 # Runs of at most this many steps only measure throughput; in longer runs the loss matters.

@@ -192,8 +192,8 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     else:
         elements = float(s.loss_tokens * s.vocab)
         gradients = _loss_gradients(s)
-        # The peak is in a chunk's loss, which in eager mode needs three FP32 tensors besides the
-        # logits, or in the backward, which copies the gradients to scale them.
+        # The peak is the larger of two: the loss of a chunk (in eager mode, with three FP32 tensors
+        # besides the logits) and the backward (which copies the gradients to scale them).
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
         logits = gradients + max(chunk, gradients / 4 * s.act)
         weight = 0.0 if s.keeps_gathered else float(s.vocab * s.dim)

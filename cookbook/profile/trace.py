@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 # Host events (operations, annotations, blocking calls), sorted by thread and start, outer first.
-# `name` is an index into the trace's names. `is_work` is false for annotations.
+# `name` is an index into the trace's names. `is_work` is false for mere labels.
 # `flops` is 0 except for GEMMs with known shapes; `bits` is the size of a GEMM's input elements.
 HOST = np.dtype(
     [

@@ -3,7 +3,7 @@
 - Metrics come from the log of the loss rank: rank 0, or with PP the first rank of the last stage.
 - Throughput, TFLOPs and MFU are medians over the logged steps after warm-up (`measured_steps`).
 - Memory is the peak over all ranks and steps.
-- Speed and memory are those of all attempts with the newest attempt's nodes, layout and options.
+- These leave out attempts with other nodes, another layout or other options than the newest one.
 - If several attempts trained the same step, the newest attempt's metrics count.
 """
 

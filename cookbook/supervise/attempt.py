@@ -175,7 +175,7 @@ class RunningAttempt:
     def ask_to_stop(self, within_s: float) -> None:
         """Ask the ranks to save a checkpoint and exit.
 
-        If they still run after `within_s` seconds (0: no limit), `wait` may return before the exit.
+        After `within_s` seconds, `wait` may return even if they still run; 0 means no limit.
         """
         with contextlib.suppress(OSError):
             self.attempt.stop.touch()

@@ -30,7 +30,7 @@ from cookbook.supervise.exits import RULES, Action, Decision, job_ends
 from cookbook.supervise.network_test import RankGroups, test_bandwidth
 from cookbook.supervise.node_report import Reader, Report
 
-# Time limit for a node's report, in seconds. Each command in it has half of this.
+# Time limit for a node's report, in seconds. Each command that it runs has half of that.
 REPORT_S = 30.0
 # Checkpoints and logs of several nodes are compared by their times, so the clocks must agree.
 _MOST_SKEW_S = 5.0

@@ -188,7 +188,7 @@ class Supervisor:
                     self._pause(_FULL_DISK_S)
                 return exits.refused_end(attempt, str(error)), None
             earlier = [cell.attempt(end.attempt) for end in ends]
-            # The requested step is the newest by now, and the script would ask for it for ever.
+            # `prepare` has rolled the run back. Later attempts must not go back to that step again.
             newest = [f"--{LOAD_STEP}=-1"] if LOAD_STEP in record.options else []
             folder = f"--checkpoint.folder={cell.checkpoints(record.options)}"
             arguments = [*self.arguments, *newest, folder]

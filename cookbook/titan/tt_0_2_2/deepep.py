@@ -332,7 +332,7 @@ class SplitMoE(DeepEPMoE):
 
 
 def use_split_moe(moe: Any, group: ProcessGroup, options: Any) -> None:
-    """Turn this MoE layer into a `SplitMoE`, with matching classes for its experts."""
+    """Convert this MoE layer to a `SplitMoE`, and its experts to the classes that it needs."""
     moe.__class__ = SplitMoE
     # TorchTitan's Qwen3 builds the standard layer even for DeepEP. Remove its reorderer.
     moe.reorderer = None

@@ -135,7 +135,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         return is_logged
 
     def log(self, step: int, *values: float, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Log TorchTitan's metrics, and how many tokens each expert got since the last logged step."""
+        """Log TorchTitan's metrics, and the experts' load since the last logged step."""
         assert self._load is not None
         extra = (extra_metrics or {}) | self._load.log(step)
         # TorchTitan divides by `log_freq` even if fewer steps have run since the last log.
