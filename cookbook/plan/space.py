@@ -41,8 +41,7 @@ def _saving(*operators: str) -> dict[str, Any]:
     return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
 
 
-# The options that each recomputation mode ignores. They get one value, so that each layout is tried
-# once.
+# The options that a recomputation mode does not have, at the values that turn them off.
 _RESETS: dict[str, dict[str, Any]] = {
     "full": {SAVE_LIST: []},
     "none": {SAVE_LIST: [], LAYERS_KEPT: 0},

@@ -42,7 +42,7 @@ MOST_FITS_PIPELINE = 0.88
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The peak memory of a pipeline stage's first rank in GiB; its other ranks need as much.
+    """The peak memory of a rank in GiB; all ranks at its place in the pipeline need the same.
 
     `terms` maps each cause to its memory; the sum is `reserved`. `outside` is memory that PyTorch's
     allocator does not manage.
