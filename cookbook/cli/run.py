@@ -218,7 +218,7 @@ def _resumable(
 def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     states = cell_states(run)
     names = {folder.name for folder in folders}
-    # A local or one-allocation job trains several cells in turn: resume none before all have ended.
+    # A job that trains cells in turn may still train one of them. Resume none until all have ended.
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
         is_idle = state.state == QUEUED and state.job_id is None

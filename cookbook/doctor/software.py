@@ -157,7 +157,7 @@ def flash_attention(here: Surroundings) -> Verdict:
 @check("tokenizers")
 def tokenizers(here: Surroundings) -> Verdict:
     """Check the tokenizers of all recipes, except the local corpus's own tokenizer."""
-    # Search the recipes as text: the doctor also works before PyYAML is installed.
+    # Search the recipes as text: the doctor must work before PyYAML is installed.
     named = re.compile(r"^[^#\n]*\bhf_assets_path:\s*[\"']?([^\s\"'#]+)", re.MULTILINE)
     texts = (path.read_text() for path in (here.repository / "recipes").glob("*.yaml"))
     folders = sorted({match[1] for text in texts if (match := named.search(text))})

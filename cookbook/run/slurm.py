@@ -308,7 +308,7 @@ def run_step(
         *("srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"),
         *(f"--nodelist={','.join(nodes)}", f"--cpus-per-task={cpus}"),
         "--export=ALL",  # without it, `sbatch --export=NONE` would leave the tasks no environment
-        "--overlap",  # a Slurm step that hangs on a bad node must not block the next one
+        "--overlap",  # a step that hangs on a bad node must not block later steps
         # If one node fails, the others must still answer.
         *("--kill-on-bad-exit=0", "--wait=0", "--input=none", "--quit-on-interrupt"),
         *("sh", "-c", f'echo "{_STARTED}"; exec "$@"', "sh", python, "-m", module, question),

@@ -146,7 +146,7 @@ def start_run(start: Start) -> None:
         status.write_status(folder, now)
         run, scheduler = folder.path.parent, cell.cluster.scheduler
         of_run = read_run(run).scheduler if is_run(run) else scheduler
-        # Do not write a process id to a run of Slurm jobs: `cancel` would call `scancel` with it.
+        # In a run on Slurm, record no process id: `cancel` would pass it to `scancel` as a job's.
         if scheduler == of_run == "local":
             status.write_job(folder, process_job(os.getpid()))
             os.environ[RUN_VARIABLE] = str(run.resolve())

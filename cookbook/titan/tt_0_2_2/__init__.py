@@ -4,7 +4,7 @@ TorchTitan imports this package before it builds a Trainer: `--job.custom_config
 `.job_config`, and `--experimental.custom_import` the package itself. A registered spec overrides
 the built-in spec of the same name, so the models in `families` use the cookbook's spec and all
 others use TorchTitan's. To extend TorchTitan, write a function or a class in a file of its own
-and add one line below. Nothing in site-packages is edited; other TorchTitan versions are refused.
+and add one line below. Nothing in site-packages is edited; versions other than 0.2.2 are refused.
 
 TorchTitan has no extension point for the following. Each is patched in one file:
 
