@@ -183,7 +183,7 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
 
     def step_if_finite(*args: Any, **kwargs: Any) -> None:
         assert GradientWatch.norm is not None
-        # This waits for the GPU; TorchTitan would wait soon after, to log the norm.
+        # This waits for the GPU in every step.
         norm = GradientWatch.norm.item()
         if math.isfinite(norm):
             step(*args, **kwargs)
