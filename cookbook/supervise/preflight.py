@@ -127,7 +127,7 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     job.log(
         f"{len(chosen)} healthy node(s)"
         + (f", {spare} spare" if spare else "")
-        + "".join(f", {name} {speed:.3g} GB/s" for name, speed in job.speeds.items())
+        + "".join(f", {name} {speed:.3g} GB/s" for name, speed in sorted(job.speeds.items()))
         + f" ({seconds:.1f} s)"
     )
     _write_findings(job, chosen, seconds)
