@@ -138,19 +138,19 @@ def test_the_log_of_a_rank_that_the_console_did_not_show(tmp_path: Path) -> None
 )
 @pytest.mark.parametrize("tail", ["", f"[rank8]:{TITAN} - INFO - x", " \x1b[39m\r"])
 def test_a_refusal_wins_over_its_consequences(tmp_path: Path, prefix: str, tail: str) -> None:
-    assert reason_of(
+    reason_of(
         tmp_path,
         f"[rank8]:{TRACEBACK}",
         "[rank8]:torch.OutOfMemoryError: CUDA out of memory",
         f"{prefix}cookbook refuses: {REFUSAL}{tail}",
         CANCELLED,
-    ) == (REFUSAL)
+    )
+    assert find_cause(tmp_path, 1) == (Cause.WRONG_OPTION, REFUSAL)
 
 
 def raised(
     attempt: Path, rank: int, time: int, message: str, stack: str = "", node: int = 0
 ) -> None:
-    """Write the `error.json` of torchrun's `@record` for a rank that raised."""
     path = attempt / f"ranks/{node}_x/attempt_0/{rank}/error.json"
     path.parent.mkdir(parents=True)
     extra = {"py_callstack": stack, "timestamp": str(time)}
