@@ -40,7 +40,7 @@ def stands_still():
     time.sleep(float(sys.argv[2]))
     # On a busy machine the first trace takes seconds.
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not trace.exists():
+    while time.monotonic() < deadline and not (trace.exists() and trace.stat().st_size):
         time.sleep(0.1)
 
 for step in range(6):
