@@ -173,7 +173,7 @@ TRAIN_ARGS=(
   "${EP_BACKEND_ARGS[@]}"
   "${PRECISION_ARGS[@]}"
 )
-# Log to Weights & Biases if there is a key in the environment or from `wandb login`, unless told not to.
+# Log to Weights & Biases if there is a key in the environment or from `wandb login`; an option can turn it off.
 if [[ -n "${WANDB_API_KEY:-}" ]] || grep -qs 'api\.wandb\.ai' "${NETRC:-${HOME:-}/.netrc}"; then
   export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
   export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"

@@ -52,12 +52,12 @@ class Started:
         cell = Point(*names).cell()
         script = self.path.parents[2] / "script.sh"
         script.write_text(f"# {own}\n")
-        return Start(self.folder, script, NAME, *names, 1, 0, train_argv(cell), [*OPTIONS, *own])
+        counts = 1, 0, cell.cluster.ranks_per_node
+        return Start(self.folder, script, NAME, *names, *counts, train_argv(cell), [*OPTIONS, *own])
 
     def line(self, *own: str) -> list[str]:
-        """The words with which the script calls the supervisor."""
         start = self.words(*own)
-        names = ["recipe", "cluster", "script", "precision", "ep_backend", "cell"]
+        names = "recipe", "cluster", "script", "precision", "ep_backend", "cell", "nproc_per_node"
         words = [f"--{name.replace('_', '-')}={getattr(start, name)}" for name in names]
         return [str(self.path), *words, "--", *start.arguments, "--", *start.own]
 

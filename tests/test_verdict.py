@@ -54,8 +54,8 @@ def _start(words: list[str], folder: Path) -> begin.Start:
     cell = cell_of(recipe, precision=precision, ep_backend=ep_backend, cluster=B200)
     options = [f"--{word.removesuffix('=true')}" for word in own]
     names = (cell.name, recipe, precision, ep_backend, B200)
-    script, arguments = folder / "train.sh", train_argv(cell)
-    return begin.Start(CellFolder(folder), script, *names, cell.nodes, 0, arguments, options)
+    counts, script = (cell.nodes, 0, cell.cluster.ranks_per_node), folder / "train.sh"
+    return begin.Start(CellFolder(folder), script, *names, *counts, train_argv(cell), options)
 
 
 def _is_reported(cell: Cell, capsys: pytest.CaptureFixture[str]) -> bool:

@@ -26,7 +26,13 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.options import exported
 from cookbook.launch.script import option_word, render_script, sbatch_options
-from cookbook.run.excluded import Choice, choose, excluded_file, read_excluded
+from cookbook.run.excluded import (
+    LEFT_OUT_VARIABLE,
+    Choice,
+    choose,
+    excluded_file,
+    read_excluded,
+)
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import keep_request
 from cookbook.run.run import Run, RunRecord, note_new_job, publish_run, release_submit_locks
@@ -103,7 +109,7 @@ class CellSlurmExecutor(SlurmExecutor):
             "export SUBMITIT_EXECUTOR=slurm",
             f"export PYTHONPATH={shlex.quote(python_path())}",
             f"export VENV={shlex.quote(sys.prefix)}",
-            f"export COOKBOOK_LEFT_OUT={','.join(self.choice.nodes)}",
+            f"export {LEFT_OUT_VARIABLE}={','.join(self.choice.nodes)}",
             # exec, so that Slurm's signals reach the supervisor instead of a shell.
             f"exec {command}\n",
         ]

@@ -17,6 +17,8 @@ from cookbook.base.files import locked, write_whole
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import read_yaml
 
+# Names the nodes that a submission left out, comma-separated, in its job's environment.
+LEFT_OUT_VARIABLE = "COOKBOOK_LEFT_OUT"
 _HEAD = """\
 # Nodes that jobs leave out; jobs rewrite this file, and keep the entries but no other comments.
 # To use a node again, delete its entry; to leave one out, add an entry:

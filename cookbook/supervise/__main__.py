@@ -1,4 +1,4 @@
-"""Supervise a cell whose script was started with sbatch or bash; the script starts this module.
+"""Entry point of the supervisor for scripts that were started with sbatch or bash.
 
     python -m cookbook.supervise CELL_DIR --script=FILE --cell=NAME ... -- ARGS -- SBATCH ARGS
 
@@ -44,9 +44,9 @@ class Start:
     Attributes:
         script: the running script; under sbatch a copy in Slurm's spool.
         nodes: the job's number of nodes, including `spare_nodes`, which do not train.
+        nproc_per_node: the ranks that the script starts on each node.
         arguments: the TorchTitan options in the script.
         own: the TorchTitan options that the user put after the script's name on the sbatch line.
-        nproc_per_node: the ranks that the script starts on each node; 0 if it does not say.
     """
 
     folder: CellFolder
@@ -58,9 +58,9 @@ class Start:
     cluster: str
     nodes: int
     spare_nodes: int
+    nproc_per_node: int
     arguments: Sequence[str]
     own: Sequence[str]
-    nproc_per_node: int = 0
 
 
 def validate(start: Start) -> Cell:
@@ -83,14 +83,14 @@ def validate(start: Start) -> Cell:
         emulated=options["cookbook.emulated"],
     )
     granted, ranks = os.environ.get("SLURM_GPUS_ON_NODE", ""), cell.cluster.ranks_per_node
-    if start.nproc_per_node not in (0, ranks):
+    if start.nproc_per_node != ranks:
         found = f"found {start.nproc_per_node}, and {cell.cluster.name} has {ranks} here"
         raise InputError("--nproc-per-node", found, "render the script again")
     if cell.cluster.gpu is not None and granted.isdecimal() and int(granted) < ranks:
         found = f"the job has {granted} GPUs a node, and the script starts {ranks} ranks"
         remedy = f"ask for --gpus-per-node={ranks}, or set gpus_per_node in the cluster's profile"
         raise InputError("sbatch --gpus-per-node", found, remedy)
-    # Wrong options first: in their layout, a checkpoint would be blamed.
+    # Before looking for a checkpoint, which would be blamed for an invalid layout.
     _refuse(rules.validation_errors(cell), cell)
     _check_folder(start.folder.path, cell)
     first, saved = earlier_record(start.folder), find_checkpoint(start.folder, cell.record())
@@ -193,8 +193,8 @@ def parse(words: Sequence[str]) -> Start:
     for name in ("cell", "recipe", "precision", "ep-backend", "cluster"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--nodes", type=int, default=1)
-    for name in ("spare-nodes", "nproc-per-node"):
-        parser.add_argument(f"--{name}", type=int, default=0)
+    parser.add_argument("--spare-nodes", type=int, default=0)
+    parser.add_argument("--nproc-per-node", type=int, required=True)
     # Split by hand: argparse would parse TorchTitan's options as its own.
     marked = [*words, "--", "--"]
     first = marked.index("--")

@@ -201,6 +201,7 @@ def run_ranks(
         error = _first_error(ranks, logs, deadline)
         for rank in ranks:
             rank.kill()
+        for rank in ranks:
             rank.wait()
     print(_ENDED, json.dumps({node: error}), flush=True)
 

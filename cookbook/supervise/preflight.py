@@ -280,7 +280,7 @@ def decide(job: JobNodes) -> None:
     job_id = os.environ["SLURM_JOB_ID"]
     # Go on excluding the nodes that the user or the profile excludes. Those that the submission or
     # an earlier check left out are judged anew, because their exclusion may have expired.
-    of_list = {*job.listed(), *os.environ.get("COOKBOOK_LEFT_OUT", "").split(",")}
+    of_list = {*job.listed(), *os.environ.get(excluded.LEFT_OUT_VARIABLE, "").split(",")}
     for attempt in job.cell.attempts():
         of_list.update(read_json(attempt.preflight).get("for_slurm", ()))
     of_list -= set(job.cluster.exclude)
