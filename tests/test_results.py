@@ -188,6 +188,7 @@ def test_a_gpu_cell_is_held_beside_its_prediction(run: Run) -> None:
     ("option", "value", "seconds", "speed", "memory", "measured"),
     [
         ("training.steps", 20, 6, 200, 99.5, 45),
+        ("optimizer.lr", 1, 6, 200, 99.5, 45),
         ("training.global_batch_size", 4, 3, 300, 10, 30),
     ],
 )
@@ -209,8 +210,7 @@ def test_speed_and_memory_stand_beside_the_newest_options(
     record.write(folder / "attempt-1/cell.yaml")
     run.add("base-r2", steady_log(100), repeat_of="base", repeat=2)
     run.add("other", steady_log(600))
-    results = run.collect()
-    base, other = results.cells
+    base, other = (results := run.collect()).cells
     one = base.repeats[0]
     assert (one.tokens_per_second_per_gpu, one.tflops_per_gpu) == (speed, speed / 100)
     assert one.memory_gib == memory and len(one.curve) == 40

@@ -130,7 +130,7 @@ def warm_up_ends(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=HINT, reference=_CHECKPOINT)
 def weights_are_read(cell: Cell) -> Problems:
-    """Return how many GB of published weights the ranks will read at the first start."""
+    """Mention how many GB of published weights the ranks read when the job first starts."""
     options = cell.options
     if not (options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]):
         return

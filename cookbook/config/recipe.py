@@ -87,7 +87,7 @@ def names_in(kind: str) -> list[str]:
 
 
 def find_file(kind: str, name: str) -> Path:
-    """Return the path of the `kind` file `name`; `name` may also be a path of the user's own."""
+    """Return the path of a file by `kind` and `name`; `name` may also be a path."""
     title = KINDS[kind][0]
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
@@ -180,7 +180,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Overlay:
-    """A file of options that override a recipe's: a precision or an EP backend."""
+    """A precision or an EP backend: options that override a recipe's."""
 
     kind: Kind
     name: str

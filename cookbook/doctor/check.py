@@ -106,7 +106,7 @@ class Finding:
 
 
 class Fault(NamedTuple):
-    """Why to exclude a node: the failed check and what it found; and for how many hours."""
+    """A failed check of a node, what it found, and for how many hours to exclude the node."""
 
     check: str
     reason: str

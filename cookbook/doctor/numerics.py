@@ -123,7 +123,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
     degrees = {
         DEGREES["tp"]: 1,
         DEGREES["pp"]: 1,
-        # EP must divide the ranks and the experts, of which the GPU recipes have 64 or 128.
+        # EP must divide the number of ranks and that of experts (64 or 128 in GPU recipes).
         DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
         "training.local_batch_size": 4,
     }

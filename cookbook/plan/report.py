@@ -227,7 +227,7 @@ def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
     """Return the YAML of a recipe for `candidate`; comments in it give the values of `base`."""
     cell, step, recipe = candidate.cell, candidate.step, candidate.cell.recipe
     overlays, options = (cell.precision, cell.ep_backend), cell.options.stack.options
-    # Options that these files set are theirs, since they win over a recipe; over them wins `--set`.
+    # These files win over a recipe: leave their options out, and override them by `--set`.
     theirs = {**cell.ep_backend.settings, **cell.precision.settings, **cell.cluster.settings}
     command = ["python", "submit.py", "run", name]
     for option, setting in theirs.items():

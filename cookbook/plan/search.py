@@ -135,7 +135,7 @@ _OVERLAYS = "precision and EP backend"
 # that free memory come first, since a larger batch or less recomputation may fit only after that.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
-    _OVERLAYS: (),  # and all options without one of these prefixes
+    _OVERLAYS: (),  # also all options without any of these prefixes
     "TP": (DEGREES["tp"],),
     "data parallelism": ("parallelism.data_parallel_",),
     "EP": (DEGREES["ep"], DEGREES["etp"], EP_CHUNKS, SCORE_ACTIVATIONS),

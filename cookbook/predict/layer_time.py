@@ -163,8 +163,8 @@ class Kernels:
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # Each way, to the experts and back, accesses the experts' rows once and the
-            # tokens twice. With EP, the receiving rank also sorts its rows by expert, and back.
+            # Moving tokens to the experts reads or writes the experts' rows once and the tokens
+            # twice; so does moving them back. With EP, the receiving rank also sorts its rows.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
@@ -205,7 +205,7 @@ class Kernels:
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
 # The number of TP collectives in a layer's forward and backward. An all-reduce counts as two. The
-# fifth one in the backward exists only with DeepEP, but is counted for every layer.
+# fifth in the backward exists only with DeepEP, but is counted for every layer.
 _TP_FORWARD, _TP_BACKWARD = 4, 5
 # Compiled attention gathers its input again when it is recomputed, whatever the save list says.
 _TP_COMPILED = 1

@@ -48,7 +48,7 @@ class Shapes(Sizes):
     keeps_gathered: bool  # whether FSDP keeps gathered parameters from the forward to the backward
     autocast: bool  # whether autocast casts the weights: only if none of FSDP, TP, PP is used
     compiled: bool
-    saves: frozenset[str]  # operators whose outputs are saved in selective recomputation
+    saves: frozenset[str]  # operators whose outputs are saved if recomputation is selective
     loss_tokens: int | None  # tokens whose logits exist at the same time; None means all
     loss_compiled: bool
     loss_parallel: bool

@@ -24,7 +24,7 @@ from cookbook.results.result import LoadSummary, Result, RunResults
 from cookbook.results.run_differences import asked_facts, seen_facts
 from cookbook.results.verdicts import Throughput, measure, measured_steps, median_of
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import TOTAL_STEPS, CellRecord, read_record
+from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run
 from cookbook.run.states import CellState
 from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json, read_resumptions
@@ -135,10 +135,13 @@ def attempt_records(folder: CellFolder, newest: CellRecord) -> dict[int, CellRec
     return records
 
 
+# Options that change no step's speed.
+_NOT_OF_SPEED = ("training.steps", "lr_scheduler.", "optimizer.lr", "checkpoint.load_step")
+
+
 def _of_speed(record: CellRecord) -> dict[str, str]:
-    """Return what was requested, without the number of steps, which changes no step's speed."""
     asked = asked_facts(record)
-    return {name: asked[name] for name in asked if name not in ("training.steps", TOTAL_STEPS)}
+    return {name: asked[name] for name in asked if not name.startswith(_NOT_OF_SPEED)}
 
 
 def gpu_hours(folder: CellFolder, records: Mapping[int, CellRecord]) -> float | None:

@@ -17,7 +17,7 @@ from cookbook.observe.metrics import StepMetrics
 NUM_BATCHES = 5
 # At least three values per batch, so that a single stall does not move the batch's median.
 LEAST_VALUES = 3 * NUM_BATCHES
-# The largest autocorrelation that is corrected for. With more, the series drifts.
+# Correct for at most this autocorrelation: a series with more of it drifts.
 _MOST_ALIKE = 0.95
 
 

@@ -96,7 +96,7 @@ class CellFolder:
 _METADATA = ".metadata"
 # TorchTitan also treats a folder with this file as a checkpoint, but cannot resume from it.
 _HUGGING_FACE = "model.safetensors.index.json"
-# What training needs in a checkpoint besides the model: the prefixes of these entries.
+# Prefixes of the entries that training needs in a checkpoint besides the model's.
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 

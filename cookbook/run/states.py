@@ -96,7 +96,7 @@ class CellState(Status):
 
 
 def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]:
-    """Return every cell's state; after `patience` seconds without Slurm, from its files alone."""
+    """Return every cell's state, from files alone if Slurm is silent for `patience` seconds."""
     if run.scheduler == "local":
         return [_local_state(run, cell) for cell in run.cells]
     before = {cell: _read(cell)[0] for cell in run.cells}
@@ -194,7 +194,7 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
 
 
 def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """Do as `merge_slurm_state` does, for a cell that shares its job with others."""
+    """Like `merge_slurm_state`, for a cell that shares its job with other cells."""
     said = _since_start(written, info)
     if said.state in status.ENDED:
         ended_with_job = said.state == status.CANCELLED or (said.reason or "").startswith("Slurm: ")

@@ -25,7 +25,7 @@ _MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 
 
 def layout_findings(options: Options, world: int) -> list[Finding]:
-    """Return the layout errors of a job of `world` ranks; of invalid degrees, only theirs."""
+    """Return the layout errors of `world` ranks; if degrees are invalid, only their errors."""
     reference, found = f"{TORCHTITAN}/distributed/parallel_dims.py", []
     for option, reason, remedy in _problems(options, world):
         if not isinstance(remedy, str):

@@ -43,7 +43,7 @@ LossFunction = Callable[..., Tensor]
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
     """Build the cross-entropy loss, summed over tokens.
 
-    Under PP, it divides the gradient by the number of tokens in the global batch, not the loss.
+    Under PP, its backward divides by the number of tokens in the global batch.
     """
     if num_chunks := job_config.loss.num_chunks:
         name, loss_fn = f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config)
@@ -103,7 +103,7 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 class HandingOnColwiseParallel(ColwiseParallel):
-    """ColwiseParallel that gives a `HandingOn` layer its whole input, as a plain tensor."""
+    """ColwiseParallel for `HandingOn` layers: gathers their sharded input into a plain tensor."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, HandingOn):

@@ -1,4 +1,4 @@
-"""TorchTitan's metrics, plus metrics.jsonl, the experts' load and a report of active options.
+"""Log TorchTitan's metrics and the experts' load, and report which options are active.
 
 After the first step, the ranks' active options are merged, and checked against the overlays
 (`activity.py`). One log line and `environment.json` record them.

@@ -80,13 +80,13 @@ def not_saved() -> Iterator[None]:
 
 @contextmanager
 def last_product() -> Iterator[None]:
-    """Do as `not_saved` does, and also skip the GEMMs of the `with` block in recomputation."""
+    """Like `not_saved`, but recomputation also skips the GEMMs of the `with` block."""
     with not_saved(), _Unmultiplied() if in_recompute() else nullcontext():
         yield
 
 
 class _Unmultiplied(TorchDispatchMode):
-    """Skips GEMMs whose outputs nobody reads: they stay uninitialized."""
+    """Skips GEMMs, whose outputs stay uninitialized because nobody reads them."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -105,7 +105,7 @@ class _Unmultiplied(TorchDispatchMode):
 
 
 class SaveList(set[Any]):
-    """The operators whose results are saved; records in `activity.saved` which were found here."""
+    """The operators whose results to save. `activity.saved` records each that was looked up."""
 
     def __init__(self, operators: Iterable[Any]) -> None:
         super().__init__(operators)
@@ -131,7 +131,7 @@ def apply_ac(model: Any, ac_config: Any, **options: Any) -> None:
     operators.add(torch.ops.cookbook.varlen_attention.default)
     operators |= options.pop("op_sac_save_list")
     if save:
-        # Still save what TorchTitan saves besides, such as the maximum that FP8 scales need.
+        # Keep saving TorchTitan's other operators, such as the maximum that FP8 scales need.
         operators -= kinds.keys()
         operators |= {operator for operator, kind in kinds.items() if kind in save}
     titan.apply_ac(model, ac_config, op_sac_save_list=SaveList(operators), **options)

@@ -126,7 +126,7 @@ class RowMoE(MoE):
             whole = tokens, scores, chosen
             mine, scores, chosen = (shard_tokens(one, length, tp_mesh) for one in whole)
         if experts.cookbook_tp is not None:
-            # Sum the gradient over TP before `spread`, which makes `top_k` copies of each row.
+            # All-reduce the gradient here: after `spread`, it has `top_k` times as many rows.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
         # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1

@@ -212,7 +212,7 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
-    """Copy TorchTitan's flavors as `kind`. `shorter={"16B": 8}` also adds `16B_8layers`."""
+    """Return TorchTitan's flavors as `kind`, and for `shorter={"16B": 8}` also `16B_8layers`."""
     found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()
