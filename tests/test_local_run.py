@@ -17,7 +17,6 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.titan
 
-# Small steps: what is tested is the way around them.
 SMALL = ["--cluster", "local", "--set", "training.seq_len=64"]
 # A machine with GPUs would train on those.
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}

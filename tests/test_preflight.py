@@ -232,8 +232,9 @@ def test_a_network_fault_of_no_single_node(job: JobNodes, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "test_bandwidth", lambda *_: found)
     with pytest.raises(JobError, match="communicate; no fault of single nodes"):
         module.check_network(job)
-    found = NetworkVerdict({"all_reduce": 9.0}, warning="slow as a whole")
+    found = NetworkVerdict({"all_to_all": 8, "all_reduce": 9}, warning="slow as a whole")
     assert module.check_network(job) and job.faults == {}
+    assert [*job.speeds] == ["all_reduce", "all_to_all"]
     assert "slow as a whole; training starts all the same" in job.attempt.log.read_text()
 
 

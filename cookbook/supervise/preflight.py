@@ -127,7 +127,7 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     job.log(
         f"{len(chosen)} healthy node(s)"
         + (f", {spare} spare" if spare else "")
-        + "".join(f", {name} {speed:.3g} GB/s" for name, speed in sorted(job.speeds.items()))
+        + "".join(f", {name} {speed:.3g} GB/s" for name, speed in job.speeds.items())
         + f" ({seconds:.1f} s)"
     )
     _write_findings(job, chosen, seconds)
@@ -252,7 +252,8 @@ def check_network(job: JobNodes) -> bool:
     degrees = [record.options.get(f"parallelism.{name}") or 1 for name in names]
     groups = RankGroups(record.ranks_per_node, cluster.device, cluster.bandwidth, *degrees)
     verdict = test_bandwidth(job.healthy[: record.nodes], groups)
-    job.speeds = verdict.slowest
+    # In one order, whichever rank answers first.
+    job.speeds = dict(sorted(verdict.slowest.items()))
     if verdict.error:
         raise JobError(f"{verdict.error}; no fault of single nodes")
     if verdict.warning:
