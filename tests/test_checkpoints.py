@@ -274,12 +274,17 @@ def test_a_lost_position_in_the_texts_is_refused_or_reads_anew(cell: Started, op
     texts = f"--data.files={cell.path.parents[2]}"
     first = ("--training.dataset=text", f"{texts}/a.jsonl")
     cell.start(*first)
+    (cell.path / "attempt-0/metrics.jsonl").touch()
     save(cell.saved, 6)
     changed = (*first, f"{texts}/b.jsonl" if option == "data.files=b" else f"--{option}")
     with pytest.raises(InputError, match=f"{option.partition('=')[0]}: differs from the check"):
         cell.start(*changed)
     cell.start(*changed, "--checkpoint.exclude_from_loading=dataloader", attempt=1)
     assert cell.step(1) == 6
+    # Attempt 1 saved nothing, so the position is still that of attempt 0.
+    with pytest.raises(InputError, match="differs from the check"):
+        cell.start(*changed)
+    cell.start(*first, attempt=2)
 
 
 def test_a_step_that_is_asked_for_is_judged_alone(cell: Started) -> None:

@@ -24,7 +24,7 @@ from cookbook.results.result import LoadSummary, Result, RunResults
 from cookbook.results.run_differences import asked_facts, seen_facts
 from cookbook.results.verdicts import Throughput, measure, measured_steps, median_of
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord, read_record
+from cookbook.run.record import CellRecord, attempt_records, read_record
 from cookbook.run.run import Run
 from cookbook.run.states import CellState
 from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json, read_resumptions
@@ -123,16 +123,6 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         },
         loads=loads,
     )
-
-
-def attempt_records(folder: CellFolder, newest: CellRecord) -> dict[int, CellRecord]:
-    """Return the record that each attempt ran with, by the attempt's number."""
-    records, record = dict[int, CellRecord](), newest
-    for attempt in reversed(folder.attempts()):
-        # An attempt made before the cell's configuration was changed keeps its own record.
-        record = read_record(attempt.record) if attempt.record.exists() else record
-        records[attempt.number] = record
-    return records
 
 
 # Options that change no step's speed.

@@ -123,6 +123,16 @@ def earlier_record(folder: CellFolder) -> CellRecord | None:
     return None
 
 
+def attempt_records(folder: CellFolder, newest: CellRecord) -> dict[int, CellRecord]:
+    """Return the record that each attempt ran with, by the attempt's number."""
+    records, record = dict[int, CellRecord](), newest
+    for attempt in reversed(folder.attempts()):
+        # `keep_request` copies a record to the last attempt that ran with it.
+        record = read_record(attempt.record) if attempt.record.exists() else record
+        records[attempt.number] = record
+    return records
+
+
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
     """Write the new record and script; copy old ones that differ to the last attempt's folder.
 

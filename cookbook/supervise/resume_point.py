@@ -15,7 +15,7 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.config.options import Options, layout_of, options_of
 from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
-from cookbook.run.record import CellRecord, earlier_record
+from cookbook.run.record import CellRecord, attempt_records, earlier_record
 
 LOAD_STEP = "checkpoint.load_step"
 _EXCLUDED = "checkpoint.exclude_from_loading"
@@ -53,8 +53,8 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         if checkpoint.damage is None:
             _check_states(checkpoint, saved, options)
             if step and "dataloader" not in options[_EXCLUDED]:
-                before = options_of(earlier_record(folder) or record)
-                _check_texts(checkpoint, options, before, record.world)
+                saver = _saver(folder, step, earlier_record(folder) or record)
+                _check_texts(checkpoint, options, options_of(saver), record.world)
             return Found(checkpoint, tuple(damaged))
         damaged.append(checkpoint)
     # TorchTitan ignores `load_step` unless the checkpoint folder exists.
@@ -63,6 +63,14 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         found = str(damaged[-1].damage if saved else "is not there")
         raise InputError(f"{LOAD_STEP}: step-{wanted}", found, remedy)
     return Found(None, tuple(damaged))
+
+
+def _saver(folder: CellFolder, step: int, newest: CellRecord) -> CellRecord:
+    """Return the record of the attempt that saved `step`: the last to start before it."""
+    attempts, records = folder.attempts(), attempt_records(folder, newest)
+    starts = {one.attempt: one.step or 0 for one in status.read_resumptions(attempts)}
+    trained = (one.number for one in reversed(attempts) if one.metrics.exists())
+    return next((records[one] for one in trained if starts.get(one, 0) < step), newest)
 
 
 def _last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[int | None, str]:
