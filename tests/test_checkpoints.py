@@ -322,6 +322,10 @@ def test_a_checked_line_writes_nothing(cell: Started, monkeypatch: pytest.Monkey
     save(cell.saved, 8, states=())
     with pytest.raises(InputError, match="step-8: holds the model without"):
         main(words)
+    # The script does not read this variable, and would train BF16 all the same.
+    monkeypatch.setenv("PRECISION", "mxfp8")
+    with pytest.raises(InputError, match="PRECISION=mxfp8: this script trains bf16"):
+        main(words)
 
 
 def test_a_run_that_has_made_its_steps_says_so(cell: Started) -> None:

@@ -82,6 +82,10 @@ def validate(start: Start) -> Cell:
         hooks=options["experimental.custom_import"],
         emulated=options["cookbook.emulated"],
     )
+    # A cell's script does not read these variables; train_671b.sh sets them to what it trains.
+    for name, own in (("PRECISION", start.precision), ("EP_BACKEND", start.ep_backend)):
+        if (found := os.environ.get(name) or own) != own:
+            raise InputError(f"{name}={found}", f"this script trains {own}", "render another one")
     granted, ranks = os.environ.get("SLURM_GPUS_ON_NODE", ""), cell.cluster.ranks_per_node
     if start.nproc_per_node != ranks:
         found = f"found {start.nproc_per_node}, and {cell.cluster.name} has {ranks} here"
