@@ -203,6 +203,10 @@ def test_wrong_requests_are_refused(
     export.export(request(folder, to))
     with pytest.raises(InputError, match="another checkpoint or dtype"):
         export.export(request(folder, to, dtype="bfloat16"))
+    # The step was trained again after a roll-back.
+    save_model(small_model(), folder)
+    with pytest.raises(InputError, match="another checkpoint or dtype"):
+        export.export(request(folder, to))
     (tmp_path / "c").mkdir()
     (tmp_path / "c/mine.txt").write_text("x")
     with pytest.raises(InputError, match="is not empty"):

@@ -78,7 +78,7 @@ def export(request: Request) -> int:
         raise InputError(request.checkpoint, reason, remedy) from None
     files = plan_files(request, metadata)
     to = Path(request.to)
-    _claim(to, request)
+    _claim(to, request, metadata)
     total = sum(part.bytes for parts in files for part in parts)
     named = {f"model-{n:05}-of-{len(files):05}.safetensors": one for n, one in enumerate(files, 1)}
     missing = {name: parts for name, parts in named.items() if not (to / name).exists()}
@@ -129,9 +129,11 @@ def _name_unused_biases(
         )
 
 
-def _claim(to: Path, request: Request) -> None:
+def _claim(to: Path, request: Request, metadata: Metadata) -> None:
     to.mkdir(parents=True, exist_ok=True)
-    mark, content = to / "export.json", asdict(request)
+    # After a roll-back, another checkpoint has the same path. Each save has an id of its own.
+    save_id = metadata.storage_meta and metadata.storage_meta.save_id
+    mark, content = to / "export.json", {**asdict(request), "save_id": save_id}
     if mark.exists():
         if json.loads(mark.read_text()) != content:
             reason = "holds an export of another checkpoint or dtype"
