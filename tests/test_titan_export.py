@@ -218,6 +218,9 @@ def test_wrong_requests_are_refused(
     data.write_bytes(data.read_bytes()[:5000])
     with pytest.raises(JobError, match=data.name):
         export.export(request(folder, tmp_path / "e"))
+    data.unlink()
+    with pytest.raises(JobError, match=r"raise checkpoint\.keep_latest_k"):
+        export.export(request(folder, tmp_path / "e"))
     assert not list((tmp_path / "e").glob("*.safetensors"))
 
 

@@ -202,9 +202,12 @@ def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[
         reader.read_data(LoadPlan(items), planner).wait()
     except Exception as error:
         files = {str(reader.storage_data[item.storage_index].relative_path) for item in items}
+        # A running job deletes its oldest checkpoints, so earlier steps went before this one.
+        newer = "copy a newer step or raise checkpoint.keep_latest_k, and use a new folder"
+        remedy = newer if isinstance(error, FileNotFoundError) else "export an earlier step"
         raise JobError(
             f"{', '.join(sorted(files))} of the checkpoint cannot be read "
-            f"({type(error).__name__}: {error}); export an earlier step"
+            f"({type(error).__name__}: {error}); {remedy}"
         ) from None
     return dict(zip(part.names, found.view(-1, *part.shape), strict=True))
 
