@@ -108,6 +108,8 @@ def test_files_hold_the_checkpoint_and_the_bias_stays_float32(
         assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 5 and max(file.stat().st_size for file in files) < 60_000
+    # Colleagues can read every file.
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "hf").iterdir()} == {0o644}
 
 
 def test_a_softmax_router_s_bias_is_written_but_transformers_routes_without_it(

@@ -224,6 +224,7 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             if not torch.equal(file.get_tensor(name), tensor):
                 raise JobError(f"{path}: {name} reads back different from what was written")
+    part.chmod(0o644)  # safetensors lets only the owner read it
     part.rename(path)
 
 
