@@ -207,7 +207,12 @@ def test_what_the_user_excludes_stays_so(job: JobNodes, monkeypatch: pytest.Monk
     monkeypatch.setattr(slurm, "left_out_by", lambda job_id: left_out)
     # The list named the others, at submission and at a requeue; their entries are gone by now.
     monkeypatch.setenv("COOKBOOK_LEFT_OUT", "worker-6,worker-7")
-    job.attempt.preflight.write_text(json.dumps({"for_slurm": ["worker-5"]}))
+    # An earlier job of this cell left out worker-4 too, before the user excluded it.
+    for number, (job_id, node) in enumerate([("76", "worker-4"), ("77", "worker-5")]):
+        attempt = job.cell.attempt(number)
+        attempt.path.mkdir(exist_ok=True)
+        attempt.preflight.write_text(json.dumps({"for_slurm": [node]}))
+        write_attempt_end(attempt, AttemptEnd(number, Cause.BAD_NODES, job_id=job_id))
     job.faults = {"worker-1": [BUSY]}
     job.record = replace(job.record, nodes=4)
     assert requeued(job) == (["worker-4", "worker-1"], None)

@@ -282,8 +282,8 @@ def decide(job: JobNodes) -> None:
     # Go on excluding the nodes that the user or the profile excludes. Those that the submission or
     # an earlier check left out are judged anew, because their exclusion may have expired.
     of_list = {*job.listed(), *os.environ.get(excluded.LEFT_OUT_VARIABLE, "").split(",")}
-    for attempt in job.cell.attempts():
-        of_list.update(read_json(attempt.preflight).get("for_slurm", ()))
+    for end in job_ends(job.cell):
+        of_list.update(read_json(job.cell.attempt(end.attempt).preflight).get("for_slurm", ()))
     of_list -= set(job.cluster.exclude)
     of_user = [node for node in slurm.left_out_by(job_id) if node not in of_list]
     choice = _slurm_choice(job, of_user)
