@@ -13,6 +13,8 @@ import pytest
 from cookbook.base.text_files import find_sources
 from cookbook.check.check import check_cells
 from cookbook.cli.main import main
+from cookbook.run.folder import CellFolder
+from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from tests.check_cells import STACK, cell_of
 from tests.made_up_run import Run, metrics_line
 from tests.saved import FILES, cut
@@ -58,6 +60,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("export RUN/never-saved --to {}/out", {}, "has no whole checkpoint"),
     ("export RUN/cell --to {}/out --step 4", {}, "--step: found 4, allowed: 2"),
     ("export RUN/in-hf --to {}/out", {}, "last_save_in_hf); use them there; for another: --step 4"),
+    ("export RUN/nan --to {}/out", {}, "step-4: already holds safetensors files"),
+    ("export RUN/nan --to {}/out --step 8", {}, "step-8: was saved after step 6, the last one"),
     # Validation.
     (DRY_RUN, {f"{V}.enable": True}, "found -1, allowed: 1 and up batches"),
     (DRY_RUN, VALIDATE | {f"{V}.freq": 0}, "found 0, allowed: 1 and up"),
@@ -90,7 +94,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 def save(folder: Path, shapes: dict[str, list[int]], index: bool = True) -> None:
     """Headers of safetensors files, as far as the rules read them."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     entry = {"dtype": "F32", "data_offsets": [0, 0]}
     header = json.dumps({name: entry | {"shape": shape} for name, shape in shapes.items()}).encode()
     (folder / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -150,12 +154,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "not-weights/a.safetensors").write_bytes(b"<html>not found</html>")
     run = Run(folder / "runs")
     options = {"training.steps": 8, f"{C}.enable": True, f"{C}.folder": "checkpoint"}
-    for cell, steps in {"cell": (2, 4), "never-saved": (), "in-hf": (4,)}.items():
+    for cell, steps in {"cell": (2, 4), "never-saved": (), "in-hf": (4,), "nan": ()}.items():
         path = run.add(cell, metrics_line(1), options=options, stack=STACK.name, cluster="local")
         for step in steps:
             save_checkpoint(path / "checkpoint", step)
     cut(run.folder / "cell/checkpoint/step-4" / FILES[1])
-    save(run.folder / "in-hf/checkpoint/step-8", {})
+    for name in ("in-hf/checkpoint/step-8", "nan/checkpoint/step-4", "nan/checkpoint/step-8"):
+        save(run.folder / name, {})
+    end = AttemptEnd(1, Cause.NAN_LOSS, last_good_step=6)
+    write_attempt_end(CellFolder(run.folder / "nan").attempt(1), end)
     run.write()
     return folder
 

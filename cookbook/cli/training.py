@@ -15,20 +15,29 @@ from cookbook.cli.follow import named_cell
 from cookbook.config.options import options_of
 from cookbook.run.folder import read_checkpoint, saved_steps
 from cookbook.run.record import read_record
+from cookbook.supervise.resume_point import last_good_step
 
 
 def export_weights(arguments: argparse.Namespace) -> int:
-    """Write a cell's newest complete checkpoint, or the one at `--step`, as safetensors files."""
+    """Write a cell's newest checkpoint from before a NaN, or that of `--step`, as safetensors."""
     run, cell = named_cell(arguments.cell)
     record = read_record(cell.record)
     options = options_of(record)
-    saved = [read_checkpoint(*one) for one in saved_steps(cell.checkpoints(record.options))]
-    whole = {one.step: one for one in saved if one.damage is None}
+    saved = saved_steps(cell.checkpoints(record.options))
+    whole = {one.step: one for each in saved if (one := read_checkpoint(*each)).damage is None}
+    good, why = last_good_step(cell, saved)
+    fit = [step for step in whole if good is None or step <= good]
     place = f"{run.name}/{cell.name}"
     if not whole:
         remedy = "train with checkpoint.enable: true; the last step is always saved"
         raise InputError(place, "has no whole checkpoint", remedy)
-    step = arguments.step if arguments.step is not None else max(whole)
+    for unfit in sorted(whole.keys() - fit):
+        if arguments.step in (None, unfit):
+            print(f"{place}: step-{unfit}: {why}", file=sys.stderr)
+    if not fit and arguments.step is None:
+        remedy = f"export one all the same with --step {min(whole)}"
+        raise InputError(place, "has no checkpoint from before its NaN loss", remedy)
+    step = arguments.step if arguments.step is not None else max(fit)
     if step not in whole:
         allowed = ", ".join(map(str, sorted(whole)))
         raise InputError("--step", f"found {step}, allowed: {allowed}")

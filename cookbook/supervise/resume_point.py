@@ -45,7 +45,7 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         later = f"is later than {LOAD_STEP}={wanted}"
         damaged = [Checkpoint(path, step, later) for step, path in saved if step > wanted]
         saved = [one for one in saved if one[0] == wanted]
-    good, why = _last_good_step(folder, saved)
+    good, why = last_good_step(folder, saved)
     for step, path in saved:
         checkpoint = read_checkpoint(step, path)
         if good is not None and step > good and checkpoint.damage is None:
@@ -73,7 +73,7 @@ def _saver(folder: CellFolder, step: int, newest: CellRecord) -> CellRecord:
     return next((records[one] for one in trained if starts.get(one, 0) < step), newest)
 
 
-def _last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[int | None, str]:
+def last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[int | None, str]:
     """Return the last step before a NaN and why later checkpoints are unfit; None without NaN."""
     newest = folder.attempts()[-1:]
     end = next(iter(status.read_history(newest)), None)
