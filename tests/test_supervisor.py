@@ -18,7 +18,7 @@ from cookbook.run.record import CellRecord, read_record
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING, AttemptEnd, Cause, Status
 from cookbook.supervise.attempt import Timeouts, end_orphan_processes
 from cookbook.supervise.exits import Decision, decide
-from cookbook.supervise.resume_point import prepare
+from cookbook.supervise.resume_point import LOAD_STEP, prepare
 from cookbook.supervise.supervisor import Supervisor
 from tests.saved import save
 from tests.started import lives, start_marked
@@ -354,14 +354,17 @@ def test_a_job_reads_its_record_alone(tmp_path: Path) -> None:
     assert (status.read_status(broken).state, broken.attempts()) == ("failed", [])
 
 
-def test_all_attempts_are_one_run_of_weights_and_biases(
-    supervised: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_all_attempts_are_one_run_of_weights_and_biases_up_to_a_roll_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    note = 'echo "${WANDB_RUN_ID} ${WANDB_RESUME}" >>"${CELL_DIR}/ids"; step 1 7; ((K)) || exit 1'
-    assert supervised(note).code == 0
-    first, second = (tmp_path / "run/cell/ids").read_text().splitlines()
-    assert first == second and re.fullmatch("[0-9a-f]{12} allow", first)
+    note = 'echo "${WANDB_RUN_ID} ${WANDB_RESUME}" >>"${CELL_DIR}/ids"; ((K == 2)) && exit 0'
+    cell = make(tmp_path, body=f"{note}; step 1 7; ((K)) || exit 1; step 2 nan; sleep 300")
+    cell.wandb_id.write_text("of an earlier job")
+    CellRecord(options={LOAD_STEP: 4, "checkpoint.enable": True}).write(cell.record)
+    assert run(cell) == 0
+    ids = (tmp_path / "run/cell/ids").read_text()
+    assert re.fullmatch(r"([0-9a-f]{12} allow\n)\1(?!\1)[0-9a-f]{12} allow\n", ids), ids
 
 
 def test_a_run_that_may_skip_steps_is_not_ended_for_a_loss_that_is_nan(tmp_path: Path) -> None:

@@ -214,11 +214,15 @@ class Supervisor:
             "LOG_RANK": ",".join(map(str, ranks)),
             "SHOWN_RANKS": ",".join(map(str, local_ranks)),
         }
+        # W&B ignores steps below its newest, so those trained again need a new W&B run.
+        is_rolled_back = record.options.get(LOAD_STEP, -1) != -1 or any(
+            end.cause is Cause.NAN_LOSS for end in status.read_history(cell.attempts()[-1:])
+        )
         self._is_preparing = True
         try:
             prepare(cell, attempt, record)
             if "WANDB_RUN_ID" not in os.environ:
-                if not cell.wandb_id.exists():
+                if is_rolled_back or not cell.wandb_id.exists():
                     write_whole(cell.wandb_id, secrets.token_hex(6))
                 environment |= {"WANDB_RUN_ID": cell.wandb_id.read_text(), "WANDB_RESUME": "allow"}
             if exits.slurm_job():
