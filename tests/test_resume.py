@@ -10,16 +10,19 @@ import pytest
 
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.yamlfile import Words
+from cookbook.cli.main import main
 from cookbook.config.cell import Cell
 from cookbook.config.options import Setting
 from cookbook.config.resolve import cell_from_record
 from cookbook.launch import submit as executor
 from cookbook.launch.submit import create_run, resume_cells
+from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
-from cookbook.run.run import Run, run_names
+from cookbook.run.run import Run, release_submit_locks, run_names
 from cookbook.run.status import (
     FAILED,
+    FINISHED,
     QUEUED,
     RUNNING,
     Status,
@@ -180,6 +183,18 @@ def test_each_request_is_kept_with_its_attempt(monkeypatch: pytest.MonkeyPatch) 
     assert (record.steps, record.world, record.environment["NCCL_DEBUG"]) == (30, 4, "INFO")
     assert (folder.path / "attempt-0/cell.yaml").read_text() == first
     assert read_record(folder.attempt(1).record).steps == 20
+
+
+def test_a_resumed_cell_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _ended(_cell(), replace(_cell(), name="other"))
+    release_submit_locks()
+    write_job(run.cell("other"), "7")
+    write_status(run.cell("other"), Status(RUNNING))
+    write_status(run.cell(NAME), Status(FINISHED))
+    monkeypatch.setattr(executor, "resume_cells", lambda *_: ["11"])
+    monkeypatch.setattr(slurm, "job_infos", lambda *_: {"7": slurm.JobInfo("RUNNING", "")})
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits for another cell"))
+    assert main(["run", "--resume", f"{run.name}/{NAME}", "--no-check"]) == 0
 
 
 def test_a_failed_submission_leaves_the_cell_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

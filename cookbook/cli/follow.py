@@ -5,6 +5,8 @@ import contextlib
 import shutil
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cookbook.base.errors import InputError, JobError
@@ -238,11 +240,13 @@ def watch_run(run: Run) -> bool:
         return False
 
 
-def wait_for(run: Run) -> int:
-    """Show progress, then the report; return the exit status, 130 if the user stopped watching."""
-    if not watch_run(run):
+def wait_for(run: Run, cells: Sequence[CellFolder] | None = None) -> int:
+    """Show the progress of `cells` (None: all), then the run's report; return the exit status."""
+    watched = run if cells is None else replace(run, cells=tuple(cells))
+    if not watch_run(watched):
         return 130
-    states = print_report(run, "md")
+    of_run = print_report(run, "md")
+    states = {cell.name: of_run[cell.name] for cell in watched.cells}
     for cell, state in states.items():
         if state == FAILED:
             print(f"{cell} failed; its log: python submit.py logs {run.name}/{cell}")

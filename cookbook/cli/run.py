@@ -181,7 +181,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     finally:
         release_submit_locks()
     report_jobs(run, job_ids, arguments.detach)
-    return 0 if arguments.detach else wait_for(run)
+    return 0 if arguments.detach else wait_for(run, [run.cell(cell.name) for cell in cells])
 
 
 def _resumable(
