@@ -270,7 +270,7 @@ def test_another_number_of_readers_is_refused_or_reads_anew(cell: Started) -> No
 @pytest.mark.parametrize("option", ["data.files=b", "data.shuffle_seed=2", WORKERS])
 def test_a_lost_position_in_the_texts_is_refused_or_reads_anew(cell: Started, option: str) -> None:
     for name in "ab":
-        (cell.path.parents[2] / f"{name}.jsonl").write_text('{"text": "x"}\n')
+        (cell.path.parents[2] / f"{name}.jsonl").write_text('{"text": "x"}\n' * 2)
     texts = f"--data.files={cell.path.parents[2]}"
     first = ("--training.dataset=text", f"{texts}/a.jsonl")
     cell.start(*first)

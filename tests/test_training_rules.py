@@ -22,6 +22,8 @@ from tests.saved import save as save_checkpoint
 
 C, V, D = "checkpoint", "validation", "data"
 DRY_RUN, QWEN3 = (f"run {name} --dry-run --cluster local" for name in ("debug", "qwen3_debug"))
+WORKERS = "dataloader.num_workers"
+HELD_OUT = {f"{V}.dataset": "text", f"{D}.validation_files": "{}/good.jsonl"}
 VALIDATE = {f"{V}.enable": True, f"{V}.steps": 1}
 LOAD = {f"{C}.enable": True, f"{C}.initial_load_in_hf": True, f"{C}.initial_load_path": "{}/hf"}
 FP8 = {f"{C}.initial_load_in_hf_quantized": True}
@@ -80,6 +82,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, text("cut.jsonl.gz"), "cut.jsonl.gz: cannot be read"),
     (DRY_RUN, text("no.parquet"), "is not a Parquet file"),
     (DRY_RUN, text("a.txt"), "a.txt, allowed: .jsonl"),
+    (DRY_RUN, text("good.jsonl", **{f"training.{WORKERS}": 9}), "has 8 documents for"),
+    (DRY_RUN, VALIDATE | HELD_OUT | {f"{V}.{WORKERS}": 9}, f"{D}.validation_files: "),
     (DRY_RUN, text("good.jsonl,0.5:{}/good.jsonl"), "has no weight and others have one"),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "0:{}/good.jsonl"}, "has weight 0"),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "70%:{}/good.jsonl"}, "such as 0.7, not"),
@@ -129,7 +133,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     good = '{"text": "x"}\n'
     for name, content in {
-        "good.jsonl": good,
+        "good.jsonl": good * 8,
         "broken.jsonl": good + '{"text": \n',
         "other-key.jsonl": good + '{"content": "x"}\n',
         "empty.jsonl": "",
@@ -198,7 +202,7 @@ def test_a_wrong_input_is_refused_in_one_line(
 def test_right_inputs_are_not(inputs: Path, capsys: Any) -> None:
     unused = {f"{V}.dataset": "none", f"{V}.dataset_path": "{}/nothing"}
     saved = {f"{C}.enable": True, f"{C}.last_save_in_hf": True}
-    for options in (saved, text("good.jsonl"), LOAD, unused):
+    for options in (saved, text("good.jsonl"), VALIDATE | HELD_OUT, LOAD, unused):
         given = [f"{name}={value}".replace("{}", str(inputs)) for name, value in options.items()]
         words = [word for one in given for word in ("--set", one)]
         assert main([*DRY_RUN.split(), *words]) == 0, capsys.readouterr().out

@@ -34,6 +34,10 @@ class TextSource:
     files: tuple[Path, ...]
     weight: float
 
+    def too_few(self, count: int, readers: int) -> InputError:
+        found = f"has {count} documents for {readers} data-parallel ranks and workers"
+        return InputError(self.pattern, found, "use fewer of them, or more documents")
+
 
 @dataclass(frozen=True)
 class Document:
@@ -142,14 +146,22 @@ def _read_parquet(file: Path, key: str) -> Iterator[list[Document]]:
         yield [Document(file, next(rows), text) for text in batch.column(0).to_pylist()]
 
 
-def check_sources(patterns: Sequence[str], key: str, root: Path) -> None:
+def check_sources(patterns: Sequence[str], key: str, root: Path, readers: int) -> None:
     """Read the first 100 documents of every file; raise the InputError that a job would raise."""
-    for file in (file for source in find_sources(patterns, root) for file in source.files):
-        first = next(read_windows(file, key), [])
-        if not first:
-            raise InputError(str(file), "has no documents", "remove it")
-        for document in first[:100]:
-            document.text(key)
+    for source in find_sources(patterns, root):
+        count = 0  # each reader needs a document of every source
+        for file in source.files:
+            windows = read_windows(file, key)
+            first = next(windows, [])
+            if not first:
+                raise InputError(str(file), "has no documents", "remove it")
+            for document in first[:100]:
+                document.text(key)
+            count += len(first)
+            while count < readers and (window := next(windows, [])):
+                count += len(window)
+        if count < readers:
+            raise source.too_few(count, readers)
 
 
 def write_lengths(

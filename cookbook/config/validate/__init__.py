@@ -89,8 +89,10 @@ def files(cell: Cell) -> Problems:
             yield name, f"{shown} is a file, allowed: a folder", remedy
     for section, name in values.readers(cell).items():
         if options[f"{section}.dataset"] == values.TEXT and options[name]:
+            workers = max(options[f"{section}.dataloader.num_workers"], 1)
+            readers = cell.layout.dp_replicate * cell.layout.dp_shard * workers
             try:
-                check_sources(options[name], options["data.text_key"], ROOT)
+                check_sources(options[name], options["data.text_key"], ROOT, readers)
             except InputError as error:
                 place = "" if error.place == "data.files" else f"{error.place}: "
                 yield name, f"{place}{error.found}", error.remedy

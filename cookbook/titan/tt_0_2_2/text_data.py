@@ -72,9 +72,7 @@ def read_texts(
             place.before, place.documents = place.before + place.documents, 0
             place.file += 1
         if place.before <= rank:
-            few = f"{source.pattern} has {place.before} documents for {readers}"
-            reason = f"{few} data-parallel ranks and workers"
-            raise InputError("data.files", reason, "use fewer of them, or more documents")
+            raise refuse(str(source.too_few(place.before, readers)))
         place.epoch, place.file, place.before = place.epoch + 1, 0, 0
 
 
