@@ -205,7 +205,7 @@ def test_each_logged_step_is_a_line_at_once(tmp_path: Path) -> None:
     assert (ten.validation_loss, twenty.loss) == (2.75, float("inf"))
 
 
-def test_steps_with_a_validation_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_steps_and_steps_with_a_validation_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     from cookbook.titan.tt_0_2_2 import metrics
 
     now, said = [0.0], dict[int, float]()
@@ -216,17 +216,17 @@ def test_steps_with_a_validation_are_logged(monkeypatch: pytest.MonkeyPatch) -> 
         said[step], report.time_last_log = extra_metrics["time_metrics/end_to_end(s)"], now[0]
 
     monkeypatch.setattr("torchtitan.components.metrics.MetricsProcessor.log", log)
-    for enable, logged in ((False, [1, 20, 40]), (True, [1, 15, 20, 30, 40])):
+    for enable, logged in ((False, [1, 20, 33]), (True, [1, 15, 20, 30, 33])):
         report: Any = metrics.CookbookMetrics.__new__(metrics.CookbookMetrics)
         report.job_config = SimpleNamespace(
             metrics=SimpleNamespace(log_freq=20),
-            training=SimpleNamespace(max_skipped_steps=0),
+            training=SimpleNamespace(steps=33, max_skipped_steps=0),
             validation=SimpleNamespace(enable=enable, freq=15),
         )
         report._load, report._logged_at = SimpleNamespace(log=lambda step: {}), math.inf
         report.time_last_log = now[0]
         said.clear()
-        for step in range(1, 41):
+        for step in range(1, 34):
             now[0] += 2.5
             if report.should_log(step):
                 report.log(step)

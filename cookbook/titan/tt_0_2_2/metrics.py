@@ -113,7 +113,8 @@ class CookbookMetrics(metrics.MetricsProcessor):
 
     def should_log(self, step: int) -> bool:
         """Return whether to log this step; called on every rank after each optimizer step."""
-        if self.alarm and step >= self.job_config.training.steps:
+        is_last = step >= self.job_config.training.steps
+        if self.alarm and is_last:
             self.alarm.end()
         elif self.alarm:
             self.alarm.step()
@@ -124,7 +125,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         # Reports show a validation loss in the row of its step, so that step is logged too.
         config = self.job_config
         validates = config.validation.enable and BaseValidator(config).should_validate(step)
-        is_logged: bool = validates or super().should_log(step)
+        is_logged: bool = is_last or validates or super().should_log(step)
         # The supervisor reads the log and would take a long silence for a hang.
         now = time.monotonic()
         is_due = now - self._logged_at >= _HEARTBEAT_S
