@@ -98,12 +98,14 @@ def test_the_lines_of_the_hooks_count_and_not_the_console(attempt: Attempt) -> N
 
 def test_a_resumed_attempt_replaces_the_steps_that_it_makes_again(tmp_path: Path) -> None:
     cell = CellFolder(tmp_path)
-    for number, steps in enumerate([range(1, 6), range(4, 7)]):
+    # The last one resumes from step 5, and logs every fourth step only.
+    for number, steps in enumerate([range(1, 6), range(4, 8), [8]]):
         cell.attempt(number).path.mkdir()
         write(cell.attempt(number), *({"step": s, "loss": 10.0 * number + s} for s in steps))
+    write_json(cell.attempt(2).resumption, Resumption(2, 5))
     curve = collect_steps(cell, CellRecord())
     assert [(one.step, one.loss, one.attempt) for one in curve] == [
-        *((1, 1.0, 0), (2, 2.0, 0), (3, 3.0, 0), (4, 14.0, 1), (5, 15.0, 1), (6, 16.0, 1))
+        *((1, 1.0, 0), (2, 2.0, 0), (3, 3.0, 0), (4, 14.0, 1), (5, 15.0, 1), (8, 28.0, 2))
     ]
 
 

@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
+from cookbook.run.status import read_resumptions
 
 T = TypeVar("T")
 RANK = re.compile(r"\[rank([0-9]{1,7})\]:")
@@ -185,14 +186,15 @@ def step_seconds(steps: Iterable[StepMetrics]) -> float | None:
 def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
     """Return the cell's loss curve: the steps of all attempts, in increasing order.
 
-    A resumed attempt replaces the steps that it repeats.
+    An attempt that has logged a step replaces all steps after the one that it resumed from.
     """
-    steps: list[StepMetrics] = []
-    for attempt in cell.attempts():
-        for metrics in read_steps(attempt, record):
-            while steps and steps[-1].step >= metrics.step:
-                steps.pop()
-            steps.append(metrics)
+    steps, attempts = list[StepMetrics](), cell.attempts()
+    resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
+    for attempt in attempts:
+        if own := read_steps(attempt, record):
+            # The first logged step may come well after the resumption.
+            start = resumed.get(attempt.number, own[0].step - 1)
+            steps = [one for one in steps if one.step <= start] + own
     return steps
 
 
