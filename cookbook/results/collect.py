@@ -78,7 +78,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         reasons.append(_EMULATED if is_low_precision_emulated else None)
         reasons.append(_BY_REFERENCE if by_reference else None)
     options = record.options
-    is_asked = bool(attempts) and options.get("profiling.enable_profiling") is True
+    is_asked = bool(newest) and options.get("profiling.enable_profiling") is True
     routing = None
     if record.name is not None or record.recipe is not None:
         is_forced = options.get("debug.moe_force_load_balance") is True
@@ -108,7 +108,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         predicted_tokens_per_second_per_gpu=step.tokens_per_second_per_gpu if step else None,
         predicted_largest=step.largest if step else None,
         router_load=summarize_load(loads),
-        profiled=is_asked or any(attempt.traces.is_dir() for attempt in attempts),
+        profiled=is_asked or any(attempt.traces.is_dir() for attempt in newest),
         total_steps=record.steps,
         baseline=record.baseline or run_baseline,
         routing=routing,

@@ -66,7 +66,7 @@ class Result:
     predicted_tokens_per_second_per_gpu: float | None = None
     predicted_largest: str | None = None
     router_load: LoadSummary | None = None
-    profiled: bool = False  # whether an attempt ran with TorchTitan's profiler, which slows it down
+    profiled: bool = False  # whether a profiler slowed down the attempts whose speed counts
     total_steps: int | None = None
     device: str | None = None  # for the fields from here to `prediction` see run/record.py
     stand_in_for: str | None = None
