@@ -269,13 +269,14 @@ def write_metrics(
 def test_the_last_validation_loss_is_a_column_and_all_are_a_curve(tmp_path: Path) -> None:
     run = Run(tmp_path)
     again = {"repeat_of": "other"}
-    for name, last, more in (("base", 6.0, {}), ("other", 6.25, {}), ("other-r2", 6.75, again)):
+    repeats = ("other-r2", 20, 6.75, again), ("other-r3", 11, 9.0, again)
+    for name, steps, last, more in (("base", 20, 6.0, {}), ("other", 20, 6.25, {}), *repeats):
         cell = run.add(name, metrics_line(1), **more)
-        write_metrics(cell, [7.0] * 20, {1: 7.5, 10: 7.0, 20: last})
+        write_metrics(cell, [7.0] * steps, {1: 7.5, 10: 7.0, steps: last})
     results = run.collect()
     table = report_tables(results)["cells"]
     column = table.head.index("validation loss")
-    # The median of a cell's repeats.
+    # The median of the repeats that got furthest.
     assert [row[column] for row in table.rows] == ["6.0000", "6.5000"]
     (chart,) = [one for one in charts_of(results) if one.name == "validation-loss"]
     assert [list(line.x) for line in chart.lines] == [[1, 10, 20]] * 2

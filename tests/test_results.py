@@ -367,6 +367,8 @@ def test_stalls_and_restarts_of_every_repeat_are_told(run: Run) -> None:
     # Of its own median: a slow repeat has no more stalls than others.
     assert [one.throughput and one.throughput.stalls for one in (first, second)] == [(), (6, 14)]
     assert cell.throughput is not None and cell.throughput.stalls == (6, 14)
+    # Not a median with the loss of the second, which got to step 16.
+    assert (second.final_loss, cell.final_loss) == (3.5, 3.0)
     assert [len(one.history.attempts) for one in (first, second)] == [1, 2]
     assert len(cell.history.attempts) == 3
     assert (first.history.steps_lost, cell.history.steps_lost) == (0, 2)

@@ -52,15 +52,16 @@ def against_baseline(folders: Iterable[Result]) -> list[Result]:
 def merge_repeats(runs: Sequence[Result]) -> Result:
     """Merge the results of a cell's repeats, in order, into one result.
 
-    Throughput is measured over the steps of all repeats. TFLOPs, MFU, final and validation loss are
-    medians; memory is the maximum. The status is `finished` only if every repeat has finished. Most
-    other fields, the curve too, are those of the first repeat that got furthest: another may have
-    failed before its first step.
+    Throughput is measured over the steps of all repeats. TFLOPs and MFU are medians, as are final
+    and validation loss, of the repeats that got furthest; memory is the maximum. The status is
+    `finished` only if every repeat has finished. Most other fields, the curve too, are those of the
+    first repeat that got furthest: another may have failed before its first step.
     """
     first = max(runs, key=lambda run: run.steps or 0)
     if len(runs) == 1:
         return replace(first, name=first.repeat_of or first.name)
     throughput = measure(*(run.timed for run in runs))
+    furthest = [run for run in runs if run.steps == first.steps]
     reasons = [f"repeat {number}: {run.reason}" for number, run in enumerate(runs, 1) if run.reason]
     attempts = tuple(attempt for run in runs for attempt in run.history.attempts)
     lost = sum(run.history.steps_lost for run in runs)
@@ -80,8 +81,8 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
         tflops_per_gpu=median_of(run.tflops_per_gpu for run in runs),
         mfu=median_of(run.mfu for run in runs),
         memory_gib=max((run.memory_gib for run in runs if run.memory_gib), default=None),
-        final_loss=median_of(run.final_loss for run in runs) or first.final_loss,
-        validation_loss=median_of(run.validation_loss for run in runs) or first.validation_loss,
+        final_loss=median_of(run.final_loss for run in furthest) or first.final_loss,
+        validation_loss=median_of(run.validation_loss for run in furthest) or first.validation_loss,
         profiled=any(run.profiled for run in runs),
         emulated=any(run.emulated for run in runs),
         active=next((run.active for run in runs if run.active), None),
