@@ -195,6 +195,7 @@ def test_a_gpu_cell_is_held_beside_its_prediction(run: Run) -> None:
     [
         ("training.steps", 20, 6, 200, 99.5, 45),
         ("optimizer.lr", 1, 6, 200, 99.5, 45),
+        ("checkpoint.keep_latest_k", 3, 6, 200, 99.5, 45),
         ("training.global_batch_size", 4, 3, 300, 10, 30),
     ],
 )
@@ -214,7 +215,7 @@ def test_speed_and_memory_stand_beside_the_newest_options(
     record = read_record(folder / "cell.yaml")
     record = replace(record, options=options | {option: value})
     record.write(folder / "attempt-1/cell.yaml")
-    run.add("base-r2", steady_log(100), repeat_of="base", repeat=2)
+    run.add("base-r2", steady_log(100), repeat_of="base", repeat=2, options=options)
     run.add("other", steady_log(600))
     base, other = (results := run.collect()).cells
     one = base.repeats[0]
@@ -328,10 +329,23 @@ def test_repeats_are_one_cell_with_a_speed_up_over_pairs(run: Run) -> None:
     assert base.speedup == 1.0 and base.speed is None
 
 
+def test_a_repeat_that_was_resumed_with_other_options_is_a_cell_of_its_own(run: Run) -> None:
+    add_repeats(run, "base", 100, 110, 120, options={BATCH: 8})
+    add_repeats(run, "fast", 150, 165, 183, options={BATCH: 8})
+    path = run.folder / "fast-r2/cell.yaml"
+    replace(read_record(path), options={BATCH: 4}).write(path)
+    _, fast, alone = (results := run.collect()).cells
+    assert ([one.name for one in fast.repeats], alone.name) == (["fast", "fast-r3"], "fast-r2")
+    # Pairs are still those of one round.
+    assert fast.speedup == pytest.approx((1.5 * 1.525) ** 0.5) and alone.speedup == 1.5
+    said = "fast-r2: a cell of its own, because it ran with other options than fast"
+    assert said in notes(results)
+
+
 def test_one_pair_alone_is_judged_by_its_steps(run: Run) -> None:
     add_repeats(run, "base", 100, 100)
     run.add("fast", state="failed", reason="out of memory")
-    run.add("fast-r2", steady_log(150), repeat_of="fast")
+    run.add("fast-r2", steady_log(150), repeat_of="fast", repeat=2)
     results = run.collect()
     _, fast = results.cells
     assert (fast.status, fast.reason) == ("failed", "repeat 1: out of memory")

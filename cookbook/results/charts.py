@@ -210,7 +210,7 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
         for number, run in enumerate(cell.result.runs, 1):
             if not (seconds := run.seconds):
                 continue
-            label = f"{cell.label}, repeat {number}" if cell.result.repeats else cell.label
+            label = f"{cell.label}, repeat {run.repeat}" if cell.result.repeats else cell.label
             line = cell.line(thin(seconds), label, number > 1)
             stalls = run.throughput.stalls if run.throughput else ()
             marks = tuple((float(at), seconds[at]) for at in stalls if at in seconds)

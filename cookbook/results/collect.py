@@ -24,7 +24,7 @@ from cookbook.results.result import LoadSummary, Result, RunResults
 from cookbook.results.run_differences import asked_facts, seen_facts
 from cookbook.results.verdicts import Throughput, measure, measured_steps, median_of
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord, attempt_records, read_record
+from cookbook.run.record import CellRecord, attempt_records, of_speed, read_record
 from cookbook.run.run import Run
 from cookbook.run.states import CellState
 from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json, read_resumptions
@@ -32,7 +32,7 @@ from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json, read_resump
 _EMULATED = "emulated numerics: the throughput says nothing about real MXFP8"
 _BY_REFERENCE = "attention by a reference: the throughput says nothing about FlashAttention-4"
 # Fields that a Result copies unchanged from the cell's record.
-_OF_RECORD = "recipe precision ep_backend device stand_in_for prediction world repeat_of "
+_OF_RECORD = "recipe precision ep_backend device stand_in_for prediction world repeat_of repeat "
 _OF_RECORD += "published_tokens_per_second_per_gpu published_source tokens_per_step_per_gpu"
 
 
@@ -54,7 +54,10 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     curve, loads = metrics.collect_steps(folder, record), metrics.collect_router_load(folder)
     records = attempt_records(folder, record)
     # Speed and memory stand beside the newest options: attempts with others do not count.
-    newest = [one for one in attempts if _of_speed(records[one.number]) == _of_speed(record)]
+    asked = asked_facts(record)
+    newest = [
+        one for one in attempts if of_speed(asked_facts(records[one.number])) == of_speed(asked)
+    ]
     numbers = {one.number for one in newest}
     timed = [step for step in curve if step.attempt in numbers]
     measured, throughput = measured_steps(timed), measure(timed)
@@ -112,7 +115,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         total_steps=record.steps,
         baseline=record.baseline or run_baseline,
         routing=routing,
-        asked=asked_facts(record),
+        asked=asked,
         seen=seen_facts(active),
         curve=curve,
         timed=timed,
@@ -123,15 +126,6 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         },
         loads=loads,
     )
-
-
-# Options that change no step's speed.
-_NOT_OF_SPEED = ("training.steps", "lr_scheduler.", "optimizer.lr", "checkpoint.load_step")
-
-
-def _of_speed(record: CellRecord) -> dict[str, str]:
-    asked = asked_facts(record)
-    return {name: asked[name] for name in asked if not name.startswith(_NOT_OF_SPEED)}
 
 
 def gpu_hours(folder: CellFolder, records: Mapping[int, CellRecord]) -> float | None:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cookbook.base.files import json_text
 from cookbook.observe.history import History
@@ -22,15 +23,18 @@ from cookbook.results.verdicts import (
     speeds_of,
     unpaired_speed_up,
 )
+from cookbook.run.record import of_speed
 from cookbook.run.status import FINISHED
 
 
 def against_baseline(folders: Iterable[Result]) -> list[Result]:
     """Merge each cell's repeats into one Result; add speed-up and loss verdict where comparable."""
-    runs = defaultdict[str, list[Result]](list)
+    runs = defaultdict[Any, list[Result]](list)
     for result in folders:
-        runs[result.repeat_of or result.name].append(result)
-    merged = {name: merge_repeats(own) for name, own in runs.items()}
+        # A repeat that was resumed with other options is a cell of its own.
+        options = frozenset(of_speed(result.asked).items())
+        runs[result.repeat_of or result.name, options].append(result)
+    merged = {cell.name: cell for cell in map(merge_repeats, runs.values())}
     losses = _loss_verdicts(merged)
     cells = []
     for name, cell in merged.items():
@@ -59,10 +63,10 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
     """
     first = max(runs, key=lambda run: run.steps or 0)
     if len(runs) == 1:
-        return replace(first, name=first.repeat_of or first.name)
+        return first
     throughput = measure(*(run.timed for run in runs))
     furthest = [run for run in runs if run.steps == first.steps]
-    reasons = [f"repeat {number}: {run.reason}" for number, run in enumerate(runs, 1) if run.reason]
+    reasons = [f"repeat {run.repeat}: {run.reason}" for run in runs if run.reason]
     attempts = tuple(attempt for run in runs for attempt in run.history.attempts)
     lost = sum(run.history.steps_lost for run in runs)
     # Weight each repeat's share of effective time by the time that the repeat took.
@@ -73,7 +77,7 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
             effective, elapsed = effective + seconds, elapsed + seconds / history.effective
     return replace(
         first,
-        name=first.repeat_of or first.name,
+        name=runs[0].name,
         status=next((run.status for run in runs if run.status != FINISHED), FINISHED),
         reason=first.reason if len({run.reason for run in runs}) == 1 else "; ".join(reasons),
         steps=min((run.steps for run in runs if run.steps is not None), default=None),
@@ -99,7 +103,8 @@ def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
     if unlike(cell, base, ""):
         return None
     # Compare finished runs only: a failed cell's few steps may be slow or broken.
-    pairs = [*zip(cell.runs, base.runs, strict=False)]
+    of_base = {run.repeat: run for run in base.runs}
+    pairs = [(run, of_base[run.repeat]) for run in cell.runs if run.repeat in of_base]
     pairs = [pair for pair in pairs if {run.status for run in pair} == {FINISHED}]
     speeds = [[run.tokens_per_second_per_gpu for run in pair] for pair in pairs]
     paired = paired_speed_up([(one, other) for one, other in speeds if one and other])

@@ -224,6 +224,11 @@ def notes(results: RunResults) -> list[str]:
         if reason:
             lines.append(f"{cell.name} ({cell.status or 'status unknown'}): {reason}")
     runs = [run for cell in results.cells for run in cell.runs]
+    lines += [
+        f"{cell.name}: a cell of its own, because it ran with other options than {cell.repeat_of}"
+        for cell in results.cells
+        if cell.repeat_of not in (None, cell.name)
+    ]
     lines += [f"{run.name}: {text}" for run in runs for r in run.resumptions for text in r.lines]
     lines += [f"{run.name}: {line}" for run in runs for line in run.history.lines]
     lines += [

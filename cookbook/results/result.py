@@ -78,6 +78,7 @@ class Result:
     world: int = 1
     routing: str | None = None  # trained, round_robin or random
     repeat_of: str | None = None  # the cell that this folder repeats
+    repeat: int = 1
     repeats: tuple[Self, ...] = ()  # if the cell was repeated, one result per folder
     asked: Mapping[str, str] = field(default_factory=dict)  # recipe, layout and options, as text
     seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs

@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -15,6 +16,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import Count, Flag, Natural, Number, Text, Words, fill, read_yaml
 from cookbook.run.folder import CellFolder
 
+T = TypeVar("T")
 # Options that the cookbook sets itself.
 OF_SCRIPTS = {
     *("job.custom_config_module", "experimental.custom_import", "job.description"),
@@ -23,6 +25,13 @@ OF_SCRIPTS = {
 }
 # What a sweep says of its cell, and a script does not.
 _OF_SWEEPS = ("stand_in_for", "baseline", "prediction", "repeat_of", "repeat")
+# Prefixes of options that change no step's speed. An interval does: of saves, validations or logs.
+_NOT_OF_SPEED = (
+    *("training.steps", "lr_scheduler.", "optimizer.lr", "optimizer.weight_decay", "debug.seed"),
+    *("checkpoint.load_step", "checkpoint.keep_latest_k", "checkpoint.exclude_from_loading"),
+    *("checkpoint.initial_load_", "checkpoint.last_save_", "data.shuffle_seed"),
+    *("metrics.enable_", "metrics.save_"),
+)
 # How many steps the learning-rate schedule covers; `training.steps` if it is not set.
 TOTAL_STEPS = "lr_scheduler.total_steps"
 
@@ -108,6 +117,11 @@ class CellRecord:
         value = self.options.get(option)
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         return value if is_count else None
+
+
+def of_speed(asked: Mapping[str, T]) -> dict[str, T]:
+    """Return the requested options, and other facts, that can change a step's speed."""
+    return {name: asked[name] for name in asked if not name.startswith(_NOT_OF_SPEED)}
 
 
 def read_record(path: Path) -> CellRecord:
