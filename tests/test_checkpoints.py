@@ -340,7 +340,9 @@ def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell:
     of_sweep: dict[str, Any] = {"stand_in_for": "671b", "baseline": "base", "prediction": "fast"}
     of_sweep |= {"repeat_of": "debug", "repeat": 2}
     submitted = replace(Point("debug", "bf16", "standard", cell.cluster).cell(), **of_sweep)
-    submitted.record().write(cell.folder.record)
+    record = submitted.record()
+    asked = record.options | {"checkpoint.enable": True}
+    replace(record, options=asked).write(cell.folder.record)
     cell.start()
     record = replace(read_record(cell.folder.record), published_tokens_per_second_per_gpu=9.0)
     assert {name: getattr(record, name) for name in of_sweep} == of_sweep
@@ -356,10 +358,14 @@ def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell:
     assert cell.folder.attempt(1).script.read_text() == script != cell.folder.script.read_text()
     newest = read_record(cell.folder.record)
     assert (newest.steps, newest.published_tokens_per_second_per_gpu) == (30, None)
-    # The profile has other ranks since then.
+    assert newest.prediction == "fast"
+    # The profile has other ranks since then, for which the sweep predicted nothing.
     replace(newest, ranks_per_node=8).write(cell.folder.record)
     cell.start("--training.steps=30", attempt=4)
-    assert read_record(cell.folder.record) == newest
+    assert read_record(cell.folder.record) == replace(newest, prediction=None)
+    newest.write(cell.folder.record)
+    cell.start("--training.steps=30", "--metrics.log_freq=7", attempt=5)
+    assert read_record(cell.folder.record).prediction is None
 
 
 def test_other_steps_of_a_resumed_run_keep_the_schedule_of_the_learning_rate(

@@ -175,7 +175,8 @@ def test_only_the_sweeps_own_cells_have_its_predictions() -> None:
     def predicted(request: CellRequest) -> int:
         return sum(bool(cell.prediction) for cell in expand_sweep(load_sweep("fast"), request))
 
-    assert predicted(_request()) == predicted(_request("training.steps=50")) == 5
+    for word in ("training.steps=50", "optimizer.lr=1e-4"):
+        assert predicted(_request()) == predicted(_request(word)) == 5
     # Not of its stand-in.
     assert predicted(_request(cluster="local")) == 0
     assert predicted(_request(ep_backend="standard")) == 0

@@ -24,6 +24,7 @@ from cookbook.config.recipe import (
 )
 from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.config.stack import load_stack
+from cookbook.run.record import of_speed
 
 Pair = tuple[Overlay, Overlay]
 
@@ -94,9 +95,8 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
                 found = f"two of its cells are called {cell.name!r}"
                 remedy = "list each value of an axis once, and give each recipe its own name"
                 raise InputError(f"sweep {sweep.name}", found, remedy)
-            # A prediction remains valid if the command line changes only the number of steps.
             is_own = pair == point.pair and cell.nodes == recipe.nodes and not cell.stand_in_for
-            if is_own and request.overrides.keys() <= {"training.steps"}:
+            if is_own and not of_speed(request.overrides):
                 cell = replace(cell, prediction=point.prediction or None)
             cells[cell.name], groups[cell.name] = cell, (group, point)
             if cell.pair == sweep.baseline:

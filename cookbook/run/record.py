@@ -150,13 +150,19 @@ def attempt_records(folder: CellFolder, newest: CellRecord) -> dict[int, CellRec
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
     """Write the new record and script; copy old ones that differ to the last attempt's folder.
 
-    What a sweep says of its cell stays. After an attempt on the same cluster, only what a resume
-    may change is taken from `asked`.
+    What a sweep says of its cell stays, except a prediction for other nodes or options. After an
+    attempt on the same cluster, only what a resume may change is taken from `asked`.
     """
     first, attempts = earlier_record(folder), folder.attempts()
     record = asked
     if first:
         record = replace(asked, **{name: getattr(first, name) for name in _OF_SWEEPS})
+        facts = [
+            (one.cluster, one.nodes, one.ranks_per_node, of_speed(one.asked_options))
+            for one in (first, asked)
+        ]
+        if facts[0] != facts[1]:
+            record = replace(record, prediction=None)
     if first and attempts and first.cluster == asked.cluster:
         same = ("nodes", "ranks_per_node", "asked_options")
         is_same = all(getattr(first, name) == getattr(asked, name) for name in same)
@@ -166,6 +172,7 @@ def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
             nodes=asked.nodes,
             ranks_per_node=asked.ranks_per_node,
             options=first.options if is_same else asked.options,
+            prediction=record.prediction,
             published_tokens_per_second_per_gpu=published if is_same else None,
             max_restarts=asked.max_restarts,
             environment=asked.environment,
