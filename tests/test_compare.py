@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,13 @@ def test_losses_are_compared_where_batches_are_alike(two: Two) -> None:
     assert of_new(found)["loss"]["verdict"] == "equivalent"
     assert of_new(found)["loss_last_tenth"]["verdict"] == "cannot tell"
     assert of_new(found, "b")["loss"] is None
+    # The other batches of a run's first attempt count, too.
+    two.add("old", "c", log_of(100), options=batch)
+    resumed = "".join(log_of(100).splitlines(keepends=True)[21:])
+    folder = two.runs["new"].add("c", log_of(100, steps=20), resumed, options=batch)
+    assert of_new(two.as_json(), "c")["loss"]["verdict"] == "equivalent"
+    shutil.copy(folder.parent / "b/cell.yaml", folder / "attempt-1/cell.yaml")
+    assert of_new(two.as_json(), "c")["loss"] is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from cookbook.observe.history import collect_history
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.results.compare import against_baseline
 from cookbook.results.result import LoadSummary, Result, RunResults
-from cookbook.results.run_differences import asked_facts, seen_facts
+from cookbook.results.run_differences import asked_facts, seen_facts, texts_of
 from cookbook.results.verdicts import Throughput, measure, measured_steps, median_of
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, attempt_records, of_speed, read_record
@@ -67,6 +67,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     by_reference = attention is not None and "reference" in attention
     is_low_precision_emulated = record.emulated or bool(active.get("emulated"))
     validated = (one.validation_loss for one in reversed(curve))
+    texts = {number: texts_of(one) for number, one in records.items()}
     step = expected_step(folder.name, record)
     status = None if state.state == UNKNOWN else state.state
     reasons = [state.reason, problem]
@@ -118,6 +119,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         asked=asked,
         seen=seen_facts(active),
         curve=curve,
+        texts={one.step: texts[one.attempt] for one in curve},
         timed=timed,
         seconds={
             one.step: tokens / one.tokens_per_second

@@ -121,10 +121,11 @@ def _loss_verdicts(cells: dict[str, Result]) -> dict[str, list[LossVerdict]]:
     curves = defaultdict[str, dict[str, list[dict[int, float]]]](dict)
     for name, cell in cells.items():
         base = cells.get(base_name := cell.baseline or "")
-        if base is None or masks_differ(cell, base) or not have_same_texts(cell, base):
+        if base is None or masks_differ(cell, base):
             continue
-        if finished := [losses_of(run.curve) for run in cell.runs if run.status == FINISHED]:
-            curves[base_name][name] = finished
+        finished = (run for run in cell.runs if run.status == FINISHED)
+        if alike := [losses_of(run.curve) for run in finished if have_same_texts(run, base)]:
+            curves[base_name][name] = alike
     found: dict[str, list[LossVerdict]] = {}
     for base_name, group in curves.items():
         if base_name in group and max(map(len, group.values())) > 1:

@@ -83,6 +83,7 @@ class Result:
     asked: Mapping[str, str] = field(default_factory=dict)  # recipe, layout and options, as text
     seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs
     curve: Sequence[StepMetrics] = ()  # logged steps, ascending
+    texts: Mapping[int, object] = field(default_factory=dict)  # what decides each step's texts
     timed: Sequence[StepMetrics] = ()  # those of the newest nodes and options, whose speed counts
     seconds: Mapping[int, float] = field(default_factory=dict)  # of each step in `curve`, if known
     loads: Sequence[LoadStep] = ()  # logged router loads
@@ -102,7 +103,7 @@ class Result:
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the fields as plain values, but leave repeats, steps and loads empty."""
-        return asdict(replace(self, repeats=(), curve=(), timed=(), seconds={}, loads=()))
+        return asdict(replace(self, repeats=(), curve=(), texts={}, timed=(), seconds={}, loads=()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ _KINDS = {
     "model.hf_assets_path": "the tokenizer: ",
 }
 # Options that decide which texts a step reads, besides the recipe and the number of tokens.
-_OF_TEXTS = {*_KINDS, "data.files", "data.text_key", "data.shuffle_seed", "training.seq_len"}
+_OF_TEXTS = (*_KINDS, "data.files", "data.text_key", "data.shuffle_seed", "training.seq_len")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def configuration(results: RunResults) -> Conditions:
     """Return the recipe, layout and options requested for each cell's newest attempt."""
     names = dict.fromkeys(name for cell in results.cells for name in cell.asked)
     cells = {
-        cell.name: {name: _asked(cell, name) for name in names} if cell.asked else {}
+        cell.name: {name: _asked(cell.asked, name) for name in names} if cell.asked else {}
         for cell in results.cells
     }
     return _conditions("option", cells)
@@ -71,8 +71,8 @@ def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
     for base, own in common:
         for name in {**base.asked, **own.asked}:
             if name not in ("cluster", "stack"):
-                fact = _KINDS.get(name, "") + name, _asked(base, name), _asked(own, name)
-                differing[fact].append(base.name)
+                first, second = (_asked(cell.asked, name) for cell in (base, own))
+                differing[_KINDS.get(name, "") + name, first, second].append(base.name)
         for name, value in base.seen.items():
             if name in own.seen and not _NOISE.match(name):
                 differing[name, value, own.seen[name]].append(base.name)
@@ -82,17 +82,19 @@ def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
             yield f"{name}{where}: {first} in {one.run.run}, {second} in {other.run.run}"
 
 
+def texts_of(record: CellRecord) -> tuple[object, ...]:
+    """Return what decides which texts each step of an attempt reads."""
+    tokens, asked = (record.tokens_per_step_per_gpu or 0) * record.world, asked_facts(record)
+    return record.recipe, tokens, *(_asked(asked, name) for name in _OF_TEXTS)
+
+
 def have_same_texts(one: Result, other: Result) -> bool:
-    """Return whether the options of both cells make them read the same texts in each step."""
-    tokens = [(cell.tokens_per_step_per_gpu or 0) * cell.world for cell in (one, other)]
-    if one.recipe != other.recipe or tokens[0] != tokens[1]:
-        return False
-    names = _OF_TEXTS & {*one.asked, *other.asked}
-    return all(_asked(one, name) == _asked(other, name) for name in names)
+    """Return whether both runs read the same texts in every step that both logged."""
+    return all(one.texts[step] == other.texts[step] for step in one.texts.keys() & other.texts)
 
 
-def _asked(cell: Result, name: str) -> str:
-    return cell.asked.get(name) or _defaults(cell.asked.get("stack", UNKNOWN)).get(name, UNKNOWN)
+def _asked(asked: Mapping[str, str], name: str) -> str:
+    return asked.get(name) or _defaults(asked.get("stack", UNKNOWN)).get(name, UNKNOWN)
 
 
 @functools.cache
