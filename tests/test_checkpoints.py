@@ -341,8 +341,8 @@ def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell:
     of_sweep |= {"repeat_of": "debug", "repeat": 2}
     submitted = replace(Point("debug", "bf16", "standard", cell.cluster).cell(), **of_sweep)
     record = submitted.record()
-    asked = record.options | {"checkpoint.enable": True}
-    replace(record, options=asked).write(cell.folder.record)
+    record.options["checkpoint.enable"] = True
+    record.write(cell.folder.record)
     cell.start()
     record = replace(read_record(cell.folder.record), published_tokens_per_second_per_gpu=9.0)
     assert {name: getattr(record, name) for name in of_sweep} == of_sweep

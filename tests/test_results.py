@@ -40,9 +40,7 @@ def test_a_run_that_was_profiled_is_said_to_be(run: Run) -> None:
     (traced / "attempt-1" / "profile_traces" / "iteration_8").mkdir(parents=True)
     # Resumed without the profiler, whose attempt does not count.
     resumed = run.add("resumed", log, metrics_line(2))
-    asked = {"profiling.enable_profiling": True}
-    record = replace(read_record(resumed / "cell.yaml"), options=asked)
-    record.write(resumed / "attempt-1/cell.yaml")
+    shutil.copy(run.folder / "asked/cell.yaml", resumed / "attempt-1")
     (resumed / "attempt-1/profile_traces").mkdir()
     # Asked for, and nothing has run yet.
     run.add("waits", options={"profiling.enable_profiling": True}, state="queued")

@@ -192,7 +192,6 @@ def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
     for attempt in attempts:
         if own := read_steps(attempt, record):
-            # The first logged step may come well after the resumption.
             start = resumed.get(attempt.number, own[0].step - 1)
             steps = [one for one in steps if one.step <= start] + own
     return steps

@@ -53,11 +53,8 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     attempts = folder.attempts()
     curve, loads = metrics.collect_steps(folder, record), metrics.collect_router_load(folder)
     records = attempt_records(folder, record)
-    # Speed and memory stand beside the newest options: attempts with others do not count.
-    asked = asked_facts(record)
-    newest = [
-        one for one in attempts if of_speed(asked_facts(records[one.number])) == of_speed(asked)
-    ]
+    facts, asked = {k: asked_facts(one) for k, one in records.items()}, asked_facts(record)
+    newest = [one for one in attempts if of_speed(facts[one.number]) == of_speed(asked)]
     numbers = {one.number for one in newest}
     timed = [step for step in curve if step.attempt in numbers]
     measured, throughput = measured_steps(timed), measure(timed)
@@ -82,7 +79,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         reasons.append(_EMULATED if is_low_precision_emulated else None)
         reasons.append(_BY_REFERENCE if by_reference else None)
     options = record.options
-    is_asked = bool(newest) and options.get("profiling.enable_profiling") is True
+    is_profiled = options.get("profiling.enable_profiling") is True
     routing = None
     if record.name is not None or record.recipe is not None:
         is_forced = options.get("debug.moe_force_load_balance") is True
@@ -112,7 +109,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         predicted_tokens_per_second_per_gpu=step.tokens_per_second_per_gpu if step else None,
         predicted_largest=step.largest if step else None,
         router_load=summarize_load(loads),
-        profiled=is_asked or any(attempt.traces.is_dir() for attempt in newest),
+        profiled=any(is_profiled or attempt.traces.is_dir() for attempt in newest),
         total_steps=record.steps,
         baseline=record.baseline or run_baseline,
         routing=routing,

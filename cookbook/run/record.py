@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -16,7 +16,6 @@ from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import Count, Flag, Natural, Number, Text, Words, fill, read_yaml
 from cookbook.run.folder import CellFolder
 
-T = TypeVar("T")
 # Options that the cookbook sets itself.
 OF_SCRIPTS = {
     *("job.custom_config_module", "experimental.custom_import", "job.description"),
@@ -27,10 +26,9 @@ OF_SCRIPTS = {
 _OF_SWEEPS = ("stand_in_for", "baseline", "prediction", "repeat_of", "repeat")
 # Prefixes of options that change no step's speed. An interval does: of saves, validations or logs.
 _NOT_OF_SPEED = (
-    *("training.steps", "lr_scheduler.", "optimizer.lr", "optimizer.weight_decay", "debug.seed"),
+    *("training.steps", "lr_scheduler.", "optimizer.lr", "debug.seed", "data.shuffle_seed"),
     *("checkpoint.load_step", "checkpoint.keep_latest_k", "checkpoint.exclude_from_loading"),
-    *("checkpoint.initial_load_", "checkpoint.last_save_", "data.shuffle_seed"),
-    *("metrics.enable_", "metrics.save_"),
+    *("checkpoint.initial_load_", "checkpoint.last_save_", "metrics.enable_", "metrics.save_"),
 )
 # How many steps the learning-rate schedule covers; `training.steps` if it is not set.
 TOTAL_STEPS = "lr_scheduler.total_steps"
@@ -119,7 +117,7 @@ class CellRecord:
         return value if is_count else None
 
 
-def of_speed(asked: Mapping[str, T]) -> dict[str, T]:
+def of_speed(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the requested options, and other facts, that can change a step's speed."""
     return {name: asked[name] for name in asked if not name.startswith(_NOT_OF_SPEED)}
 
@@ -157,15 +155,13 @@ def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
     record = asked
     if first:
         record = replace(asked, **{name: getattr(first, name) for name in _OF_SWEEPS})
-        facts = [
-            (one.cluster, one.nodes, one.ranks_per_node, of_speed(one.asked_options))
-            for one in (first, asked)
-        ]
-        if facts[0] != facts[1]:
+        old, new = first.asked_options, asked.asked_options
+        layout = ("cluster", "nodes", "ranks_per_node")
+        is_same = all(getattr(first, name) == getattr(asked, name) for name in layout)
+        if not is_same or of_speed(old) != of_speed(new):
             record = replace(record, prediction=None)
     if first and attempts and first.cluster == asked.cluster:
-        same = ("nodes", "ranks_per_node", "asked_options")
-        is_same = all(getattr(first, name) == getattr(asked, name) for name in same)
+        is_same &= old == new
         published = first.published_tokens_per_second_per_gpu
         record = replace(
             first,
