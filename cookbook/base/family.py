@@ -57,7 +57,7 @@ class Family:
     flavors: Mapping[str, Model]
     # Tensor shapes in published checkpoints. A dimension is a `Model` field's name; None means any.
     weights: Mapping[str, Sequence[str | None]]
-    reads_quantized: bool  # whether TorchTitan dequantizes published weights in blocks of FP8
+    reads_quantized: bool  # whether TorchTitan can dequantize checkpoints published in FP8
     extra_layers: int = 0  # how many multi-token prediction layers published checkpoints have
     has_pipelines: bool = True  # whether TorchTitan can split the model into pipeline stages
 

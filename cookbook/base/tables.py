@@ -1,6 +1,6 @@
-"""Aligned tables as plain text and Markdown, and the common style of figures.
+"""Aligned tables in plain text and Markdown, and charts in one common style.
 
-Plain tables use only the standard library: the doctor prints them before packages are installed.
+Matplotlib is imported only to draw a chart: `submit.py doctor` must work before it is installed.
 """
 
 import io
@@ -76,7 +76,7 @@ def draw_figure(
     import matplotlib
     from matplotlib.figure import Figure
 
-    # A cell's name may contain `$`, which Matplotlib would read as the start of a formula.
+    # Draw `$` as it is: Matplotlib would otherwise read it as the start of a formula.
     style: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": name}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(7.6, height), layout="constrained")

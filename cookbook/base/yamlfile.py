@@ -148,10 +148,10 @@ def fill(
     beside: Collection[str] = (),
     **given: Any,
 ) -> T:
-    """Return an instance of `cls`: `given` sets some fields, a mapping in `file` sets the others.
+    """Return an instance of `cls` with fields from `given` and from a mapping in the YAML file.
 
-    `within` is the path of keys to that mapping. `beside` lists keys that it may contain too, and
-    that the caller reads; a key `a` there also permits `a.b`.
+    `within` is the path of keys to the mapping. The mapping may also contain keys from `beside`,
+    and dotted keys such as `a.b` if `beside` has `a`; the caller reads these keys.
     """
     fields = {
         field.metadata.get("key", field.name): field.name

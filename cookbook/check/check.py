@@ -51,7 +51,7 @@ class Built:
 
 @contextlib.contextmanager
 def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell], Built]]:
-    """Start a subprocess; yield a function that builds a cell in it and caches the outcome."""
+    """Start a subprocess, and yield a function that builds a cell's model in that subprocess."""
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         # Errors go to a file: a pipe that nobody reads could block the subprocess.
         said = Path(folder) / "errors"
@@ -121,7 +121,8 @@ def _request(cell: Cell) -> dict[str, Any]:
 
 
 _MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
-# Prefixes of TorchTitan's warnings to ignore: they do not concern the cell, or a rule covers them.
+# Ignore TorchTitan's warnings that start with these words. They do not matter here, or the
+# cookbook's own checks report the same problem.
 _ROUTINE = (
     *("HF assets path", "Pipeline Parallel loss is not visible", "Warmup", "decay"),
     "model.safetensors.index.json",
@@ -184,9 +185,9 @@ class CellCheck:
 def check_cells(
     cells: Sequence[Cell], *, build: bool = True, is_submitted: bool = False
 ) -> list[CellCheck]:
-    """Check every cell; without `build`, apply only the rules.
+    """Check cells against the rules; with `build`, also build the models of cells that break none.
 
-    A cell that breaks a rule is not built; one that only lacks local packages or files is built.
+    Packages or files that are missing on this machine do not prevent a build.
     """
     checks = []
     for cell in cells:

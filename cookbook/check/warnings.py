@@ -121,7 +121,7 @@ def warm_up_ends(cell: Cell) -> Problems:
     """Warn of a warm-up that is longer than the schedule, except in benchmarks."""
     options, option = cell.options, "lr_scheduler.warmup_steps"
     total = options["lr_scheduler.total_steps"] or cell.steps
-    # The published convergence experiment ends after 1,500 of its 2,000 warm-up steps.
+    # Do not warn about the published convergence experiment, which ends during its warm-up.
     is_published = (options[option], total) == (2000, 1500)
     if options[option] > total and not (is_published or options["debug.moe_force_load_balance"]):
         reason = f"{options[option]} steps are longer than the run, whose {total} steps all warm up"
