@@ -171,7 +171,6 @@ class Watcher:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # A damaged record only costs the display its total number of steps; `report` has the error.
         self._records = {cell.name: earlier_record(cell) or CellRecord() for cell in run.cells}
         self._tails: dict[Path, Tail] = {}
 

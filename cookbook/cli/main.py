@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; `handler` names the function of a verb, as `module:function`."""
+    """Return the command-line parser, which stores the name of a verb's function as `handler`."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=as_written

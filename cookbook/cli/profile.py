@@ -40,7 +40,7 @@ _SETTINGS = {
     # TorchTitan's profiler counts a validation as part of the step before it.
     "validation.enable": False,
 }
-# With checkpoints off, the rules refuse the other three if a recipe sets them, so reset them.
+# Turn checkpoints off, and clear the options that are not allowed without checkpoints.
 _NO_CHECKPOINTS = {
     "checkpoint.enable": False,
     "checkpoint.initial_load_in_hf": False,

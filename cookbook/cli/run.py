@@ -1,8 +1,8 @@
 """The commands `check`, `run`, `sweep` and `check-line`.
 
-`run --resume` starts the next attempt of cells that have ended. `check-line` validates an sbatch
-command without submitting it: it runs the command's script, which then only checks itself. It
-refuses scripts without such a check, because they might train.
+`check-line` validates an sbatch command without submitting it. It runs the batch script on this
+machine, in a mode in which the script validates its settings and exits before training. Scripts
+without this mode are refused, because they might train.
 """
 
 import argparse
@@ -251,9 +251,9 @@ def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-# Variables of programs that a job starts: the script names few of them.
+# Accept environment variables with these prefixes: programs that a job starts may read them.
 _OF_OTHERS = re.compile("(NCCL|NVSHMEM|SLURM|WANDB)_")
-# Variables that only a launcher reads; a cell's script was rendered with these options.
+# Environment variables of train_*.sh, and the options of `submit.py render` that replace them.
 _CHOICES = {"PRECISION": "--precision", "RECIPE": "--precision", "EP_BACKEND": "--ep-backend"}
 # The lines with which every rendered script calls the supervisor's checks.
 _CHECKS = (

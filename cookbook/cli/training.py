@@ -42,7 +42,6 @@ def export_weights(arguments: argparse.Namespace) -> int:
         allowed = ", ".join(map(str, sorted(whole)))
         raise InputError("--step", f"found {step}, allowed: {allowed}")
     chosen = whole[step]
-    # Do not take an older checkpoint in its place: these would be other weights.
     if chosen.is_exported:
         native = next((f"; for another: --step {n}" for n in whole if not whole[n].is_exported), "")
         found = "already holds safetensors files (checkpoint.last_save_in_hf)"

@@ -121,8 +121,8 @@ class Check:
     look: Callable[[Surroundings], Verdict]
     is_for_local: bool  # whether the doctor also runs it with --local
     node_hours: float | None  # how long a failing node is excluded; None if not run on nodes
-    is_for_gpus: bool  # whether it is skipped if no GPU is visible
-    is_for_ranks: bool  # whether a cluster's container has its own of what it looks at
+    is_for_gpus: bool  # whether to skip it if no GPU is visible
+    is_for_ranks: bool  # whether to skip it if jobs run in a container, which has its own software
 
     def finding(self, here: Surroundings) -> Finding | None:
         if self.is_for_ranks and here.cluster and here.cluster.container:

@@ -45,8 +45,8 @@ def gpus(here: Surroundings) -> Verdict:
     if driver_branch(driver) < oldest:
         return "problem", found, f"this stack needs driver {oldest} or later"
     if here.cluster and here.sends_jobs and (wanted := here.cluster.gpu):
-        # Compare memory, not names, whose spelling differs. Allow 10%: a profile may state only the
-        # usable memory.
+        # Compare the GPUs' memory, not their names, which have several spellings. Allow 10% because
+        # the cluster's file may state only the usable memory.
         sizes = [model.memory_gib for model in models if model.memory_gib]
         differ = [abs(size - wanted.memory_gib) >= 0.1 * wanted.memory_gib for size in sizes]
         fits = len(models) == here.cluster.ranks_per_node
@@ -306,7 +306,7 @@ def scratch(here: Surroundings) -> Verdict:
         except OSError as error:
             return "problem", f"{folder}: {error.strerror}", "create it"
         if free < 1:
-            # Without GPUs, as where an image is built, NCCL never runs.
+            # Outside a job and without GPUs, only warn: NCCL, which needs the space, does not run.
             state: State = "problem" if here.gpus or here.is_in_job else "warning"
             return state, f"{folder}: {free:.1f} GiB free", "free some, or give the container more"
         found.append(f"{free:.0f} GiB in {folder}")

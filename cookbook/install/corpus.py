@@ -35,7 +35,8 @@ TOKENIZER_CONFIG = {
 
 # Enough text for stable merges; the tokenizer trains on it in about two seconds.
 TOKENIZER_CHARACTERS = 4_000_000
-# Exclude tests, which many Python distributions lack, and folders that differ between machines.
+# Leave these folders of Python's library out of the corpus. Many Python distributions lack the
+# tests, and the contents of the other folders differ between machines.
 LEFT_OUT = frozenset({"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib"})
 SMALLEST_CORPUS = 1_000_000
 
