@@ -1,10 +1,9 @@
-"""A layer's memory per microbatch: saved tensors, what recomputation keeps, and temporaries.
+"""Predict the GPU memory that a transformer layer needs for one microbatch.
 
-Counted from each family's `model/model.py` and from `models/moe/moe.py` of TorchTitan 0.2.2. A
-tensor counts if autograd saves it, or while a local variable holds it. In a compiled model the
+The tensors were counted by reading the model code of TorchTitan 0.2.2. In a compiled model, the
 backward recomputes the outputs of cheap operators (norms, the activation function, rotary
-embedding), so they do not count. Operands of the backward's matrix products do count: recomputing
-them would write them to memory anyway, so the partitioner saves them.
+embedding). Such an output counts only if a matrix product reads it, because torch.compile saves the
+inputs of matrix products.
 """
 
 from collections.abc import Iterable
@@ -24,19 +23,19 @@ _NORMED = {"attention.wq", "attention.wk"}
 class LayerBytes:
     """The GPU memory that a layer needs for one microbatch, in bytes."""
 
-    saved: float  # tensors that the backward needs, beyond the layer's input
-    selected: float  # the part of `saved` that selective recomputation keeps
-    temporary: float  # working memory at the peak, beyond `saved`
-    beside: float = 0.0  # outputs outside `saved` that selective recomputation keeps
-    freed: tuple[float, ...] = ()  # large blocks that the forward allocates and frees
-    freed_again: tuple[float, ...] = ()  # large blocks that only a recomputation frees
-    between: float = 0.0  # the part of `saved` that every memory budget keeps
+    saved: float  # tensors that autograd saves for the backward, except the layer's input
+    selected: float  # tensors in `saved` that selective recomputation keeps in memory
+    temporary: float  # tensors at the layer's memory peak that are not in `saved`
+    beside: float = 0.0  # outputs that selective recomputation keeps in addition to `selected`
+    freed: tuple[float, ...] = ()  # large tensors that every forward frees
+    freed_again: tuple[float, ...] = ()  # large tensors freed only if the backward recomputes them
+    between: float = 0.0  # tensors in `saved` that torch.compile keeps under any memory budget
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Operator] = ()) -> LayerBytes:
     """Return the memory that a layer needs for one microbatch.
 
-    `products`: in compiled code, the GEMMs whose outputs selective recomputation keeps.
+    `products`: GEMMs whose outputs a compiled model keeps instead of recomputing them.
     """
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
@@ -81,7 +80,8 @@ def _attention(s: Shapes) -> LayerBytes:
         elements += s.tokens * (readers * s.dim + 3 * norm_inputs)
     softmax = 4.0 * s.tokens * s.heads
     # In eager mode, selective recomputation keeps the outputs of attention and of every second
-    # matrix product. In compiled code, only FlashAttention-4's output is counted here.
+    # matrix product. In a compiled model, it keeps attention's output only if FlashAttention-4
+    # computes it; `layer_bytes` adds the outputs of matrix products.
     selected = 0.0
     if not s.compiled and "mm" in s.saves:
         selected += s.act * s.tokens * matrix_products / 2
@@ -128,8 +128,8 @@ def _moe(s: Shapes) -> LayerBytes:
         # autocast it also copies the weights of the down projection, to cast them to BF16.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-        # Saved: the experts' input, the outputs of gate and up, SwiGLU's output times the scores
-        # and, unless the GEMMs are quantized, the copies of the weights.
+        # Autograd saves the experts' input, the outputs of gate and up, SwiGLU's output times the
+        # scores, and the copies of the weights. Quantized GEMMs make no such copies.
         saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
         return LayerBytes(
             saved=saved,
@@ -144,8 +144,8 @@ def _moe(s: Shapes) -> LayerBytes:
     experts = rows + _activations(s) * hidden
     if s.casts_at_each_use:
         experts += 3.0 * s.act * s.num_experts * s.expert_hidden * s.dim
-    # No memory budget affects tensors that one compiled graph passes to another: the outputs of
-    # norm and router, the experts' input rows, and the tensors added to `between` below.
+    # Count the tensors that one compiled graph passes to another, such as the outputs of the norm
+    # and the router. torch.compile keeps them under every activation memory budget.
     between = router + s.act * s.tokens * s.dim + rows
     if s.scored_activations:
         between += hidden
@@ -167,10 +167,9 @@ def _moe(s: Shapes) -> LayerBytes:
             freed_again=(rows,) * 2 + (hidden,) * 3,
             between=between + outputs,
         )
-    # A rank dispatches only its share of the rows, but later holds the rows of all TP ranks.
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
-    # To multiply the experts' outputs by the scores, autograd saves them in FP32.
+    # Autograd saves the FP32 copy of the experts' outputs that the scores multiply.
     weighted = 4.0 * all_rows
     # MoE.forward holds `routed_input`, `routed_output` and the unsorted rows until it returns.
     freed = (sent, sent, s.act * all_rows, tokens)
@@ -201,7 +200,7 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return the layer's memory, the bytes it keeps, and those it frees to recompute."""
+        """Return a layer's `LayerBytes`, the bytes it keeps, and those the backward recomputes."""
         cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
         layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
         mode = options["activation_checkpoint.mode"]
@@ -220,9 +219,10 @@ class RankLayers:
         return sum(self._cost(layer)[1] for layer in part.layers)
 
     def freed_in_forward(self, smallest: float) -> float:
-        """Return the most bytes that the forward of one layer frees in blocks too small to reuse.
+        """Return how much memory a layer's forward frees in blocks smaller than `smallest` bytes.
 
-        Add up each layer's freed blocks below `smallest` bytes, and return the largest sum.
+        PyTorch's allocator cannot reuse such a block for a tensor of `smallest` bytes. If layers
+        differ, the layer that frees the most counts.
         """
         unused = [0.0]
         for layer in self._rank.layers:
@@ -247,7 +247,7 @@ class RankLayers:
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
-        """Return the backward's peak memory by cause, for a rank with neither FSDP nor PP."""
+        """Return what fills the memory at the backward's peak, in bytes, without FSDP and PP."""
         (part,) = self._rank.parts
         gradients = float(sum(unit.size for unit in part.head if unit.name == "output"))
         found = []

@@ -87,7 +87,7 @@ class Kernels:
         kind, rows, weights = DENSE, s.tokens, one.numel
         share, fp8_share = hw.dense_gemm_share, hw.fp8_dense_gemm_share
         if one.is_expert:
-            # Every chunk reads and quantizes the weights.
+            # The layer splits its tokens into chunks. Each reads and quantizes all expert weights.
             kind, rows, weights = GROUPED, s.rows, one.numel // s.ep * self.chunks
             share, fp8_share = hw.grouped_gemm_share, hw.fp8_grouped_gemm_share
         flops = 2.0 * rows * columns * inner
@@ -163,8 +163,9 @@ class Kernels:
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # Moving tokens to the experts reads or writes the experts' rows once and the tokens
-            # twice; so does moving them back. With EP, the receiving rank also sorts its rows.
+            # A row is the copy of a token for one expert. Each direction, to the experts and back,
+            # moves the bytes of all rows once and those of all tokens twice. With EP, the receiving
+            # rank also sorts its rows by expert, and later restores their order.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
@@ -190,10 +191,10 @@ class Kernels:
         return self.bytes_ms(40.0 * rank.local_parameters)
 
     def copies(self, rank: Rank, gathers: int, reduces: int, sums: int) -> float:
-        """Return the time of FSDP's casts and packing.
+        """Return the time in which FSDP casts and packs parameters and gradients.
 
         `gathers`, `reduces`: how often FSDP gathers each module and reduces its gradients.
-        `sums`: how often FSDP adds BF16 gradients to unsharded sums; 0 without a pipeline.
+        `sums`: how often it adds a microbatch's gradients to those of others; 0 without a pipeline.
         """
         if not self.shapes.mixed_precision:
             return 0.0
@@ -204,10 +205,11 @@ class Kernels:
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _MODE = "activation_checkpoint.mode"
-# The number of TP collectives in a layer's forward and backward. An all-reduce counts as two. The
-# fifth in the backward exists only with DeepEP, but is counted for every layer.
+# The number of TP collectives in a layer's forward and backward. An all-reduce counts as two.
+# Without DeepEP the backward has only four, but five are assumed for every layer.
 _TP_FORWARD, _TP_BACKWARD = 4, 5
-# Compiled attention gathers its input again when it is recomputed, whatever the save list says.
+# Recomputing compiled attention always repeats one TP collective, the all-gather of its input, even
+# if selective recomputation saves the results of communication.
 _TP_COMPILED = 1
 
 
@@ -219,13 +221,13 @@ def exchange_wait_ms(
     after_ms: float,
     queued: int,
 ) -> float:
-    """Return how long one pass through a layer waits for its dispatches and combines.
+    """Return how long the forward (or backward) of an MoE layer waits for DeepEP.
 
-    DeepEP's stream runs them one at a time, each as soon as its rows are ready.
-    `exchange_ms`: the time to dispatch or combine one of the `chunks`.
-    `experts_ms`: the routed experts' compute, all chunks together.
-    `before_ms`, `after_ms`: the layer's compute before and after its routed experts.
-    `queued`: how many dispatches precede the first combine.
+    The layer splits its tokens into `chunks`. DeepEP dispatches and combines each chunk separately.
+    `exchange_ms`: the time of one chunk's dispatch, which is also the time of its combine.
+    `experts_ms`: the time that the routed experts compute, all chunks together.
+    `before_ms`, `after_ms`: other compute, which may overlap the first dispatch and last combine.
+    `queued`: how many chunks are dispatched before the first chunk is combined.
     """
     arrived_ms: list[float] = []
     sent_ms, computed_ms = 0.0, before_ms
@@ -276,8 +278,8 @@ class LayerTimes:
             for one in feed_forward_operators(k.shapes, moe=True)
             if one.module.startswith("moe.shared_experts")
         ]
-        # The shared experts run partly before and partly after the routed experts. Before the first
-        # combine, the forward dispatches two chunks, and the backward all of them.
+        # In the forward, the shared experts run two GEMMs before the routed experts and one after
+        # them. Two chunks are dispatched before the first combine; in the backward, all chunks are.
         before_ms, after_ms, queued = sum(shared_ms[:2]), sum(shared_ms[2:]), 2
         if backward:
             before_ms, after_ms, queued = hiding_ms + after_ms, before_ms, k.chunks
@@ -290,7 +292,7 @@ class LayerTimes:
         terms = add(self._backward[layer.moe], again)
         if not layer.moe:
             return terms
-        # Full or selective recomputation runs during the backward's dispatches.
+        # Full or selective recomputation overlaps, and so hides, some of the backward's dispatches.
         whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 
@@ -305,7 +307,6 @@ class LayerTimes:
         if not recomputed:
             return {}
         saved, spared = self._cell.saves, set()
-        # In compiled code, attention can be saved only if it is FlashAttention-4.
         if "attention" in saved and self._cell.uses_flash_attention:
             spared.add(ATTENTION)
         if "communication" in saved:
@@ -323,7 +324,7 @@ class LayerTimes:
         return again
 
     def part(self, part: Part) -> tuple[Terms, Terms]:
-        """Return the times of `part` per microbatch: forward, and backward with recomputation."""
+        """Return the forward and the backward time of one microbatch on a pipeline stage."""
         k, tensor = self._kernels, {TP: self._tensor_ms}
         forward = [self._forward[layer.moe] for layer in part.layers]
         backward = [self._backward_of(layer) for layer in part.layers]

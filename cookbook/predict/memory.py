@@ -36,7 +36,8 @@ FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
 # As shares of the GPU's memory: the largest predicted peak that counts as fitting, and the largest
 # that counts as tight. A tight cell may fit, because predictions are off by several percent.
 MOST_FITS, MOST_TIGHT = 0.92, 1.05
-# Replaces MOST_FITS for pipelines: one pipeline needed 12% more memory than predicted.
+# With a pipeline, a predicted peak counts as fitting only up to this share of the GPU's memory. It
+# is lower than MOST_FITS, because one pipeline needed 12% more memory than predicted.
 MOST_FITS_PIPELINE = 0.88
 
 
@@ -174,26 +175,27 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     if s.loss_tokens is None:
         elements = float(s.tokens * s.vocab)
         if s.loss_compiled and s.loss_parallel:
-            # The logits and two FP32 tensors, which Inductor does not fuse: one is -1 at the labels
-            # and 0 elsewhere, the other adds the softmax to it.
+            # The loss's backward holds the logits and two FP32 tensors of the same shape: the
+            # gradients of the log-softmax and of the logits. Inductor does not fuse these two.
             size = s.act + 8
         elif s.loss_compiled:
             # Fused loss: the logits and their gradient, both in the model's precision.
             size = 2 * s.act
         else:
-            # FP32: log-softmax, its gradient, the logits' gradient. Loss parallelism adds a tensor.
+            # An eager loss holds three FP32 tensors as large as the logits, a parallel loss four.
             size = 16 if s.loss_parallel else 12
             # The last stage of a pipeline also holds the logits during the loss.
             size += s.act if rank.num_stages > 1 else 0
         logits = elements * size
-        # The output layer's gathered weight, if not kept anyway, and its gradient before reduction.
+        # Count the gradient of the output layer's weight before FSDP reduces it. Count the gathered
+        # weight too, unless FSDP keeps all weights gathered: then `_kept` has counted it already.
         output = sum(unit.gathered for unit in rank.units if unit.name == "output")
         weight = float(output * (1 if s.keeps_gathered else 2))
     else:
         elements = float(s.loss_tokens * s.vocab)
         gradients = _loss_gradients(s)
-        # The peak is the larger of two: the loss of a chunk (in eager mode, with three FP32 tensors
-        # besides the logits) and the backward (which copies the gradients to scale them).
+        # The chunked loss's forward holds the logits of one chunk and, in eager mode, three FP32
+        # tensors. Its backward holds scaled copies of the gradients instead. Count the larger size.
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
         logits = gradients + max(chunk, gradients / 4 * s.act)
         weight = 0.0 if s.keeps_gathered else float(s.vocab * s.dim)
