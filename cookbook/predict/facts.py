@@ -204,7 +204,6 @@ def slowest_attended_tokens(
 @functools.cache
 def _attended(documents: Documents, seq_len: int) -> tuple[float, ...]:
     drawn = random.Random(_SEED)
-    # The logarithm of a document's length follows a normal distribution with these parameters.
     mu = math.log(documents.median_tokens)
     sigma = math.sqrt(2 * math.log(documents.mean_tokens / documents.median_tokens))
     found, left = [], 0

@@ -117,7 +117,6 @@ def _dense(s: Shapes) -> LayerBytes:
 def _moe(s: Shapes) -> LayerBytes:
     router = s.tokens * (2 * 4 * s.num_experts + 3 * 8 * s.top_k)
     shared = s.act * s.tokens * _activations(s) * s.shared_hidden
-    # The bytes of the experts' input, and of a tensor between their GEMMs.
     rows, hidden = float(s.act * s.rows * s.dim), float(s.act * s.rows * s.expert_hidden)
     shared_mm = 0.0 if s.compiled or "mm" not in s.saves else shared / 4
     # The outputs of gate and up are part of `saved`, as inputs of the activation function.
@@ -169,7 +168,7 @@ def _moe(s: Shapes) -> LayerBytes:
         )
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
-    # Autograd saves the FP32 copy of the experts' outputs that the scores multiply.
+    # Autograd saves an FP32 copy of the experts' outputs, which is multiplied by the scores.
     weighted = 4.0 * all_rows
     # MoE.forward holds `routed_input`, `routed_output` and the unsorted rows until it returns.
     freed = (sent, sent, s.act * all_rows, tokens)
@@ -247,7 +246,7 @@ class RankLayers:
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
-        """Return what fills the memory at the backward's peak, in bytes, without FSDP and PP."""
+        """Return what fills the memory at the backward's peak, in bytes, if FSDP and PP are off."""
         (part,) = self._rank.parts
         gradients = float(sum(unit.size for unit in part.head if unit.name == "output"))
         found = []

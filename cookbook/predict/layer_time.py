@@ -87,7 +87,7 @@ class Kernels:
         kind, rows, weights = DENSE, s.tokens, one.numel
         share, fp8_share = hw.dense_gemm_share, hw.fp8_dense_gemm_share
         if one.is_expert:
-            # The layer splits its tokens into chunks. Each reads and quantizes all expert weights.
+            # The layer splits its tokens into chunks. Each chunk reads and quantizes all weights.
             kind, rows, weights = GROUPED, s.rows, one.numel // s.ep * self.chunks
             share, fp8_share = hw.grouped_gemm_share, hw.fp8_grouped_gemm_share
         flops = 2.0 * rows * columns * inner
@@ -191,7 +191,7 @@ class Kernels:
         return self.bytes_ms(40.0 * rank.local_parameters)
 
     def copies(self, rank: Rank, gathers: int, reduces: int, sums: int) -> float:
-        """Return the time in which FSDP casts and packs parameters and gradients.
+        """Return the time that FSDP takes to cast and pack parameters and gradients.
 
         `gathers`, `reduces`: how often FSDP gathers each module and reduces its gradients.
         `sums`: how often it adds a microbatch's gradients to those of others; 0 without a pipeline.

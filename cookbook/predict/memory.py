@@ -182,7 +182,7 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
             # Fused loss: the logits and their gradient, both in the model's precision.
             size = 2 * s.act
         else:
-            # An eager loss holds three FP32 tensors as large as the logits, a parallel loss four.
+            # An eager loss holds 3 FP32 tensors of the logits' size, or 4 with loss parallelism.
             size = 16 if s.loss_parallel else 12
             # The last stage of a pipeline also holds the logits during the loss.
             size += s.act if rank.num_stages > 1 else 0

@@ -17,9 +17,9 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Operator:
-    """A module's weight; TP shards it along `tp_axis`, or replicates it if that is None.
+    """An operation with a weight that TP shards along `tp_axis`, or not at all if that is None.
 
-    Shapes: (outputs, inputs) in a matrix product, (experts, outputs, inputs) in a grouped one.
+    `shape`: (outputs, inputs) of a matrix product, (experts, outputs, inputs) of a grouped GEMM.
     """
 
     module: str
@@ -82,7 +82,7 @@ def feed_forward_operators(s: Sizes, moe: bool) -> Iterator[Operator]:
 
 
 def expert_operators(s: Sizes) -> Iterator[Operator]:
-    """Return the weights of the routed experts' three grouped GEMMs."""
+    """Return the three grouped GEMMs of the routed experts."""
     yield Operator("moe.experts", (s.num_experts, s.expert_hidden, s.dim), 1)
     yield Operator("moe.experts", (s.num_experts, s.expert_hidden, s.dim), 1)
     yield Operator("moe.experts", (s.num_experts, s.dim, s.expert_hidden), 2)
@@ -119,7 +119,7 @@ class Unit:
 def fsdp_units(
     operators: Iterable[Operator], layout: Layout, *, in_layer: bool = False, width: int = 4
 ) -> tuple[Unit, ...]:
-    """Group unsharded `operators` into FSDP modules, with `width` bytes per stored element."""
+    """Group `operators`, which have the shapes of unsharded weights, into FSDP modules."""
     units: dict[str, Unit] = {}
     for one in operators:
         name = "layer" if in_layer else one.module

@@ -105,7 +105,6 @@ def play(
             while queue:
                 stage, kind, microbatch = queue[0]
                 needed, ready = None, 0.0
-                # Find the action of a neighbouring stage that produces this action's input.
                 if kind == "F" and stage:
                     needed = stage - 1, "F", microbatch
                 elif kind in _BACKWARDS and stage < last_stage:
@@ -117,7 +116,8 @@ def play(
                 time_ms = times_ms[stage, kind]
                 clock[rank] = max(clock[rank], ready) + time_ms
                 busy[rank] += time_ms
-                # The previous stage waits only for gradients of inputs, which B and I both produce.
+                # Record a full backward (B) and a backward for inputs only (I) alike: both produce
+                # the gradient for which the previous stage waits.
                 done[stage, "B" if kind in _BACKWARDS else kind, microbatch] = clock[rank]
                 queue.popleft()
         assert sum(map(len, queues)) < left, "the schedule waits for itself"
@@ -161,7 +161,7 @@ class Rank:
     rank: int  # global rank
     parts: tuple[Part, ...]  # the part of the model on each of `stages`
     stages: Sequence[int]
-    # For each possible memory peak: how many microbatches each of `stages` has in flight.
+    # For each moment when memory may peak: the number of microbatches in flight on each stage.
     in_flight: Sequence[Sequence[int]]
     actions: Sequence[Action]  # the rank's pipeline schedule; empty without a pipeline
     num_stages: int

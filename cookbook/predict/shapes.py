@@ -104,7 +104,7 @@ def shapes_of(cell: Cell) -> Shapes:
         row_kernels=not cell.exchange.has_own_layer and options[ROW_KERNELS],
         quantized=cell.precision.expects("grouped_gemms") != "bf16",
         mixed_precision=layout.has_fsdp,
-        # With a pipeline, FSDP gathers once for all microbatches. `predict_step` refuses `always`.
+        # If there is a pipeline, TorchTitan's FSDP does not reshard after the forward by default.
         keeps_gathered=layout.pp > 1 or options[RESHARD] == "never",
         autocast=layout.tp * layout.pp == 1 and not layout.has_fsdp,
         compiled="model" in components,

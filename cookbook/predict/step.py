@@ -139,7 +139,6 @@ def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Ra
     for rank in ranks:
         for stage, part in zip(rank.stages, rank.parts, strict=True):
             forward, backward = (sum(terms.values()) for terms in times.part(part))
-            # Some schedules split the backward: gradients of inputs (I), and of weights (W).
             durations |= {(stage, "I"): backward * 2 / 3, (stage, "W"): backward / 3}
             durations |= {(stage, "F"): forward, (stage, "B"): backward}
     sent_ms = links.nccl_ms(links.stage())

@@ -98,7 +98,7 @@ class Exchanges:
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
     def experts(self, backend: str) -> tuple[Traffic, Traffic]:
-        """Return the traffic of an MoE layer's exchanges, and the traffic of its recomputation."""
+        """Return an MoE layer's dispatch and combine traffic, and what recomputation adds to it."""
         s = self.shapes
         if s.ep == 1:
             return Traffic(), Traffic()
@@ -201,7 +201,7 @@ class Links(Exchanges):
         return sum(hw.all_to_all_latency_ms + one_ms for one_ms in sent_ms)
 
     def deepep_ms(self, chunks: int = 1) -> float:
-        """Return the time per chunk of a DeepEP dispatch or combine in `chunks` equal parts."""
+        """Return the time that DeepEP takes to dispatch (or combine) one of `chunks` chunks."""
         hw = self.hardware
         sent_ms = self._ms(self.deepep(), hw.deepep_nvlink_gb_per_s, hw.deepep_infiniband_share)
         return hw.deepep_latency_ms + sent_ms / chunks

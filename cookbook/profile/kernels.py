@@ -53,11 +53,11 @@ class Rule:
     """Assigns a kernel to a category if every nonempty pattern matches."""
 
     category: str
-    kernel: str = ""  # kernel name; on a CPU the operation's name
-    operation: str = ""  # name of the host operation that launched the kernel
-    inside: str = ""  # name of that operation or of any event around it
-    collective: str = ""  # collective's name as PyTorch records it (`allgather`, `all_to_allv`)
-    group: str = ""  # description of the process group (`mesh_ep`)
+    kernel: str = ""  # pattern for the kernel's name; on a CPU, for the operation's name
+    operation: str = ""  # pattern for the name of the host operation that launched the kernel
+    inside: str = ""  # pattern for the name of that operation or of any event that encloses it
+    collective: str = ""  # pattern for the collective's name in the trace, such as `allgather`
+    group: str = ""  # pattern for the process group's description, such as `mesh_ep`
 
 
 _NCCL = r"^nccl"
@@ -147,7 +147,7 @@ RULES = (
     Rule("moving_rows", kernel=r"_fill_indices_kernel|^_(count|place|take|spread|fill)_kernel"),
     Rule("moving_rows", kernel=r"^_(collect|dot)_kernel"),
     Rule("moving_rows", kernel=r"permute_(fwd|bwd)?_?kernel|_exchange_row_offsets|unpermute"),
-    # The embedding gathers rows too, but not for experts, so its rules precede those for gathers.
+    # Embedding kernels gather too. Match them before the rules that assign gathers to moving rows.
     Rule("pointwise", operation=r"^aten::embedding"),
     Rule("pointwise", kernel=r"embedding|^aten::embedding"),
     # TorchTitan's indexing: aten::sort, argsort, topk (CUB's radix sorts), histc, cumsum, index,

@@ -132,8 +132,9 @@ def set_waits(ranks: Sequence[RankProfile]) -> None:
     waited = {rank: defaultdict[str, float](float) for rank in ranks}
     for key in dict.fromkeys(key for rank in ranks for key in rank.calls):
         durations = {rank: rank.calls[key] for rank in ranks if key in rank.calls}
-        # Calls are matched by order, so skip them if their number differs between ranks. Skip PP
-        # too: there, the rank that arrived last does not always have the shortest call.
+        # Compare the n-th call of a collective on one rank with the n-th call on the others. Skip
+        # collectives that some ranks called more often than others. Skip PP's sends and receives
+        # too, because the rank that arrives last does not always spend the least time in them.
         category = str(key[0])
         if category == "pp" or len(durations) < 2 or len({*map(len, durations.values())}) > 1:
             continue
@@ -275,7 +276,6 @@ def render_svg(profile: Profile) -> bytes:
                 label = None if title in labelled else title
                 labelled.add(title)
                 axes.barh(row, ms, 0.42, left=left, color=colour, label=label)
-                # Label a part only if it is wide enough.
                 if ms > 0.05 * longest:
                     place = {"ha": "center", "va": "center", "fontsize": 8}
                     axes.text(left + ms / 2, row, f"{ms:,.0f}", color=INK, **place)

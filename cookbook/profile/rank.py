@@ -128,7 +128,8 @@ def profile_rank(path: Path) -> RankProfile:
     longest.sort(key=lambda kernel: -kernel.ms)
     unknown = [kernel for kernel in longest if kernel.category == "other"]
     other = categories.get("other")
-    # Compare calls across ranks only on GPUs. On a CPU, nested operations split a call into parts.
+    # Record the communication calls, to compare them between ranks, only if there is a GPU. A CPU
+    # trace can have several pieces for one call, so its calls cannot be matched between ranks.
     called = kernels[_IS_COMMUNICATION[kernels.category] & trace.on_gpu]
     called_us = np.bincount(called.category, called.end - called.start, len(CATEGORIES)).tolist()
     return RankProfile(
@@ -245,7 +246,6 @@ def _activity(trace: Trace, event: int) -> str:
 
 
 def _calls(trace: Trace, kernels: Column, windows: list[float]) -> dict[Any, list[float]]:
-    """Map each communication call to its durations; a call has the same key on all its ranks."""
     numbers = tuple(step.number for step in trace.steps)
     steps = np.searchsorted(windows[1:-1], kernels.start, side="right")
     ep_ranks = str(trace.header.groups.get("mesh_ep", []))

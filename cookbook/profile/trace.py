@@ -92,15 +92,16 @@ class Header:
 
 @dataclass
 class Trace:
-    """One rank's trace; if it has no kernels, the host's operations count as work.
+    """The host events and device events of one rank's trace.
 
-    For each host event, `parent`, `operation` and `gemm` have the index of the event that is its
-    parent, its operation or its outermost GEMM; NOTHING if there is none.
+    For each host event, three arrays hold the index of a host event, or NOTHING if there is none.
+    `parent`: the event that directly encloses it. `gemm`: the outermost GEMM in which it runs.
+    `operation`: the event itself or, if it is a CUDA call, the operation that made the call.
     """
 
     header: Header
     names: Sequence[str]
-    # Each collective's name, group description and ranks, as text; empty at index NOTHING.
+    # Each collective's name, group and ranks. Index NOTHING selects an entry of empty strings.
     collectives: Sequence[tuple[str, ...]]
     steps: Sequence[Step]
     host: Column
@@ -128,7 +129,6 @@ class Trace:
             is_outermost = flops[event] > 0 and gemm[above] == NOTHING
             gemm[event] = event if is_outermost else gemm[above]
         self.parent = np.array(parent)
-        # For each event: itself or, if it is a CUDA call, the operation that made the call.
         self.operation = np.array(operation)
         self.gemm = np.array(gemm)
 
@@ -303,7 +303,7 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Return device events: the time of each operation without that of its nested operations."""
+    """Convert CPU operations to device events, without the time of their nested operations."""
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
     edges = np.unique([starts, ends])
