@@ -58,7 +58,7 @@ def register() -> None:
             parallelize_fn=parallelize,
             # Divides a pipeline's gradients by the number of tokens.
             build_loss_fn=build_loss,
-            # Adds metrics. After the first step, checks that the declared options are active.
+            # Adds metrics. After the first step, checks that the chosen precision is really used.
             build_metrics_processor_fn=CookbookMetrics,
             # Updates the routing bias, which TorchTitan never does for Qwen3; can skip steps whose
             # gradients are not finite.

@@ -1,7 +1,8 @@
-"""Which options are active: observed on each rank, merged, and checked against the overlays.
+"""Record which kernels and number formats each rank uses, and check them against the options.
 
-Some are observed as they run: the code that implements them adds a name to one of the sets below.
-Quantization is observed by inspecting the model (`observe_model`).
+EP backends, losses and patches add their names to the sets below when they run. Quantization is
+found by inspecting the model (`observe_model`). `merge` joins the records of all ranks, and `check`
+compares the result with what the job's options declare.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +40,7 @@ class RankActivity:
     """The number formats, kernels and patches that one rank used in its first step."""
 
     stage: int  # the rank's pipeline stage
-    found: dict[str, frozenset[str]]  # the values observed for each aspect, such as `dispatch`
+    found: dict[str, frozenset[str]]  # what ran for each feature, e.g. {"dispatch": {"deepep"}}
     emulated: bool
     mean_attended_length: float | None  # mean number of keys per token; None if not counted
     patches_applied: frozenset[str]
@@ -88,8 +89,8 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     found = {
         name: set[str]().union(*(view.found[name] for view in views)) for name in views[0].found
     }
-    # A pipeline stage without linear layers to quantize reports `bf16`: ignore that if another
-    # stage quantizes. If ranks of one stage disagree, keep it, so that `check` finds the fault.
+    # A pipeline stage without linear layers to quantize reports `bf16`. Drop this `bf16` if another
+    # stage quantizes. Keep it if ranks of the same stage differ: `check` must report that fault.
     by_stage = {(view.stage, view.found["linear_layers"]) for view in views}
     if len(by_stage) == len({view.stage for view in views}):
         found["linear_layers"] = found["linear_layers"] - {"bf16"} or {"bf16"}
@@ -103,9 +104,10 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
 
 
 def check(job_config: Any, found: dict[str, Any]) -> None:
-    """Exit this rank if `found`, the result of `merge`, differs from what the overlays declare.
+    """Exit with an error if `found`, the result of `merge`, differs from what the job declares.
 
-    Options left empty are not compared, nor is `dispatch` with EP 1, where no tokens are sent.
+    The options `cookbook.grouped_gemms`, `linear_layers`, `dispatch` and `emulated` declare what
+    should run. Empty options are not compared, nor is `dispatch` if EP is 1: no tokens are sent.
     """
     options = job_config.cookbook
     names = ("grouped_gemms", "linear_layers", "dispatch")

@@ -42,7 +42,6 @@ class CheckpointPolicy:
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
-        # The Trainer registers itself under the name `train_state`.
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
         if self.interval_s:
@@ -86,7 +85,6 @@ class CheckpointPolicy:
             self.trainer.should_continue_training = lambda: False
 
     def should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Return whether to save this step."""
         return bool(self.is_due or self._should_save(curr_step, last_step))
 
     def wait_for_copy(self) -> None:
@@ -181,7 +179,7 @@ def name_checkpoint_causes() -> None:
 
 
 def without_missing_bias(adapter: Any) -> Any:
-    """Return a subclass of `adapter` that can load softmax models, which have no routing bias."""
+    """Return a subclass of `adapter` that can also load checkpoints without a routing bias."""
 
     class Adapter(adapter):
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +187,7 @@ def without_missing_bias(adapter: Any) -> Any:
             return self._asked
 
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-            # TorchTitan loads the keys in `_asked`: remove the biases if the checkpoint has none.
+            # TorchTitan loads all keys of `_asked`. Drop the routing biases if the files have none.
             reader = super().get_hf_storage_reader(path, from_quantized)
             if self.model_args.moe_args.score_func != "softmax":
                 return reader

@@ -1,11 +1,12 @@
 """The EP backend `deepep`: an MoE layer that overlaps dispatch and combine with shared experts.
 
-TorchTitan waits for each transfer right after starting it, except for the forward's combine. Here
-one autograd node starts a transfer and the next node waits for it, with half of the shared experts'
-work in between. Only the forward's dispatch is started and awaited by the same node:
+The dispatch sends each token's hidden state, a row, to its experts' ranks; the combine returns the
+results. TorchTitan waits for each transfer right after starting it, except for the forward's
+combine. Here one autograd node starts a transfer, and a later node waits for it. The GPU computes
+half of the shared experts in between:
 
-    node        forward                          backward
-    leave       marks the rows as ready          waits for the rows' gradients
+    node        forward                          backward (runs from the bottom up)
+    leave       records a "rows ready" event     waits for the rows' gradients
       first half of the shared experts
     dispatch    sends the rows, and waits        starts to send their gradients back
       routed experts
@@ -13,10 +14,10 @@ work in between. Only the forward's dispatch is started and awaited by the same 
       second half of the shared experts
     arrive      waits for the rows               starts to send their gradients
 
-A row is the hidden state of a token. In the forward, the first half of the shared experts is queued
-on the GPU before the host waits for DeepEP's row counts. In the backward, autograd runs the most
-recent node first, so read the table from the bottom up. If it chose another order, training would
-be slower but still correct. Each chunk of tokens has its own dispatch and combine.
+Only the forward's dispatch starts a transfer and waits for it in the same node. It still overlaps
+with the first half of the shared experts, which is already queued on the GPU at that time. The
+transfer runs on another stream and waits only for the event that `leave` recorded. If autograd
+chose another order for the backward, training would be slower but still correct.
 """
 
 from dataclasses import dataclass
@@ -48,10 +49,11 @@ _STREAMS = {"async_finish": True, "allocate_on_comm_stream": True}
 class Exchange:
     """State shared by the autograd nodes that handle one chunk of a layer's tokens."""
 
-    ready: Any = None  # CUDA event after which the rows may be sent
-    handle: Any = None  # DeepEP's handle for the dispatch
-    sent: Any = None  # CUDA event at the end of the latest transfer
-    received_gradients: Tensor | None = None  # gradients passed from `arrive` to `_Combine`
+    ready: Any = None  # CUDA event: the rows and scores are computed and may be sent
+    handle: Any = None  # DeepEP's record of the dispatch, which later transfers reuse
+    sent: Any = None  # CUDA event: the transfer that was started last has ended
+    # The experts' output gradients: `_Arrive.backward` stores them for `_Combine.backward`.
+    received_gradients: Tensor | None = None
 
 
 class Routing(SimpleNamespace):
@@ -69,9 +71,9 @@ class Routing(SimpleNamespace):
 def leave(
     rows: Tensor, scores: Tensor, experts: Tensor, num_experts: int
 ) -> tuple[Tensor, Routing]:
-    """Mark the point where `rows` (tokens, features) and their routing are ready to send.
+    """Record a CUDA event that tells `dispatch` when `rows` (tokens, features) can be sent.
 
-    A token is not sent to an expert for which its score is 0.
+    Return the rows and their routing. A token is not sent to an expert for which its score is 0.
     """
     exchange = Exchange()
     # DeepEP needs contiguous tensors and float32 scores. Convert before `ready` is recorded,
@@ -95,7 +97,7 @@ def dispatch(
 
 
 def arrive(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Wait for the combine; return (tokens, features): each token's sum over its experts."""
+    """Wait for the combine, and then return its result `rows` (tokens, features)."""
     return _Arrive.apply(rows, exchange)
 
 
@@ -235,7 +237,7 @@ class SendingExperts(nn.Module):
     def forward(
         self, rows: tuple[Tensor, ...], routings: tuple[Routing, ...]
     ) -> tuple[Tensor, ...]:
-        """Return each chunk's combined rows (tokens, features), to be read only after `arrive`."""
+        """Return each chunk's outputs (tokens, features); call `arrive` before you read them."""
         returned: list[Tensor] = []
         computed: Tensor | None = None
         for index, (part, routing) in enumerate(zip(rows, routings, strict=True)):
@@ -269,7 +271,6 @@ class HalvedFeedForward(FeedForward):
     """TorchTitan's shared experts, computed in two halves: during dispatch and during combine."""
 
     def forward(self, x: Any = None, halves: Any = None) -> Any:
-        """Return the gate and up projections of `x`; given these as `halves`, return the output."""
         if x is not None:
             return self.w1(x), self.w3(x)
         gate, up = halves

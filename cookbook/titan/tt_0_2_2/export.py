@@ -48,7 +48,7 @@ class Request:
 
 
 class Part(NamedTuple):
-    """Exported tensors that the checkpoint stores together in one tensor."""
+    """The exported tensors that one output file takes from one tensor of the checkpoint."""
 
     fqn: str  # name of the checkpoint tensor
     names: tuple[str, ...]  # names of the exported tensors
@@ -99,7 +99,7 @@ def export(request: Request) -> int:
         if request.tokenizer and (source := Path(request.tokenizer) / file).exists():
             shutil.copyfile(source, to / file)
     if (to / "tokenizer.json").exists():
-        # The defaults of transformers' classes are other tokens, at which generation never stops.
+        # Export the token IDs, because with Transformers' defaults generation would not stop.
         tokenizer = HuggingFaceTokenizer(str(to))
         config |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     write_whole(to / "config.json", json.dumps(config, indent=2) + "\n")

@@ -3,15 +3,15 @@
 - TorchTitan 0.2.2 divides the summed loss by the number of tokens in the global batch. A pipeline
   runs the backward before this division, so its gradients are too large, and every step is clipped
   (pytorch/torchtitan#2972). Here a pipeline's gradients are divided by the same number.
-- With `loss.num_chunks` the output layer returns its input with its weight attached, and the loss
-  function multiplies by the weight, one chunk at a time (`common/chunked_loss.py`).
+- With `loss.num_chunks` the output layer does not compute logits. It passes its input and weight to
+  the loss function, which computes them one chunk at a time (`common/chunked_loss.py`).
 - TorchTitan takes the optimizer step even if the gradient norm is not finite. Here its clipping
   function is patched to record the norm, and the optimizers' `step` is wrapped to skip the update
   of weights, moments and routing bias.
 - A run that is resumed with more steps keeps its original schedule (`lr_scheduler.total_steps`).
   After its end the learning rate is constant; TorchTitan's would turn negative or rise again.
-- A checkpoint also holds the learning rate, betas, epsilon and weight decay, and loading it would
-  undo a change of them. Here those of the options apply, at the schedule's position.
+- In a resumed run, TorchTitan takes the learning rate, betas, epsilon and weight decay from the
+  checkpoint. Here the job's options set them; only the schedule's step is loaded.
 """
 
 import math
@@ -43,7 +43,7 @@ LossFunction = Callable[..., Tensor]
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
     """Build the cross-entropy loss, summed over tokens.
 
-    Under PP, its backward divides by the number of tokens in the global batch.
+    Under PP, the loss's gradient is divided by the number of tokens in the global batch.
     """
     if num_chunks := job_config.loss.num_chunks:
         name, loss_fn = f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config)
@@ -76,7 +76,7 @@ class HandingOn(nn.Linear):
     """An output layer that returns its input, because the chunked loss computes the logits."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` (batch, length, dim) itself, with this layer's weight as an attribute."""
+        """Return `hidden` (batch, length, dim); attach the layer's weight to it, for the loss."""
         hidden.output_weight = self.weight
         return hidden
 
@@ -92,7 +92,6 @@ def hand_on(model: nn.Module) -> None:
             f"made it a {type(output).__name__}; add output to their filter_fqns, or leave out "
             "loss.num_chunks"
         )
-    # Change the class of this instance only; FSDP does the same to modules.
     output.__class__ = HandingOn
 
 
@@ -103,7 +102,10 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 class HandingOnColwiseParallel(ColwiseParallel):
-    """ColwiseParallel for `HandingOn` layers: gathers their sharded input into a plain tensor."""
+    """ColwiseParallel for `HandingOn`, the output layer that leaves the logits to the loss.
+
+    The layer's input is gathered over TP and passed to the loss as a plain tensor, not a DTensor.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, HandingOn):
@@ -114,14 +116,14 @@ class HandingOnColwiseParallel(ColwiseParallel):
             if not isinstance(hidden, DTensor):
                 hidden = DTensor.from_local(hidden, mesh, self.input_layouts, run_check=False)
             whole = hidden.redistribute(placements=(Replicate(),))
-            # Each rank's gradient covers only its vocabulary shard, so it is one term of a TP sum.
+            # Sum this input's gradient over TP. A rank has only its vocabulary shard's part of it.
             return whole.to_local(grad_placements=(Partial(),))
 
         return distribute_module(module, device_mesh, self._partition_linear_fn, gather)
 
 
 def build_chunked_loss(job_config: Any) -> LossFunction:
-    """Build the chunked cross-entropy, which takes the hidden states that `HandingOn` returns."""
+    """Build a cross-entropy loss that computes the logits from hidden states, chunk by chunk."""
     num_chunks = job_config.loss.num_chunks
     compiled = job_config.compile.enable and "loss" in job_config.compile.components
     backend = job_config.compile.backend if compiled else None
@@ -150,7 +152,7 @@ _clip = dist_utils.clip_grad_norm_
 class GradientWatch:
     """The norm of the last step's gradients, and the number of steps this process has skipped."""
 
-    limit = 0  # training.max_skipped_steps
+    limit = 0  # how many steps may be skipped: the option training.max_skipped_steps
     skipped = 0
     norm: Tensor | None = None
 

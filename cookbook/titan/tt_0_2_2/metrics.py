@@ -1,7 +1,8 @@
-"""Log TorchTitan's metrics and the experts' load, and report which options are active.
+"""Log TorchTitan's metrics and the experts' load, and report which kernels the job uses.
 
-After the first step, the ranks' active options are merged, and checked against the overlays
-(`activity.py`). One log line and `environment.json` record them.
+After the first step, each rank reports the kernels and number formats that it used. The reports are
+compared with the precision and the EP backend that the job's options declare (`activity.py`), and
+written to the log and to `environment.json`.
 
 `attempt-<k>/metrics.jsonl` has one JSON object per logged step. `cookbook.observe.metrics` reads
 it; in a notebook use `pandas.read_json("metrics.jsonl", lines=True)`.
@@ -69,7 +70,6 @@ class JsonLines(BaseLogger):
         for name, ours in _NAMES.items():
             if name in metrics:
                 value = metrics[name] if isinstance(metrics[name], int) else float(metrics[name])
-                # Standard JSON has no `NaN`.
                 line[ours] = value if math.isfinite(value) else str(value)
         self._file.write(json.dumps(line) + "\n")
 
@@ -122,7 +122,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
             self._load = RouterLoad(self, step, self._is_metrics_rank())
             self._logged_step = step - 1
             self._report()
-        # Reports show a validation loss in the row of its step, so that step is logged too.
+        # Log every step with a validation, so that reports have a row for the validation loss.
         config = self.job_config
         validates = config.validation.enable and BaseValidator(config).should_validate(step)
         is_logged: bool = is_last or validates or super().should_log(step)
@@ -136,7 +136,6 @@ class CookbookMetrics(metrics.MetricsProcessor):
         return is_logged
 
     def log(self, step: int, *values: float, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Log TorchTitan's metrics, and the experts' load since the last logged step."""
         assert self._load is not None
         extra = (extra_metrics or {}) | self._load.log(step)
         # TorchTitan divides by `log_freq` even if fewer steps have run since the last log.
@@ -151,7 +150,6 @@ class CookbookMetrics(metrics.MetricsProcessor):
         return torch.distributed.get_rank() == metrics_rank(self.parallel_dims, self.job_config)
 
     def _report(self) -> None:
-        """Gather, check and log the active options of all ranks, each of which must call this."""
         views: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(views, self._observe())
         found = activity.merge(views)

@@ -185,7 +185,7 @@ class FamilyParts:
     def family(self) -> Family:
         """This family's description for code that does not import torch."""
         flavors = {name: args.sizes() for name, args in self.flavors.items()}
-        # TorchTitan's base adapter warns that it cannot dequantize, and reads the raw values.
+        # TorchTitan can dequantize published weights only if the adapter overrides this method.
         adapter: Any = self.released().state_dict_adapter
         reads = adapter.get_hf_storage_reader is not StateDictAdapter.get_hf_storage_reader
         facts = self.weights, reads, self.extra_layers, self.has_pipelines
@@ -212,7 +212,10 @@ class FamilyParts:
 
 
 def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) -> dict[str, Any]:
-    """Return TorchTitan's flavors as `kind`, and for `shorter={"16B": 8}` also `16B_8layers`."""
+    """Return copies of the flavors in `released`, converted to the class `kind`.
+
+    `shorter={"16B": 8}` adds the flavor `16B_8layers`, a copy of `16B` with only 8 layers.
+    """
     found = {
         name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
         for name, args in released.items()
@@ -225,13 +228,12 @@ def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) 
 class CookbookArgs:
     """A mixin that applies a job's options to TorchTitan's model arguments.
 
-    Each family's class must define two methods. `own_sizes()` returns the sizes for which the
-    family has its own argument names. `transformers_config(seq_len)` returns its own entries of
-    `config.json`; `seq_len` is the sequence length in training.
+    Each family's class must define two methods. `own_sizes()` returns the fields of `Model` that
+    every family computes differently, such as `kv_heads`. `transformers_config(seq_len)` returns
+    the family's entries of `config.json` for a model trained at sequence length `seq_len`.
     """
 
     def sizes(self: Any) -> Model:
-        """Return the flavor's sizes as a `Model`."""
         moe = self.moe_args
         return Model(
             dim=self.dim,
