@@ -57,7 +57,7 @@ class _Converter(QuantizationConverter):
             )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Do nothing: both converters quantize in each forward."""
+        """Do nothing, because each forward quantizes the weights again."""
 
     def log(self, converted: str) -> None:
         note = " (EMULATED: numerics only)" if self.emulate else ""
@@ -102,7 +102,6 @@ class MXLinearConverter(_Converter):
         self.config = MXLinearConfig.from_recipe_name(self.options.recipe_name)
         choice = self.options.mxfp8_dim1_cast_kernel_choice.upper()
         if self.emulate:
-            # Replace the kernels only; the recipe still determines how scales are computed.
             self.config.kernel_preference, choice = KernelPreference.EMULATED, "TORCH"
         self.config.mxfp8_dim1_cast_kernel_choice = MXFP8Dim1CastKernelChoice[choice]
 
@@ -215,7 +214,7 @@ class Precisions:
         return exchange(rows.contiguous(), here, there, group)
 
     def receive(self, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
-        """Send rows back to the ranks they came from; `there` and `here` are as in `send`."""
+        """Send `here[i]` rows back to rank i, and get back the `there[i]` rows sent to rank i."""
         exchange = _Combine.apply if self.combine_backward else all_to_all_single_autograd
         return exchange(rows.contiguous(), there, here, group)
 

@@ -50,7 +50,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             use_row_kernels(moe, Precisions.of(job_config))
     if job_config.loss.num_chunks:
         loss_and_optimizer.hand_on(model)
-        # TorchTitan's TP plan uses the class of this name for the output layer.
+        # Replace TorchTitan's TP style for the output layer, which no longer computes logits.
         names["ColwiseParallel"] = loss_and_optimizer.HandingOnColwiseParallel
     # A dry build runs no forward and needs no routing table.
     if routing.chosen_routing(job_config) == routing.RANDOM and job_config.comm.mode == "default":
@@ -70,9 +70,9 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
 class PartialOutputRowwiseParallel(RowwiseParallel):
     """The TP style of the shared experts' last linear layer, whose output is a partial sum.
 
-    The gradient of each partial sum equals the gradient of the sum, which every TP rank already
-    has. By default PyTorch 2.10 still sums it over TP, so the shared experts' gradients become TP
-    times too large (pytorch/pytorch#172932, fixed in 2.11).
+    In the backward, every TP rank already has the full gradient of its output. PyTorch 2.10's
+    RowwiseParallel still sums this gradient over TP, which makes the shared experts' gradients TP
+    times too large (pytorch/pytorch#172932, fixed in 2.11). This class does not sum it.
     """
 
     @staticmethod
@@ -140,7 +140,10 @@ def _router_hook(tp_mesh: DeviceMesh, router: nn.Module, inputs: Any, outputs: A
 
 
 def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
-    """Parallelize the MoE layers of `model` as TorchTitan does, with corrected gradients."""
+    """Parallelize the MoE layers of `model` with TorchTitan's function of the same name.
+
+    During that call, this module's parallel styles replace those that compute wrong gradients.
+    """
     precisions = Precisions.of(job_config)
     # Qwen3's `parallelize_fn` does not pass `use_deepep`, so derive it from the job's options.
     use_deepep = job_config.parallelism.expert_parallel_comm_backend == "deepep"
@@ -171,7 +174,6 @@ def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
     elif ep_mesh is not None and not (precisions.any and etp_mesh is None):
         for moe in layers:
             moe.experts.register_forward_pre_hook(lambda *_: activity.dispatches.add("standard"))
-    # Patch only during the call: other model families use TorchTitan's function unpatched.
     with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():
         # Hide the warning that TorchTitan's TP plan names a reorderer, which DeepEP layers lack.
         warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
@@ -181,8 +183,8 @@ def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
     # Without ETP, EP also spans the TP ranks, and each TP rank sends only its shard of the tokens.
     is_sharded = ep_mesh is not None and etp_mesh is None
     for moe in layers:
-        # If TP shards every expert, a rank has a partial sum of the output; if not, it sends only
-        # its shard of the tokens. Either way, its gradient of the scores must be summed over TP.
+        # Sum the gradient of the router's scores over TP. Each TP rank has only part of it, because
+        # it computes a partial sum of the experts' outputs or sends only a shard of the tokens.
         moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
         activity.patches_applied.add("router-gradients-summed-over-tp")
         if moe.shared_experts is not None:

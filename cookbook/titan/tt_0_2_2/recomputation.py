@@ -37,7 +37,6 @@ OPERATORS = {
         "_c10d_functional.reduce_scatter_tensor",
         "cookbook.deepep_combine",
         "cookbook.deepep_dispatch",
-        # TorchTitan's own DeepEP operators, which the cookbook's replace.
         "deepep.combine",
         "deepep.dispatch",
     ),
@@ -80,17 +79,17 @@ def not_saved() -> Iterator[None]:
 
 @contextmanager
 def last_product() -> Iterator[None]:
-    """Like `not_saved`, but recomputation also skips the GEMMs of the `with` block."""
+    """Do not save or recompute the GEMMs of this `with` block: no gradient needs their results."""
     with not_saved(), _Unmultiplied() if in_recompute() else nullcontext():
         yield
 
 
 class _Unmultiplied(TorchDispatchMode):
-    """Skips GEMMs, whose outputs stay uninitialized because nobody reads them."""
+    """A mode that skips GEMMs whose results are not needed: they return uninitialized tensors."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Without this, compiled code could not run under this mode.
+        # By default, torch.compile does not work under a TorchDispatchMode. True allows it.
         return True
 
     def __torch_dispatch__(
@@ -105,7 +104,7 @@ class _Unmultiplied(TorchDispatchMode):
 
 
 class SaveList(set[Any]):
-    """The operators whose results to save. `activity.saved` records each that was looked up."""
+    """The operators whose results are saved; `activity.saved` records those that really run."""
 
     def __init__(self, operators: Iterable[Any]) -> None:
         super().__init__(operators)
@@ -113,7 +112,7 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator) and not _is_needless
-        # Record nothing while the compiler traces a layer: it looks up operators then, too.
+        # Do not record lookups by the compiler, which traces a layer without running operators.
         if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved
@@ -167,7 +166,7 @@ multiply.register_fake(lambda rows, weights: rows.new_empty(rows.shape[0], weigh
 def show_gemms(least_inner: int) -> None:
     """Make the compiler replace `aten::mm` by `cookbook::mm`, whose results can be saved.
 
-    It keeps GEMMs with an inner dimension below `least_inner`: saving their results wastes memory.
+    GEMMs with an inner dimension below `least_inner` are not replaced: recomputing them is cheap.
     """
     # Import lazily: the compiler takes seconds to import.
     import torch._inductor.config as inductor

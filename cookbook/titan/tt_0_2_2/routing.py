@@ -2,8 +2,9 @@
 
 TorchTitan updates the expert bias from each MoE layer's token counts, `tokens_per_expert`. Version
 0.2.2 also counts the tokens of validation and of a pipeline's shape inference, which runs on zeros.
-The hooks here exclude those tokens. They also keep a second count, for the experts' load: to
-`tokens_per_expert`, recomputation adds the same tokens again, and the optimizer resets it.
+The hooks here exclude those tokens. They also keep a second count, `cookbook_load`, from which the
+experts' load is logged. `tokens_per_expert` cannot be used for this, because recomputation adds the
+same tokens again, and the optimizer resets the count.
 
 TorchTitan's forced routing gives each token consecutive experts. With 256 experts, top 8 and EP 32,
 these are all on one rank. Random experts spread a token over as many ranks as trained routing does.
@@ -40,8 +41,8 @@ def count_tokens(model: nn.Module) -> None:
         moe.register_forward_hook(_after)
 
 
-# `cookbook_load` counts the tokens of each expert: `_before` subtracts the old count, `_after` adds
-# the new one.
+# In training these hooks add the tokens of one forward to `cookbook_load`. `_before` subtracts what
+# `tokens_per_expert` was before the forward, and `_after` adds what it is afterwards.
 def _before(moe: Any, inputs: Any) -> None:
     if not torch.is_grad_enabled():
         moe.cookbook_counts = moe.tokens_per_expert.clone()
@@ -205,7 +206,6 @@ def route_at_random(
 
 
 def _look_up(router: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
-    # Under PP, every microbatch reads the table from its first row.
     experts = router.cookbook_dealt[: scores.shape[0]].long()
     return experts, scores.gather(1, experts)
 

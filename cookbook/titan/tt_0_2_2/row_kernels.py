@@ -1,14 +1,14 @@
 """Routed experts that multiply activations by the scores, and row kernels for two EP backends.
 
-An expert's output is linear in its activation. Multiplying the activation by the routing score thus
-gives the same sum over a token's experts, up to rounding. Then no gradient needs the outputs, so
-they are not kept, and recomputation skips the last GEMM. Megatron Core has had this since v0.13, as
-"probs on activations". The option is `deepep.score_activations` for the EP backend `deepep`, and
-`cookbook.row_kernels` for `standard` and `mxfp8_a2a`.
+TorchTitan multiplies an expert's output by its routing score, so the score's gradient needs the
+output. Here the score multiplies the activation, which is the input of the expert's last GEMM. The
+result is the same up to rounding. No gradient needs the output, so it is not kept, and
+recomputation skips the last GEMM. The option is `deepep.score_activations` for the EP backend
+`deepep`, and `cookbook.row_kernels` for `standard` and `mxfp8_a2a`.
 
-Without the row kernels, `standard` and `mxfp8_a2a` gather rows by one index, scatter outputs by
-another, and then multiply these by their scores in a batched float32 GEMM. The row kernels instead
-move rows to the experts' groups in one pass and back in another.
+The row kernels group token rows by expert in one pass, and sum them back into tokens in another.
+Without them, `standard` and `mxfp8_a2a` gather the rows by one index, scatter the outputs by
+another, and multiply the outputs by their scores in a batched float32 GEMM.
 """
 
 import functools
@@ -126,7 +126,7 @@ class RowMoE(MoE):
             whole = tokens, scores, chosen
             mine, scores, chosen = (shard_tokens(one, length, tp_mesh) for one in whole)
         if experts.cookbook_tp is not None:
-            # All-reduce the gradient here: after `spread`, it has `top_k` times as many rows.
+            # Sum the gradient of `mine` over TP here: `spread` makes `top_k` times as many rows.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
         # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
@@ -152,7 +152,7 @@ def _mixed(mixin: type[nn.Module], experts: type[nn.Module]) -> type[nn.Module]:
 
 
 def mix_in(mixin: Any, experts: Any) -> None:
-    """Add `mixin` to the class of `experts`, changing this instance only."""
+    """Make the class of this `experts` instance a subclass of `mixin` and of its former class."""
     experts.__class__ = _mixed(mixin, experts.__class__)
 
 

@@ -31,10 +31,10 @@ FILE = "self_check.json"
 
 
 def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[str, Any] | None:
-    """Check the cell's kernels on all ranks; if one is wrong, all ranks exit with a one-line error.
+    """Check the job's kernels on all ranks; if one is wrong, exit all ranks with a one-line error.
 
-    Return a summary for the log, with errors as fractions of their bounds. Return None if the check
-    is switched off, or in a dry build.
+    Return a summary for the log, with errors as fractions of their bounds. Return None if
+    `cookbook.self_check` is off, or if the job is only built and does not run.
     """
     if job_config.comm.mode != "default":
         return None

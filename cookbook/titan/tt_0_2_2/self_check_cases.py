@@ -1,7 +1,7 @@
-"""The kernels that a rank of a cell uses, as test cases at the cell's own shapes.
+"""Test cases for the kernels that a job uses on one rank.
 
-On a GPU the cases have the cell's own widths, heads and experts, with the tokens limited so that
-all cases take a few seconds. On a CPU they are smaller and test only the code around the kernels.
+On a GPU the cases have the job's widths, heads and experts, but fewer tokens, so that they take a
+few seconds. On a CPU they are smaller and test only the code around the kernels.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,7 +80,6 @@ class Cell:
         self.expert_hidden: int = model_args.moe_inter_dim // cut
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Quantize `model` as the cell's converters do."""
         build_model_converters(self.job_config, self.dims).convert(model)
         return model
 
@@ -169,7 +168,7 @@ def _unfolded(shape: products.AttentionShape, attention: Callable[..., Tensor]) 
 def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
     if not cell.model_args.moe_args.use_grouped_mm:
         return
-    # Build the experts first: this runs the converters, which set the alignment read below.
+    # Build the experts before reading TOKEN_GROUP_ALIGN_SIZE_M, which their converters set.
     quantization, _ = observe_model([_experts(cell, torch.empty(1, 32, 32, dtype=torch.bfloat16))])
     (kind,) = quantization["grouped_gemms"]
     alignment, experts = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M, cell.local_experts
@@ -225,7 +224,6 @@ def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
             found.setdefault((kind, layer.out_features, layer.in_features), layer)
     by_size = sorted(found, key=lambda one: one[1] * one[2])
     if cell.device == "cpu":
-        # Keep only the smallest layer of each kind.
         by_size = list({one[0]: one for one in reversed(by_size)}.values())
     num_rows = cell.limits.linear_rows
     for kind, n, k in by_size:
@@ -277,7 +275,6 @@ def _loss(cell: Cell) -> Iterator[KernelCase]:
 
 
 def _exchange(cell: Cell) -> Iterator[KernelCase]:
-    """Yield the case for dispatch and combine; none if EP is 1 or ETP shards the experts."""
     dims, args = cell.dims, cell.model_args
     if dims.ep == 1 or dims.etp > 1:
         return
@@ -307,7 +304,7 @@ def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
     layer.tokens_per_expert = torch.zeros(experts, device=cell.device)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
-    # Apply the scores to the outputs: the test experts have no activations to apply them to.
+    # Multiply the outputs by the scores, because `FactorExperts` has no hidden activations.
     apply_moe_ep_tp(
         replace(cell.job_config, deepep=replace(cell.job_config.deepep, score_activations=False)),
         SimpleNamespace(layers={"0": block}),
