@@ -181,7 +181,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
 
 def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[str, torch.Tensor]:
     """Return the tensors of `part`, converted to `part.dtype` and keyed by exported name."""
-    # The checkpoint stacks experts along a first dimension, even a single expert.
+    # Expert weights have a first dimension for the experts, even if only one is read.
     shape = torch.Size([len(part.names), *part.shape] if ".experts." in part.fqn else part.shape)
     offsets = torch.Size([part.first, *[0] * (len(shape) - 1)] if shape else [])
     chunk = ChunkStorageMetadata(offsets=offsets, sizes=shape)

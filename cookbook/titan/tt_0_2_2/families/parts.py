@@ -52,7 +52,7 @@ def observe_attention() -> tuple[frozenset[str], float | None]:
 
 
 def chosen_attention(model_parts: Iterable[nn.Module]) -> frozenset[str]:
-    """Return the kinds of attention in a model's layers; the model need not have run."""
+    """Return the kinds of attention in a model's layers, even before the model has run."""
     kinds = {**_OWN, DocumentAttentionKernel: FLASH_ATTENTION_4}
     modules = (module for part in model_parts for module in part.modules())
     return frozenset(kinds[type(module)] for module in modules if type(module) in kinds)
