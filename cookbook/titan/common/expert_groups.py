@@ -61,7 +61,6 @@ def _place(
     chosen, order = experts.reshape(-1).sort(stable=True)
     order, chosen = order[chosen >= 0], chosen[chosen >= 0]
     here = torch.bincount(chosen, minlength=len(sizes))
-    # A copy's row is the start of its group plus the number of earlier copies in the group.
     before = torch.arange(len(chosen)) - (here.cumsum(0) - here)[chosen]
     rows = (ends - sizes)[chosen] + before
     copies = torch.full((num_rows,), -1, dtype=torch.int32)
@@ -71,10 +70,11 @@ def _place(
 
 
 def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPlan:
-    """Plan groups on the device, so that the host need not wait for token counts.
+    """Compute a GroupPlan on the device, so that the host need not wait for the token counts.
 
-    `experts` are (tokens, top k). With alignment 1, groups are not padded and may be empty. Rows
-    after the last group's end are unused.
+    `experts` (tokens, top k) are the indices of each token's experts. If `alignment` is above 1,
+    each group, even an empty one, is padded to a positive multiple of it. The plan has enough rows
+    for the worst case; rows after the end of the last group are unused.
     """
     if experts.is_cuda:
         sums = _triton().count(experts, num_experts)
@@ -91,7 +91,6 @@ def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPl
 
 
 def _spread(tokens: Tensor, scores: Tensor | None, plan: GroupPlan, dtype: torch.dtype) -> Tensor:
-    """Copy tokens to their rows in the groups, scaled by scores if given; padding rows are zero."""
     copies, slots = plan.copies, plan.slots
     if tokens.is_cuda:
         return _triton().spread(tokens, scores, copies, slots, dtype)
@@ -134,7 +133,6 @@ def _dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:
-    """Return flattened `values` at indices `places`, in the shape of `places`; 0 for index -1."""
     if values.is_cuda:
         return _triton().take(values, places)
     flat = values.reshape(-1)
@@ -203,8 +201,8 @@ def collect(
     grouped: Tensor,
     scores: Tensor | None,  # (tokens, top k) float32, the weight of each row in its token's sum
     plan: GroupPlan,
-    is_needed: bool = True,  # if false, skip the sum and return uninitialized memory
-    base: Tensor | None = None,  # (tokens, features), added to the sums before rounding
+    is_needed: bool = True,  # false if recomputation discards the result: leave it uninitialized
+    base: Tensor | None = None,  # (tokens, features): row i is added to the sum of token i
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum, for each token, its rows in the padded groups; return (tokens, features) in `dtype`."""

@@ -85,7 +85,7 @@ def exit_without_teardown() -> None:
 class StallAlarm:
     """An alarm that saves the rank's stacks and flight-recorder trace if a step takes too long.
 
-    The stacks go to `<attempt>/stacks/rank-<rank>.txt`, the trace to `<traces><rank>`.
+    The stacks go to `<attempt>/stacks/rank-<rank>.txt`, the trace to `traces` with `rank` appended.
     """
 
     def __init__(self, attempt: Path, traces: Path, rank: int) -> None:
@@ -109,7 +109,7 @@ class StallAlarm:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w")
         elif os.fstat(self._file.fileno()).st_size:
-            # The last alarm was false, for example because of a long save: empty the file.
+            # Delete the stacks of a slow step that has ended after all, perhaps after a long save.
             os.ftruncate(self._file.fileno(), 0)
             os.lseek(self._file.fileno(), 0, os.SEEK_SET)
         seconds = STEPS * statistics.median(self._times) + MORE_S
@@ -127,7 +127,7 @@ class StallAlarm:
         self._stepped_at = None
 
     def end(self) -> None:
-        """Cancel the alarm after the last step."""
+        """Disable the alarm when training ends; delete the file of stacks if it is empty."""
         self.pause()
         if self._file is not None and not os.fstat(self._file.fileno()).st_size:
             self._path.unlink(missing_ok=True)

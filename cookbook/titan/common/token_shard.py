@@ -49,8 +49,6 @@ def gather_sequence(mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
 
 
 class _PartialGradient(torch.autograd.Function):
-    """DTensor.from_local with a reduce-scatter in the backward, where PyTorch has an all-reduce."""
-
     @staticmethod
     def forward(ctx: Any, whole: Tensor, mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
         return DTensor.from_local(whole, tp_mesh, (Replicate(),), run_check=False)
@@ -63,11 +61,11 @@ class _PartialGradient(torch.autograd.Function):
 
 
 def with_partial_gradient(whole: Tensor, mine: Tensor, tp_mesh: DeviceMesh) -> Tensor:
-    """Prepare `whole`, gathered from `mine`, as the input of column-wise parallel linear layers.
+    """Return `whole` as a DTensor whose gradient is reduce-scattered over TP in the backward.
 
-    In such a layer each TP rank computes a partial sum of the input's gradient. With plain tensors,
-    every layer all-reduces its own partial sums. Here one reduce-scatter adds up those of all
-    layers and returns the gradient of `mine`.
+    `whole` was gathered from the shards `mine`. Each column-wise parallel linear layer that reads
+    `whole` computes, on each TP rank, a partial sum of its gradient. Autograd adds the partial sums
+    of these layers locally. Then one reduce-scatter returns the gradient of `mine`.
     """
     return _PartialGradient.apply(whole.detach(), mine, tp_mesh)
 

@@ -63,7 +63,6 @@ def _take_kernel(  # type: ignore[no-untyped-def]
 def _spread_kernel(  # type: ignore[no-untyped-def]
     tokens, slots, scores, grouped, features, top_k: constexpr, block: constexpr
 ):
-    # One program per token: read its row once, and write it once per copy on this rank.
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < features
@@ -138,7 +137,7 @@ def _block(features: int, limit: int) -> int:
 
 def _ready(tensor: Tensor) -> Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
-        # Triton would pass address 0 for the result of a pending collective.
+        # Wait for the pending collective: until it ends, Triton would get address 0 for its result.
         tensor = tensor.trigger_wait()
     return tensor.contiguous()
 
@@ -162,10 +161,11 @@ def count(experts: Tensor, num_experts: int) -> Tensor:
 def place(
     experts: Tensor, sums: Tensor, sizes: Tensor, ends: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `copies` (rows,) and `slots` (tokens, top k) of a GroupPlan, both int32.
+    """Assign each token copy, one per expert of the token, to a row of the padded expert groups.
 
-    `sums` is the result of `count`. Together, `count` and `place` launch 4 kernels. A sort would
-    launch about 20, and the GPU would have to wait for the host.
+    Returns `copies` (rows,) int32, the index of the copy in each row, and `slots` (tokens, top k)
+    int32, the row of each copy. `sums` is the result of `count`. A sort would launch so many
+    kernels that the GPU would wait for the host.
     """
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
@@ -212,7 +212,7 @@ def collect(
 
 
 def dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
-    """Return (tokens, top k) float32: each token's dot product with each of its `grouped` rows."""
+    """Return `tokens[i] @ grouped[slots[i, k]]` as (tokens, top k) float32; 0 if the slot is -1."""
     num_tokens, top_k = slots.shape
     products = torch.empty(num_tokens, top_k, dtype=torch.float32, device=tokens.device)
     given = _ready(tokens), _ready(grouped), slots, products

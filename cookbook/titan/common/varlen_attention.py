@@ -238,7 +238,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 class AttendedLength:
     """A running mean of the number of keys that a token attends to."""
 
-    keys: Tensor | int = 0  # attended keys, summed over all tokens
+    keys: Tensor | int = 0
     tokens: int = 0
     is_open: bool = True
 
@@ -251,7 +251,7 @@ class AttendedLength:
         self.tokens += ends.numel()
 
     def add_whole(self, sequences: int, length: int) -> None:
-        """Add a batch in which each sequence is one document."""
+        """Add a batch to the mean; each of its sequences is one document of `length` tokens."""
         self.keys = self.keys + sequences * (length * (length + 1) // 2)
         self.tokens += sequences * length
 

@@ -25,10 +25,10 @@ class Bound:
 
 # Rounding a tensor to BF16 once causes a relative error of about 0.0017. Allow a few roundings.
 BF16 = Bound(0.006, 0.012)
-# E4M3 has 3 mantissa bits. If both operands of a GEMM are quantized, its error is about 0.036.
+# E4M3 has 3 mantissa bits. A GEMM of two quantized tensors has a relative error of about 0.036.
 FP8 = Bound(0.048, 0.09, least=0.008)
-# For a tensor that is rounded to E4M3 once. In a sum over 8 experts such errors may cancel to a
-# third, hence the low `least`.
+# Bounds for a tensor that is rounded to E4M3 once. `least`, the smallest plausible error, is low:
+# the tensor may be a sum over 8 experts, in which the rounding errors partly cancel.
 FP8_ONCE = Bound(0.036, 0.06, least=0.004)
 
 
@@ -43,7 +43,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The larger of `whole` and `part`, divided by its bound. Above 1, the tensor is wrong."""
+        """The larger ratio of an error to its bound: the whole tensor's or the worst part's."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property
@@ -128,10 +128,11 @@ def error_of(
     Each tuple in `parts` names the dimensions to cut along: (0,) cuts a matrix into rows, (0, 1) a
     stack of matrices into their rows.
 
-    Errors are divided by the norm of `expected` or, if given, of `sizes`: pass the usual magnitudes
-    there if the terms of `expected` nearly cancel. So that tiny parts do not dominate, a part's
-    squared norm counts as at least `floor` times the average: with (0,) over all rows, with (0, 1)
-    over the rows of the same matrix. If this average is zero, `found` must be zero.
+    The norm of `found - expected` is divided by the norm of `expected` or, if given, of `sizes`.
+    Pass the elements' usual magnitudes as `sizes` if each is a sum of terms that nearly cancel.
+
+    A part with a tiny norm would have a huge error. So the square of a part's divisor is at least
+    `floor` times the average square over all parts or, in a stack, over the same matrix's parts.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")

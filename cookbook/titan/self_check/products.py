@@ -103,7 +103,6 @@ def attention_inputs(shape: AttentionShape, like_trained: bool, device: str) -> 
         q[..., ::17] += 2
         k[..., ::17] += 3
         k[..., 5] *= 4
-        # A few tokens get large values, and a third of the tokens get smaller gradients.
         v[:: shape.length // 4 + 1] *= 8
         grad[1::3] *= 0.125
     return [q, k, v, grad]
@@ -132,7 +131,6 @@ def attention_errors(
     # For each tensor, by document and head: the sums of squared errors and of squared values.
     sums: dict[str, list[Tensor]] = {name: [] for name in ("out", "dq", "dk", "dv")}
     for begin in range(0, shared, heads):
-        # Take some key and value heads, from `begin` on, and the query heads that share them.
         q, k, v, dout, *some_found = (
             x.detach().unflatten(1, (shared, -1))[:, begin : begin + heads].flatten(1, 2).float()
             for x in (*leaves, grad, *found)
@@ -147,8 +145,8 @@ def attention_errors(
             parts.append(by_document.index_add_(0, document, both))
     for name, parts in sums.items():
         wrong, right = torch.cat(parts, dim=1).unbind(-1)
-        # In a document of one token the gradients of q and k are zero. So the error is divided by
-        # the root mean square of the whole tensor where that is larger.
+        # Divide a document's error by the norm of its exact values or, if larger, by the average
+        # norm for its length. In a document of one token, the exact gradients of q and k are zero.
         mean = right.sum() / (lengths.sum() * right.shape[1])
         part = worst_ratio(wrong / torch.maximum(right, lengths[:, None] * mean))
         whole = worst_ratio(wrong.sum() / right.sum())
@@ -160,7 +158,7 @@ def flash_attention_4(shape: AttentionShape, ends: Tensor) -> Attend:
     capacity = varlen.bounds_capacity(int(ends.sum(dim=1).max()), shape.length)
     room = shape.max_documents or shape.batch * capacity
     lengths = varlen.cumulative_lengths(varlen.document_bounds(ends, room // shape.batch))
-    # Pad with empty documents, as training does.
+    # As in training, add empty documents at the end until there are `room` documents.
     cu_seqlens = nn.functional.pad(lengths, (0, room + 1 - len(lengths)), value=ends.numel())
     longest = shape.max_length or shape.length
     return lambda q, k, v: varlen.varlen_attention(q, k, v, cu_seqlens, longest, shape.scale)
@@ -174,7 +172,8 @@ BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
     "fp8_rowwise": (FP8, FP8, FP8),
-    # Linear layers. `least` is 0 because some `float8` recipes compute weight gradients in BF16.
+    # Bounds for linear layers. Some `float8` recipes compute the weight gradient in BF16, so the
+    # smallest plausible error of this gradient (`least`) is 0.
     "mx": (FP8, FP8, FP8),
     "float8": (FP8, FP8, replace(FP8, least=0)),
     # Wider bounds: one scale per tensor, and gradients in E5M2, which has 2 mantissa bits.

@@ -38,26 +38,27 @@ from cookbook.titan.self_check import (
 
 # A row is rounded to BF16 three or four times on its way to the expert, and three on its way back.
 MOVED = Bound(0.006, 0.012)
-# A score's gradient may be close to zero, because the terms of its sum nearly cancel. So each row's
-# error is divided by at least the root mean square norm of all rows (`floor=1.0`).
+# A router score's gradient is a sum whose terms may nearly cancel. So the error of a row is divided
+# by the row's norm or, if larger, by the root mean square of all rows' norms (`floor=1.0`).
 SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
-# If a rank has only one test expert, the gradient of its factor is a single number, whose error
-# varies widely. The usual error is 0.0025, with FP8 0.05; `whole` allows eight times as much.
+# Bounds for the gradients of the factors by which test experts multiply their rows. If a rank has a
+# single expert, there is only one such number, whose relative error varies widely. So the bound for
+# the whole tensor is eight times the usual error, which is 0.0025, or 0.05 with FP8.
 FACTOR = Bound(0.02, 0.04)
 FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
 
 
 def expert_factors(experts: int, device: str) -> Tensor:
-    """Return float32 factors (experts,), equal only for indices that differ by a multiple of 13."""
+    """Return the factor by which each test expert multiplies its rows, (experts,) float32."""
     return 0.5 + (torch.arange(experts, device=device) * 5 % 13) / 8
 
 
 def weighted_sum(x: Tensor, scores: Tensor, factors: Tensor) -> Tensor:
-    """Multiply each token (..., features) by the sum, over its experts, of score times factor.
+    """Return the output of an MoE layer in which each expert multiplies its tokens by a factor.
 
-    `scores` and `factors` are (..., top k).
+    `x` is (..., features). The `scores` and `factors` of each token's experts are (..., top k).
     """
     return x * (scores * factors).sum(-1, keepdim=True)
 
@@ -72,11 +73,13 @@ def row_errors(
     counted: bool,
     device: str,
 ) -> Iterator[Error]:
-    """Yield the errors of a round trip: copy tokens to groups, scale each group, sum the copies.
+    """Yield the errors of a round trip of tokens to the experts of one rank and back.
 
-    Padding rows get large values, so that a sum that includes padding is clearly wrong.
-    `on_activations` multiplies rows by their scores before the sum instead of within it.
-    With `counted`, the host plans the groups, and some experts are on other ranks, as with DeepEP.
+    Each token is copied to its experts' groups, each group is multiplied by a factor, and each
+    token's copies are summed, weighted by router scores. Padding rows get large values, so that a
+    sum that includes padding is clearly wrong. With `on_activations`, a separate step applies the
+    scores before the sum. With `counted`, the host plans the groups, and some experts are on other
+    ranks, as with DeepEP.
     """
     others = num_experts // 2 + 1 if counted else 0
     experts, scores = random_routing(tokens, num_experts + others, top_k, device, 11)
@@ -144,7 +147,7 @@ def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterat
     yield error_of("gradient of the weights", torch.cat(grads, 1), grad.float(), BF16, [(0, 1)])
 
 
-# --- Dispatch and combine between ranks: the cell's MoE layer with a test router and test experts.
+# --- Dispatch and combine between ranks.
 
 
 class FixedRouter(nn.Module):
@@ -209,17 +212,18 @@ def exchange_errors(
     group: dist.ProcessGroup,  # the EP ranks, in the order of their experts
     quantized: tuple[bool, bool],  # whether FP8 is used in (dispatch's forward, combine's backward)
 ) -> Iterator[Error]:
-    """Run an MoE layer on the inputs in `given`; yield the errors of its output and gradients."""
+    """Yield the errors of an MoE layer's output and gradients, relative to a float32 reference."""
     num_experts = layer.router.num_experts
     x, grad, experts = (one[:, part].clone() for one in (given.x, given.grad, given.experts))
     leaves = [x, given.scores, layer.experts.factor]
     out, dx, ds, df = with_gradients(lambda x, *_: _local(layer(x)), leaves, grad)
 
-    # Give each copy of a token a factor of its own, so that the reference has a gradient per copy.
+    # Give each token copy its own factor, whose gradient is one term of the expert's gradient.
     factors = expert_factors(num_experts, str(x.device))[given.experts]
     exact = [given.x.float(), given.scores, factors]
     wanted, wanted_dx, wanted_ds, by_copy = with_gradients(weighted_sum, exact, given.grad.float())
-    # The terms of an expert's gradient nearly cancel, so divide its error by the norm of the terms.
+    # An expert's gradient is a sum with one term per token copy. The terms nearly cancel, so divide
+    # the error by the norm of all terms, not by the sum.
     terms = by_copy[:, part].flatten()
     of_experts = torch.zeros(num_experts, 2, device=x.device)
     of_experts.index_add_(0, experts.flatten(), torch.stack([terms, terms.square()], 1))
