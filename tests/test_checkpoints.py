@@ -285,6 +285,8 @@ def test_a_lost_position_in_the_texts_is_refused_or_reads_anew(cell: Started, op
     with pytest.raises(InputError, match="differs from the check"):
         cell.start(*changed)
     cell.start(*first, attempt=2)
+    with pytest.raises(InputError, match="found 16B, and the checkpoint is of debugmodel"):
+        cell.start(*first, "--model.flavor=16B")
 
 
 def test_a_step_that_is_asked_for_is_judged_alone(cell: Started) -> None:

@@ -120,12 +120,7 @@ def cell_from_record(
         option: Setting(stack.setting(place, option).check(place, value), f"{place}: {option}")
         for option, value in record.asked_options.items()
     }
-    trained = Options(stack, settings)
-    options = keep_schedule(trained.override(overrides), record, place)
-    for option in ("model.name", "model.flavor"):
-        if option in trained and options[option] != trained[option]:
-            found = f"found {options[option]}, and the checkpoint is of {trained[option]}"
-            raise InputError(options.origin(option), found, "leave it out, or start a new run")
+    options = keep_schedule(Options(stack, settings).override(overrides), record, place)
     with named_at(place):
         recipe, cluster = load_recipe(parts["recipe"]), load_cluster(parts["cluster"])
         precision = load_precision(parts["precision"])

@@ -51,10 +51,11 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         if good is not None and step > good and checkpoint.damage is None:
             checkpoint = replace(checkpoint, damage=why)
         if checkpoint.damage is None:
+            before = options_of(_saver(folder, step, earlier_record(folder) or record))
+            _check_model(options, before)
             _check_states(checkpoint, saved, options)
             if step and "dataloader" not in options[_EXCLUDED]:
-                saver = _saver(folder, step, earlier_record(folder) or record)
-                _check_texts(checkpoint, options, options_of(saver), record.world)
+                _check_texts(checkpoint, options, before, record.world)
             return Found(checkpoint, tuple(damaged))
         damaged.append(checkpoint)
     # TorchTitan ignores `load_step` unless the checkpoint folder exists.
@@ -88,6 +89,14 @@ def last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[i
     older = (s for s, one in saved if 0 < s < loaded and read_checkpoint(s, one).damage is None)
     why = f"attempt {end.attempt} had no finite loss and gradient after step {loaded}"
     return next(older, loaded), why
+
+
+def _check_model(options: Options, before: Options) -> None:
+    # PyTorch would load what the two models have in common, and say nothing.
+    for option in ("model.name", "model.flavor"):
+        if options[option] != before[option]:
+            found = f"found {options[option]}, and the checkpoint is of {before[option]}"
+            raise InputError(option, found, "leave it out, or start a new run")
 
 
 def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options: Options) -> None:
