@@ -225,6 +225,8 @@ def test_the_recorded_cell_comes_back_and_new_requests_win() -> None:
     assert (made_again(changed).steps, made_again(changed).nodes) == (20, 2)
     assert made_again(changed, **{STEPS: 30}).steps == 30
     assert made_again(changed, nodes=1).nodes == 1
+    excluded = debug(**{"checkpoint.exclude_from_loading": ["dataloader"]}).record()
+    assert not made_again(excluded).options["checkpoint.exclude_from_loading"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -124,24 +124,29 @@ def test_runs_and_cells_share_no_absolute_checkpoint_folder(tmp_path: Path) -> N
     assert len(used) == 3
 
 
-def test_a_run_is_rolled_back_once(tmp_path: Path) -> None:
+def test_a_run_is_rolled_back_once_and_parts_are_left_out_until_it_has_saved(
+    tmp_path: Path,
+) -> None:
     body = """
-echo "$@" >"${A}/arguments"; ((K == 2)) && exit 0
-((K)) || cp -r "${CELL_DIR}/checkpoint/step-4" "${CELL_DIR}/checkpoint/step-6"
+echo "$@" >"${A}/arguments"; touch "${A}/metrics.jsonl"; ((K == 3)) && exit 0
+((K != 1)) || cp -r "${CELL_DIR}/checkpoint/step-4" "${CELL_DIR}/checkpoint/step-6"
 torchrun_says -9; exit 1
 """
-    cell = make(tmp_path, body=body, most=1)
+    cell = make(tmp_path, body=body, most=2)
     record = read_record(cell.record)
-    replace(record, options=record.options | {"checkpoint.load_step": 4}).write(cell.record)
+    once = {"checkpoint.load_step": 4, "checkpoint.exclude_from_loading": ["dataloader"]}
+    replace(record, options=record.options | once).write(cell.record)
     for step in (4, 8):
         save(cell.path / "checkpoint", step, readers=record.world)
     # A requeued job reads the record again.
     assert run(cell) == 1 and run(cell) == 0
-    assert [one.step for one in status.read_resumptions(cell.attempts())] == [4, 6, 6]
+    assert [one.step for one in status.read_resumptions(cell.attempts())] == [4, 4, 6, 6]
     assert (cell.path / "checkpoint-damaged/step-8").is_dir()
     # The script still asks for step 4, and of TorchTitan's options the last one wins.
-    arguments = {(one.path / "arguments").read_text() for one in cell.attempts()}
-    assert {text.split()[0] for text in arguments} == {"--checkpoint.load_step=-1"}
+    arguments = [(one.path / "arguments").read_text().split() for one in cell.attempts()]
+    assert {words[0] for words in arguments} == {"--checkpoint.load_step=-1"}
+    excluded = [words[1].partition("exclude_from_loading=")[2] for words in arguments]
+    assert excluded == ["dataloader", "dataloader", "", ""]
 
 
 def test_a_hang_is_ended_with_all_that_it_started_and_followed(
@@ -310,10 +315,10 @@ def test_a_disk_that_is_full_for_seconds_is_no_end(
 ) -> None:
     freed = time.monotonic() + 1.5
 
-    def prepare_on_disk(*arguments: Any) -> None:
+    def prepare_on_disk(*arguments: Any) -> list[str]:
         if time.monotonic() < freed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        prepare(*arguments)
+        return prepare(*arguments)
 
     monkeypatch.setattr("cookbook.supervise.supervisor._FULL_DISK_S", 1.0)
     monkeypatch.setattr("cookbook.supervise.supervisor.prepare", prepare_on_disk)

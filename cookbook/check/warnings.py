@@ -105,10 +105,6 @@ def checkpoints_resume(cell: Cell) -> Problems:
     if options["checkpoint.load_only"]:
         reason = "nothing is saved: a requeued job begins where this one did"
         yield "checkpoint.load_only", reason, "set it to false"
-    option = "checkpoint.exclude_from_loading"
-    if left_out := sorted({*options[option]} - {"model"}):
-        reason = f"{', '.join(left_out)} would start anew after every restart"
-        yield option, reason, "use it for the first start of a fine-tuning only"
 
 
 def _routing_option(cell: Cell) -> str:

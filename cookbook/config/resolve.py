@@ -15,7 +15,7 @@ from cookbook.config.options import DEGREES, Options, Setting, Settings
 from cookbook.config.recipe import Overlay, Recipe, load_ep_backend, load_precision, load_recipe
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
-from cookbook.run.record import OF_SCRIPTS, TOTAL_STEPS, CellRecord
+from cookbook.run.record import OF_SCRIPTS, ONCE, TOTAL_STEPS, CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
@@ -119,6 +119,7 @@ def cell_from_record(
     settings = {
         option: Setting(stack.setting(place, option).check(place, value), f"{place}: {option}")
         for option, value in record.asked_options.items()
+        if option not in ONCE
     }
     options = keep_schedule(Options(stack, settings).override(overrides), record, place)
     with named_at(place):

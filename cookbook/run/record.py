@@ -24,14 +24,16 @@ OF_SCRIPTS = {
 }
 # What a sweep says of its cell, and a script does not.
 _OF_SWEEPS = ("stand_in_for", "baseline", "prediction", "repeat_of", "repeat")
-# Prefixes of options that change no step's speed. An interval does: of saves, validations or logs.
-_NOT_OF_SPEED = (
-    *("training.steps", "lr_scheduler.", "optimizer.lr", "debug.seed", "data.shuffle_seed"),
-    *("checkpoint.load_step", "checkpoint.keep_latest_k", "checkpoint.exclude_from_loading"),
-    *("checkpoint.initial_load_", "checkpoint.last_save_", "metrics.enable_", "metrics.save_"),
-)
 # How many steps the learning-rate schedule covers; `training.steps` if it is not set.
 TOTAL_STEPS = "lr_scheduler.total_steps"
+# Options for the first load of a request: no later resume inherits them.
+LOAD_STEP, EXCLUDED = ONCE = ("checkpoint.load_step", "checkpoint.exclude_from_loading")
+# Prefixes of options that change no step's speed. An interval does: of saves, validations or logs.
+_NOT_OF_SPEED = (
+    *("training.steps", "lr_scheduler.", "optimizer.lr", "debug.seed", "data.shuffle_seed", *ONCE),
+    *("checkpoint.initial_load_", "checkpoint.last_save_", "checkpoint.keep_latest_k"),
+    *("metrics.enable_", "metrics.save_"),
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,10 @@ class CellRecord:
         """The options that the user requested, without those that every script sets."""
         return {name: value for name, value in self.options.items() if name not in OF_SCRIPTS}
 
+    def asks_same(self, other: "CellRecord") -> bool:
+        same = ("nodes", "ranks_per_node", "asked_options")
+        return all(getattr(self, name) == getattr(other, name) for name in same)
+
     def as_yaml(self) -> str:
         seldom, content = ("files", "too_few_nodes", "profile"), dataclasses.asdict(self)
         content = {key: value for key, value in content.items() if value or key not in seldom}
@@ -155,13 +161,12 @@ def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
     record = asked
     if first:
         record = replace(asked, **{name: getattr(first, name) for name in _OF_SWEEPS})
-        old, new = first.asked_options, asked.asked_options
         layout = ("cluster", "nodes", "ranks_per_node")
-        is_same = all(getattr(first, name) == getattr(asked, name) for name in layout)
-        if not is_same or of_speed(old) != of_speed(new):
+        old, new = ([getattr(one, name) for name in layout] for one in (first, asked))
+        if old != new or of_speed(first.asked_options) != of_speed(asked.asked_options):
             record = replace(record, prediction=None)
     if first and attempts and first.cluster == asked.cluster:
-        is_same &= old == new
+        is_same = asked.asks_same(first)
         published = first.published_tokens_per_second_per_gpu
         record = replace(
             first,

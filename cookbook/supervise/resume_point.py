@@ -7,6 +7,7 @@ to another folder as a whole.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,10 +16,8 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.config.options import Options, layout_of, options_of
 from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
-from cookbook.run.record import CellRecord, attempt_records, earlier_record
+from cookbook.run.record import EXCLUDED, LOAD_STEP, CellRecord, attempt_records, earlier_record
 
-LOAD_STEP = "checkpoint.load_step"
-_EXCLUDED = "checkpoint.exclude_from_loading"
 # Each worker of the data loader saves its own position.
 _OF_POSITION = (
     *("training.dataset", "training.dataloader.num_workers"),
@@ -32,6 +31,7 @@ class Found:
 
     checkpoint: Checkpoint | None
     damaged: tuple[Checkpoint, ...] = ()
+    excluded: Sequence[str] = ()  # the parts of it that are not loaded
 
 
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
@@ -51,27 +51,31 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         if good is not None and step > good and checkpoint.damage is None:
             checkpoint = replace(checkpoint, damage=why)
         if checkpoint.damage is None:
-            before = options_of(_saver(folder, step, earlier_record(folder) or record))
+            newest = earlier_record(folder) or record
+            saver = _saver(folder, step, newest)
+            # Parts are left out once, and not of what the same request has saved since then.
+            excluded = [] if saver and saver.asks_same(record) else options[EXCLUDED]
+            before = options_of(saver or newest)
             _check_model(options, before)
-            _check_states(checkpoint, saved, options)
-            if step and "dataloader" not in options[_EXCLUDED]:
+            _check_states(checkpoint, saved, excluded)
+            if step and "dataloader" not in excluded:
                 _check_texts(checkpoint, options, before, record.world)
-            return Found(checkpoint, tuple(damaged))
+            return Found(checkpoint, tuple(damaged), excluded)
         damaged.append(checkpoint)
     # TorchTitan ignores `load_step` unless the checkpoint folder exists.
     if wanted != -1 and place.is_dir():
         remedy = f"leave {LOAD_STEP} out, and the newest whole checkpoint is taken"
         found = str(damaged[-1].damage if saved else "is not there")
         raise InputError(f"{LOAD_STEP}: step-{wanted}", found, remedy)
-    return Found(None, tuple(damaged))
+    return Found(None, tuple(damaged), options[EXCLUDED])
 
 
-def _saver(folder: CellFolder, step: int, newest: CellRecord) -> CellRecord:
-    """Return the record of the attempt that saved `step`: the last to start before it."""
+def _saver(folder: CellFolder, step: int, newest: CellRecord) -> CellRecord | None:
+    """Return the record of the attempt that saved `step`: the last to start before it, if any."""
     attempts, records = folder.attempts(), attempt_records(folder, newest)
     starts = {one.attempt: one.step or 0 for one in status.read_resumptions(attempts)}
     trained = (one.number for one in reversed(attempts) if one.metrics.exists())
-    return next((records[one] for one in trained if starts.get(one, 0) < step), newest)
+    return next((records[one] for one in trained if starts.get(one, 0) < step), None)
 
 
 def last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[int | None, str]:
@@ -99,8 +103,10 @@ def _check_model(options: Options, before: Options) -> None:
             raise InputError(option, found, "leave it out, or start a new run")
 
 
-def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options: Options) -> None:
-    missing = [s for s in PARTS if s not in checkpoint.states | set(options[_EXCLUDED])]
+def _check_states(
+    checkpoint: Checkpoint, saved: list[tuple[int, Path]], excluded: Sequence[str]
+) -> None:
+    missing = [s for s in PARTS if s not in checkpoint.states.union(excluded)]
     # From a seed checkpoint (step 0), TorchTitan loads only the model.
     if not checkpoint.is_exported and (checkpoint.step == 0 or not missing):
         return
@@ -123,7 +129,7 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
 
 
 def _check_texts(checkpoint: Checkpoint, options: Options, before: Options, world: int) -> None:
-    anew = f"read the texts from the start with {_EXCLUDED}=dataloader"
+    anew = f"read the texts from the start with {EXCLUDED}=dataloader"
     layout, readers = layout_of(options, world), checkpoint.text_readers
     ranks = layout.dp_replicate * layout.dp_shard
     if readers != ranks:
@@ -139,8 +145,11 @@ def _check_texts(checkpoint: Checkpoint, options: Options, before: Options, worl
             raise InputError(option, found, f"leave it out, or {anew}")
 
 
-def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
-    """Move damaged checkpoints aside, and those later than a requested step; record the resume."""
+def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[str]:
+    """Move damaged checkpoints aside, and those later than a requested step; record the resume.
+
+    Return the arguments that tell TorchTitan what to load; they win over those of the script.
+    """
     found = find_checkpoint(folder, record)
     options = options_of(record)
     saved, steps = folder.checkpoints(record.options), options["training.steps"]
@@ -172,10 +181,12 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
             f"--training.steps={2 * steps}; for a run of its own: CELL_DIR={another}",
             file=sys.stderr,
         )
-    if not resumption.lines:
-        return
-    status.write_json(attempt.resumption, resumption)
-    with attempt.log.open("a", encoding="utf-8") as log:
-        for line in resumption.lines:
-            for stream in (log, sys.stderr):
-                print(f"cookbook: {line}", file=stream)
+    if resumption.lines:
+        status.write_json(attempt.resumption, resumption)
+        with attempt.log.open("a", encoding="utf-8") as log:
+            for line in resumption.lines:
+                for stream in (log, sys.stderr):
+                    print(f"cookbook: {line}", file=stream)
+    once = {LOAD_STEP: "-1", EXCLUDED: ",".join(found.excluded)}
+    arguments = [f"--{name}={once[name]}" for name in once if name in record.options]
+    return [*arguments, f"--checkpoint.folder={saved}"]

@@ -30,7 +30,7 @@ from cookbook.supervise import exits
 from cookbook.supervise.attempt import RunningAttempt, Timeouts, end_orphan_step
 from cookbook.supervise.exits import GO_ON, Action, Decision
 from cookbook.supervise.preflight import RequeueNeededError, head_address, preflight
-from cookbook.supervise.resume_point import LOAD_STEP, prepare
+from cookbook.supervise.resume_point import prepare
 
 _POLL_S = 2.0
 # Seconds to wait for Slurm to end a requeued job, which it normally does at once.
@@ -174,7 +174,7 @@ class Supervisor:
             now = Status(RUNNING, attempt.number, started=time.time(), restarts=exits.restarts())
             status.write_status(cell, now)
             try:
-                environment = self._prepare(cell, attempt, record)
+                environment, loads = self._prepare(cell, attempt, record)
             except SignalReceivedError:
                 return replace(exits.refused_end(attempt, ""), exit_code=None), None
             except RequeueNeededError as needed:
@@ -188,10 +188,7 @@ class Supervisor:
                     self._pause(_FULL_DISK_S)
                 return exits.refused_end(attempt, str(error)), None
             earlier = [cell.attempt(end.attempt) for end in ends]
-            # `prepare` has rolled the run back. Later attempts must not go back to that step again.
-            newest = [f"--{LOAD_STEP}=-1"] if LOAD_STEP in record.options else []
-            folder = f"--checkpoint.folder={cell.checkpoints(record.options)}"
-            arguments = [*self.arguments, *newest, folder]
+            arguments = [*self.arguments, *loads]
             self.running = RunningAttempt(
                 cell, attempt, record, environment, arguments, self.timeouts, earlier
             )
@@ -204,7 +201,9 @@ class Supervisor:
             self.running = None
         return end, None
 
-    def _prepare(self, cell: CellFolder, attempt: Attempt, record: CellRecord) -> dict[str, str]:
+    def _prepare(
+        self, cell: CellFolder, attempt: Attempt, record: CellRecord
+    ) -> tuple[dict[str, str], list[str]]:
         ranks = sorted({0, record.loss_rank})
         local_ranks = sorted({rank % record.ranks_per_node for rank in ranks})
         environment = {
@@ -220,7 +219,7 @@ class Supervisor:
         )
         self._is_preparing = True
         try:
-            prepare(cell, attempt, record)
+            loads = prepare(cell, attempt, record)
             if "WANDB_RUN_ID" not in os.environ:
                 if is_rolled_back or not cell.wandb_id.exists():
                     write_whole(cell.wandb_id, secrets.token_hex(6))
@@ -232,7 +231,7 @@ class Supervisor:
                 environment["HEAD_ADDRESS"] = head_address(nodes[0])
         finally:
             self._is_preparing = False
-        return environment
+        return environment, loads
 
     def _write(self, cell: CellFolder, end: AttemptEnd, state: str, reason: str | None) -> None:
         if not cell.record.exists():

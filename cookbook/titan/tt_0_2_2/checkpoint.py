@@ -124,6 +124,9 @@ def save_when_ranks_agree() -> None:
     @functools.wraps(initialize)
     def initialize_and_decide(manager: Any, *args: Any, **kwargs: Any) -> None:
         initialize(manager, *args, **kwargs)
+        if manager.enable:
+            # TorchTitan reads `--checkpoint.exclude_from_loading=` as a list of one empty name.
+            manager.exclude_from_loading = [name for name in manager.exclude_from_loading if name]
         if manager.enable and not manager.load_only:
             CheckpointPolicy(manager)
 
