@@ -176,11 +176,15 @@ def test_each_request_is_kept_with_its_attempt(monkeypatch: pytest.MonkeyPatch) 
     assert resume_cells(run, [_longer(20, 2)]) == ["12"]
     (folder.path / "attempt-1").mkdir()
     longest = _longer(30, 2)
+    longest = with_options(longest, {"checkpoint.load_step": 4})
     cluster = replace(longest.cluster, environment=Words({"NCCL_DEBUG": "INFO"}))
     assert resume_cells(run, [replace(longest, cluster=cluster)]) == ["13"]
 
     record = read_record(folder.record)
     assert (record.steps, record.world, record.environment["NCCL_DEBUG"]) == (30, 4, "INFO")
+    # Started by hand, the script does not roll the run back again.
+    assert record.options["checkpoint.load_step"] == 4
+    assert "load_step" not in folder.script.read_text()
     assert (folder.path / "attempt-0/cell.yaml").read_text() == first
     assert read_record(folder.attempt(1).record).steps == 20
 

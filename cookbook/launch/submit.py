@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT, python_path, runs_folder
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
-from cookbook.config.options import exported
+from cookbook.config.options import Options, exported
 from cookbook.launch.script import option_word, render_script, sbatch_options
 from cookbook.run.excluded import (
     LEFT_OUT_VARIABLE,
@@ -34,7 +35,7 @@ from cookbook.run.excluded import (
     read_excluded,
 )
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import keep_request
+from cookbook.run.record import ONCE, keep_request
 from cookbook.run.run import Run, RunRecord, note_new_job, publish_run, release_submit_locks
 from cookbook.run.slurm import partition_nodes, sbatch
 from cookbook.run.states import RUN_VARIABLE, process_job
@@ -195,7 +196,12 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
             # While the submit lock is held, `status` shows a cell without a job as queued.
             folder.job.unlink(missing_ok=True)
             write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
-            keep_request(folder, cell.job_record(), render_script(cell))
+            # In the script they would hold again when it is started by hand; the supervisor passes
+            # on what the record says of them.
+            settings = cell.options.settings
+            kept = {name: settings[name] for name in settings if name not in ONCE}
+            script = render_script(replace(cell, options=Options(cell.options.stack, kept)))
+            keep_request(folder, cell.job_record(), script)
         job_ids = submit_run(run, cells)
     except BaseException:
         for folder, files in before.items():
