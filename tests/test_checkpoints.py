@@ -214,6 +214,9 @@ def test_where_none_is_whole_the_cell_starts_from_its_initial_weights(cell: Star
     # TorchTitan reads checkpoint.initial_load_path only where this folder is not there.
     assert not cell.saved.exists()
     assert len(list((cell.path / "checkpoint-damaged").iterdir())) == 2
+    cell.saved.mkdir()
+    cell.start(attempt=1)
+    assert not cell.saved.exists()
 
 
 def test_the_model_alone_is_refused_with_the_way_around(cell: Started) -> None:

@@ -170,7 +170,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
         record.options[LOAD_STEP] = -1
         record.write(folder.record)
     # TorchTitan reads `initial_load_path` only if the checkpoint folder does not exist.
-    if passed and not any(saved.iterdir()):
+    if saved.is_dir() and not saved.is_symlink() and not any(saved.iterdir()):
         saved.rmdir()
     step = found.checkpoint.step if found.checkpoint else None
     resumption = status.Resumption(attempt.number, step, tuple(passed))
