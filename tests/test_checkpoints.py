@@ -310,6 +310,23 @@ def test_a_step_that_is_asked_for_is_judged_alone(cell: Started) -> None:
     assert cell.step(1) == 4 and (cell.path / "checkpoint-damaged/step-8-2").is_dir()
 
 
+def test_a_new_run_does_not_continue_another_checkouts_checkpoints(cell: Started) -> None:
+    shared = cell.path.parents[2] / "shared"
+    words = f"--checkpoint.folder={shared}"
+    cell.start(words)
+    saved = save(shared / "mine" / NAME, 6)
+    cell.start(words, attempt=1)
+    assert cell.step(1) == 6
+    # Another checkout has no record of it.
+    shutil.rmtree(cell.path)
+    with pytest.raises(InputError, match="holds checkpoints of another run") as refused:
+        cell.start(words)
+    assert f"CELL_DIR={cell.path.parent.parent}/another/{NAME}" in str(refused.value)
+    saved.rename(saved.with_name("step-0"))
+    cell.start(words)
+    assert cell.step() == 0
+
+
 def test_no_checkpoint_is_judged_where_none_is_loaded(cell: Started) -> None:
     cut(save(cell.saved, 6) / FILES[0])
     assert cell.start("--checkpoint.no_enable") == ""

@@ -26,7 +26,7 @@ from cookbook.config.recipe import Overlay, load_ep_backend, load_precision, loa
 from cookbook.config.resolve import keep_schedule, published_number
 from cookbook.config.stack import load_stack
 from cookbook.run import slurm, status
-from cookbook.run.folder import CellFolder
+from cookbook.run.folder import CellFolder, saved_steps
 from cookbook.run.record import TOTAL_STEPS, earlier_record, keep_request, read_record
 from cookbook.run.run import RunRecord, is_run, note_new_job, read_run, write_run
 from cookbook.run.states import RUN_VARIABLE, is_alive, process_job
@@ -133,6 +133,16 @@ def _check_folder(path: Path, cell: Cell) -> None:
         wrong = f"holds a cell of {found}, and this job trains {wanted}"
         remedy = "unset CELL_DIR, or set PRECISION and EP_BACKEND as they were"
         raise InputError(place, wrong, remedy)
+    # Runs of several checkouts may have the same name below an absolute checkpoint.folder.
+    folder, is_loaded = CellFolder(path), cell.options["checkpoint.enable"]
+    saved = folder.checkpoints(asked.options)
+    is_foreign = not (folder.record.exists() or saved.is_relative_to(path.resolve()))
+    # Step 0 is a seed, which a new run may start from.
+    if is_foreign and is_loaded and any(step for step, _ in saved_steps(saved)):
+        wrong = "holds checkpoints of another run, and this one is new"
+        another = shown_path(path.parent.with_name("another") / path.name)
+        remedy = f"for a run of its own: CELL_DIR={another}; or move them away"
+        raise InputError(shown_path(saved), wrong, remedy)
 
 
 def start_run(start: Start) -> None:
