@@ -113,14 +113,11 @@ MX: dict[str, str | None] = {"precision": "mxfp8", "ep_backend": None}
         # Options that always pay, unless the user varies them.
         (FOUR, SMALL, None, (CHUNKS, ATTENTION), {(8, "flash_attention_4")}),
         (FOUR, [*SMALL, f"{CHUNKS}=0,4"], None, (CHUNKS,), {(0,), (4,)}),
-        # The recipe's own batch stands beside the usual ones of a pipeline.
-        (
-            with_options(FOUR, {BATCH: 24}),
-            [f"{TP}=1", f"{EP}=2", f"{PP}=2"],
-            None,
-            (BATCH,),
-            {(24,), (32,), (64,), (128,)},
-        ),
+        # The recipe's own batch stands beside the usual ones.
+        (with_options(FOUR, {BATCH: 24}), [f"{TP}=1", f"{EP}=2", f"{PP}=1,2"], None, (PP, BATCH), {
+            *((1, batch) for batch in (1, 2, 4, 8, 16, 24)),
+            *((2, batch) for batch in (24, 32, 64, 128)),
+        }),
         # 27 layers and both ends: 4 stages of 8, 8 of 4; on 8 ranks neither 16 nor 32 come out.
         (
             on_gpus(8),

@@ -116,7 +116,8 @@ class Space:
             if world % pp or world // pp % ep:
                 continue
             fixed = self._means(start, ep) | degrees
-            batches = _BATCHES if pp == 1 else sorted({*_MICROBATCHES, self.base.options[BATCH]})
+            usual = _BATCHES if pp == 1 else _MICROBATCHES
+            batches = sorted({*usual, self.base.options[BATCH]})
             axes = [fixed], self._schedules(pp), self._axis(BATCH, batches), recomputations, *others
             yield from map(self._settled, _combined(axes))
 
