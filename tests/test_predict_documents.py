@@ -46,7 +46,7 @@ def test_the_documents_of_a_cell() -> None:
     local = {"training.dataset": "c4_test", "training.dataset_path": "assets/local/corpus/"}
     assert documents_of(with_options(cell, local)) == LOCAL
     other = {"training.dataset": "c4_test", "training.dataset_path": "/texts"}
-    with pytest.raises(InputError, match=r"documents in /texts .* --documents MEAN:MEDIAN"):
+    with pytest.raises(InputError, match=r"documents in /texts .* pass it to plan: --documents"):
         documents_of(with_options(cell, other))
 
 

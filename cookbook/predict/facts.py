@@ -163,7 +163,7 @@ def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None
         return LOCAL
     place = cell.options.origin("training.dataset_path" if path else "training.dataset")
     found = f"the length of the documents in {path or name} is not known, and attention depends on"
-    raise InputError(place, f"{found} it", "pass it: --documents MEAN:MEDIAN, in tokens")
+    raise InputError(place, f"{found} it", "pass it to plan: --documents MEAN:MEDIAN, in tokens")
 
 
 def attended_text(documents: Documents | None, seq_len: int) -> str:
