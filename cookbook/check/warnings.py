@@ -159,7 +159,7 @@ def routing_bias_stays_here(cell: Cell) -> Problems:
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/utils.py")
 def parameters_are_sharded(cell: Cell) -> Problems:
     layout = cell.layout
-    if layout.dp_shard * layout.cp == 1 and layout.ep == 1 and layout.tp * layout.pp > 1:
+    if layout.tp * layout.pp > 1 and not layout.has_fsdp and cell.param_dtype == "float32":
         reason = "TP or PP without FSDP computes in FP32: mixed precision comes with FSDP"
         yield DEGREES["dp_shard"], reason, "leave at least 2 ranks to data-parallel shards"
 
@@ -167,7 +167,7 @@ def parameters_are_sharded(cell: Cell) -> Problems:
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/llama3/infra/parallelize.py")
 def replicas_are_summed(cell: Cell) -> Problems:
     layout = cell.layout
-    if layout.dp_replicate > 1 and layout.dp_shard * layout.cp == 1 and layout.ep == 1:
+    if layout.dp_replicate > 1 and not layout.has_fsdp:
         reason = "without shards DDP averages gradients that are divided by all replicas' tokens"
         reason += f" already: they are {layout.dp_replicate} times too small where they are clipped"
         remedy = f"set it to 1 and {DEGREES['dp_shard']} to -1: FSDP sums"

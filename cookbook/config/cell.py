@@ -129,13 +129,13 @@ class Cell:
 
     @property
     def param_dtype(self) -> str:
-        """The precision of forward and backward: float32 where nothing casts the parameters.
+        """The precision of forward and backward: the parameters' own where nothing casts them.
 
         FSDP casts them. Without it autocast does, but not with TP or PP (`maybe_enable_amp`).
         """
         layout = self.layout
         casts = layout.has_fsdp or layout.tp * layout.pp == 1
-        return str(self.options["training.mixed_precision_param"]) if casts else "float32"
+        return str(self.options["training.mixed_precision_param" if casts else "training.dtype"])
 
     @property
     def environment(self) -> dict[str, str]:

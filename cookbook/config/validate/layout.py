@@ -130,7 +130,7 @@ def _degrees(layout: Layout) -> Iterator[_Problem]:
         or _undivided("ep", layout.ep, ranks // layout.etp, "ranks of a stage")
     ):
         yield from problems
-    elif layout.ep > 1 and layout.dp_shard * layout.cp == 1:
+    elif layout.ep > 1 and not layout.has_fsdp:
         # With EP, apply_fsdp needs the dense layers' FSDP mesh. A single rank has no such mesh.
         reason = f"comes to {layout.dp_shard} with CP 1, allowed with EP above 1: 2 and up"
         yield DEGREES["dp_shard"], reason, f"use fewer TP or PP ranks, or set {DEGREES['ep']} 1"
