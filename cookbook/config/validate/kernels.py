@@ -3,11 +3,14 @@
 from cookbook.config.cell import ATTENTION, OF_HOOKS, Cell, Problems, Rule, rule
 from cookbook.config.options import DEGREES
 from cookbook.config.recipe import implied
-from cookbook.config.stack import FLASH_ATTENTION, TORCHTITAN
+from cookbook.config.stack import FLASH_ATTENTION, TORCHAO, TORCHTITAN
 
 RULES: list[Rule] = []
 CUSTOM_IMPORT = "experimental.custom_import"
 MX = frozenset({"quantize.grouped_mm.mx", "quantize.linear.mx"})
+# What the sides of the weights that a converter quantizes must be multiples of.
+_MULTIPLES = dict.fromkeys(MX, 32)
+_MULTIPLES |= {"quantize.grouped_mm.float8": 16, "quantize.linear.float8": 16}
 _PARALLELIZE = f"{TORCHTITAN}/models/llama4/infra/parallelize.py"
 _MX = f"{TORCHTITAN}/components/quantization/mx.py"
 
@@ -126,6 +129,27 @@ def float8_experts(cell: Cell) -> Problems:
         if is_found and "quantize.grouped_mm.float8" in cell.options["model.converters"]:
             reason = f"TorchTitan's FP8 grouped GEMMs do not support {what} parallelism"
             yield DEGREES[short], reason, "set it to 1, or use another precision"
+
+
+@rule(RULES, reference=f"{TORCHAO}/prototype/mx_formats/mx_tensor.py")
+def whole_blocks(cell: Cell) -> Problems:
+    """Refuse feed-forward layers that TP cuts to a width that quantized GEMMs cannot have."""
+    model, layout = cell.options.model, cell.layout
+    for name in cell.options["model.converters"]:
+        if model is None or name not in _MULTIPLES:
+            continue
+        short, what, hidden = "tp" if layout.ep == 1 else "etp", "experts", model.expert_hidden
+        if ".linear." in name:
+            is_left_out = any(
+                part in "feed_forward.w1" for part in cell.options[f"{name}.filter_fqns"]
+            )
+            short, what, hidden = "tp", "dense layers", 0 if is_left_out else model.dense_hidden
+        if (width := hidden / getattr(layout, short)) % _MULTIPLES[name]:
+            reason = (
+                f"it cuts the {what} of {cell.options.model_title} to a width of {width:g}, and "
+            )
+            reason += f"{name} needs a multiple of {_MULTIPLES[name]}"
+            yield DEGREES[short], reason, "lower it, or use another precision"
 
 
 @rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
