@@ -3,16 +3,20 @@
 import dataclasses
 import json
 import re
+import shlex
 import xml.dom.minidom
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from cookbook.base.gpus import Gpu
 from cookbook.base.paths import RECIPES
 from cookbook.cli import plan
 from cookbook.cli.main import main
+from cookbook.config import cluster
 from cookbook.config.cell import Cell
 from cookbook.config.options import DEGREES
 from cookbook.config.recipe import load_recipe
@@ -134,17 +138,17 @@ def test_the_picture_shows_every_layout_at_its_place() -> None:
 def test_a_recipe_says_where_it_runs_and_what_limits_it() -> None:
     base = cell_of("deepseek_v3_671b", precision="mxfp8", ep_backend="deepep")
     planned = dataclasses.replace(base, nodes=16)
-    text = render_recipe("mine", candidate(123.4, 56.7, cell=planned), base)
+    text = render_recipe(Path("mine.yaml"), candidate(123.4, 56.7, cell=planned), base)
     assert "\nnodes: 16\nprecision: mxfp8\nep_backend: deepep\nstand_in: " in text
     assert "# 123 tokens/s/GPU, 57 GiB a GPU, limited by dense GEMMs (50% of a step).\n" in text
     # Options of overlays and cluster stay theirs, and nothing differs from the recipe.
     assert not re.search(r"quantize|comm_backend|mixed_precision|# deepseek_v3_671b: ", text)
-    assert "\n#     python submit.py run mine\n" in text
     # A recipe cannot change an overlay's option; `--set` can.
     changed = with_options(planned, {BATCH: 17, "quantize.grouped_mm.mx.fqns": ["experts", "wo"]})
-    text = render_recipe("mine", candidate(1, 2, cell=changed), base)
+    text = render_recipe(RECIPES / "mine.yaml", candidate(1, 2, cell=changed), base)
     assert re.findall(r"# deepseek_v3_671b: .*\n +(\w+: .*)", text) == ["local_batch_size: 17"]
-    assert " submit.py run mine --set quantize.grouped_mm.mx.fqns=experts,wo\n" in text
+    line = "run mine --cluster soperator-b200 --set quantize.grouped_mm.mx.fqns=experts,wo\n"
+    assert f" submit.py {line}" in text
 
 
 def test_a_planned_recipe_keeps_the_recipes_own_keys(tmp_path: Path) -> None:
@@ -156,7 +160,7 @@ def test_a_planned_recipe_keeps_the_recipes_own_keys(tmp_path: Path) -> None:
     source.write_text(rest + "\n" + "".join(f"{key}: {own[key]}\n" for key in own))
     base = cell_of(str(source), nodes=16)
     planned = tmp_path / "planned.yaml"
-    planned.write_text(render_recipe("planned", candidate(1, 2, cell=base), base))
+    planned.write_text(render_recipe(planned, candidate(1, 2, cell=base), base))
     kept, recipe = load_recipe(str(planned)), base.recipe
     assert {key: getattr(kept, key) for key in own} == own
     assert recipe.published is not None and kept.published is None
@@ -224,6 +228,28 @@ def test_precisions_that_are_no_names(search: Search, tmp_path: Path) -> None:
     assert main(["plan", str(source), *ONE_NODE[2:], "-o", str(target)]) == 0
     assert {cell.precision.name for cell in search.cells} == {"own", "bf16"}
     assert load_recipe(str(target)).pair[0].path == own
+
+
+@pytest.mark.parametrize("where", ["h200-node", "local"])
+def test_the_line_in_a_planned_recipe_runs_its_layout(
+    where: str,
+    search: Search,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On `local`, which gives a recipe the largest EP degree, too."""
+    monkeypatch.setattr(cluster, "visible_gpus", lambda: (Gpu("H200", 9.0, 139.8),) * 8)
+    monkeypatch.chdir(tmp_path)
+    # Without `compile` the time of the debug recipe is not modelled.
+    fixed = ["--set", f"{EP}=2", "--set", "compile.enable=true"]
+    assert main(["plan", "debug", "--cluster", where, *fixed, "-o", "mine.yaml"]) == 0
+    (line,) = re.findall("^# +python submit.py run (.*)", Path("mine.yaml").read_text(), re.M)
+    capsys.readouterr()
+    assert main(["show", *shlex.split(line)]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)["options"]
+    planned = search.cells[0].options.values
+    assert {name: shown.get(name) for name in planned} == planned
 
 
 def test_nothing_fits(search: Search, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def plan(arguments: argparse.Namespace) -> int:
     way = _walk(arguments.explain, base, ranked, documents) if arguments.explain else []
     if arguments.output and ranked:
         path = Path(arguments.output)
-        write_whole(path, report.render_recipe(path.stem, ranked[0], base))
+        write_whole(path, report.render_recipe(path, ranked[0], base))
     if arguments.figure:
         write_output("--figure", arguments.figure, report.render_svg(found, base, own))
     if arguments.json:

@@ -17,6 +17,7 @@ from cookbook.base.tables import INK, QUIET, draw_figure, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import ATTENTION, Cell
 from cookbook.config.recipe import check_name, reference
+from cookbook.config.resolve import merge_config
 from cookbook.plan.search import BATCH, Candidate, Found, Stop, recomputation
 from cookbook.predict.facts import Documents, attended_text
 from cookbook.predict.layer_time import add
@@ -223,15 +224,19 @@ def check_target(path: Path) -> None:
         raise InputError(shown_path(path), "exists already", "choose another name")
 
 
-def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
-    """Return the YAML of a recipe for `candidate`; comments in it give the values of `base`."""
-    cell, step, recipe = candidate.cell, candidate.step, candidate.cell.recipe
+def render_recipe(path: Path, candidate: Candidate, base: Cell) -> str:
+    """Return the YAML to write to `path` for `candidate`; its comments give `base`'s values."""
+    cell, step, recipe, name = candidate.cell, candidate.step, candidate.cell.recipe, path.stem
     overlays, options = (cell.precision, cell.ep_backend), cell.options.stack.options
-    # These files win over a recipe: leave their options out, and override them by `--set`.
+    # These files win over a recipe: leave their options out.
     theirs = {**cell.ep_backend.settings, **cell.precision.settings, **cell.cluster.settings}
-    command = ["python", "submit.py", "run", name]
-    for option, setting in theirs.items():
-        if (value := cell.options[option]) != setting.value:
+    kept = {n: one for n, one in cell.options.settings.items() if n not in theirs}
+    # Override by `--set` whatever running the recipe would change, as cluster `local` does with EP.
+    merged = merge_config(dataclasses.replace(recipe, settings=kept), *overlays, cell.cluster)
+    command = ["python", "submit.py", "run", reference("", path)]
+    command += ["--cluster", reference("cluster", cell.cluster.path)]
+    for option, value in cell.options.values.items():
+        if merged.options[option] != value:
             command += ["--set", f"{option}={options[option].as_text(value)}"]
     lines = [
         f"# {recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",
