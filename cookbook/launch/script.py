@@ -48,7 +48,7 @@ _ENVIRONMENT.filters["shquote"] = shquote
 
 
 def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") -> str:
-    """Render a cell's script; in its comments and messages the script is called `file_name`."""
+    """Return the text of a cell's script, which calls itself `file_name` in its messages."""
     runner = "sbatch" if cell.cluster.scheduler == "slurm" else "bash"
     # Use the default name if this one has special characters that bash would expand.
     if not re.fullmatch(r"[\w.+-]+", file_name, re.ASCII):
@@ -91,7 +91,7 @@ def _render(cell: Cell, header: list[str], overlays: Sequence[Overlay], **contex
     mounts = cluster.container.mounts if cluster.container else ()
     needed = [(file, True) for file in cluster.source]
     optional = [(file, False) for file in cluster.source_if_exists]
-    # In a launcher, copy an overlay's variables only if the user chose that overlay.
+    # In a launcher, copy the variables of a precision or EP backend only if the user chose it.
     condition = '"${{{kind}}}" == {name} && ' if context["choices"] else ""
     copied = [
         (condition.format(kind=overlay.kind.upper(), name=overlay.name), name, other)
@@ -211,7 +211,6 @@ def _examples(recipe: Recipe, file_name: str) -> list[str]:
 def _choice(summary: str, default: str, overlays: Sequence[Overlay]) -> dict[str, Any]:
     stack, values = load_stack(), []
     for overlay in overlays:
-        # Leave out the option that names the overlay (--cookbook.precision): the template sets it.
         text = " ".join(map(shquote, argv_of(stack, {**overlay.expect, **overlay.settings})))
         value = {
             "name": overlay.name,

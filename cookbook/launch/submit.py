@@ -73,7 +73,7 @@ _VERSIONS = "1.5."
 
 
 class CellSlurmExecutor(SlurmExecutor):
-    """Submit the supervisor of `cells` in one batch file, with the first cell's sbatch options."""
+    """Run all `cells` in one Slurm job, which has the sbatch options of the first cell."""
 
     def __init__(self, run: Run, cells: Sequence[Cell]) -> None:
         self.run, self.cells, self.choice = run, cells, leave_out(cells[0])
@@ -85,7 +85,8 @@ class CellSlurmExecutor(SlurmExecutor):
     def affinity(cls) -> int:
         return 2
 
-    # Replace submitit's batch file: it has a wckey, a signal and an srun, and inherits variables.
+    # Write our own batch file: submitit's sets a wckey and a signal and starts an srun. Our call of
+    # sbatch also removes Slurm's variables from the environment, which submitit passes on.
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
         cell, begin = self.cells[0], self.choice.begin
         title, name = f"{cell.name}/train.sh", cell.name
@@ -96,8 +97,8 @@ class CellSlurmExecutor(SlurmExecutor):
         options["output"] = str(self.folder / "%j.log")
         if begin is not None:
             options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
-        # The nodes are tested before train.sh starts, so the profile must apply here too. train.sh
-        # reports the files that are missing.
+        # The nodes are tested before train.sh starts, so set up the cluster's environment here too.
+        # Skip a missing file silently, because train.sh will report it.
         cluster = cell.cluster
         files = map(shlex.quote, [*cluster.source, *cluster.source_if_exists])
         variables = exported(cluster.environment).items()

@@ -53,7 +53,7 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|Connection (?:closed|reset)|Broken pipe|remote process exited|DistBackendError"
         r"|DistNetworkError|Rendezvous\w*Error|Socket Timeout|recvValue|NCCL error"
         r"|CUDA error|uncorrectable ECC|unspecified launch failure"
-        # srun on a task that a signal ended, such as torchrun itself.
+        # srun prints this if a signal killed a task; the task may be torchrun itself.
         r"|^srun: error: \S+: tasks? [0-9,-]+: "
         r"(?:Killed|Terminated|Aborted|Segmentation fault|Bus error)"
         # What `find_cause` returns as the reason if it knows only that a signal ended the script.
@@ -97,13 +97,14 @@ class _Finding(NamedTuple):
 
 
 def find_cause(attempt: Path, exit_code: int) -> tuple[Cause, str]:
-    """Return a failure's cause and the line that explains it; without one, use the exit code."""
+    """Return a failure's cause and the log line that shows it, or the exit code if none does."""
     reason, is_refusal = _find_reason(attempt)
     if reason is None:
         ended = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else None
         reason = ended or f"exit status {exit_code}"
     cause = cause_of(reason)
-    # The script refuses to run with exit code 2, torchrun fails with 1; srun's 2 is a missing file.
+    # The script exits with 2 if it refuses to run, which counts as a wrong option. srun exits with
+    # 2 if a file is missing, but then `cause` is MISSING_FILE.
     is_wrong = is_refusal or (exit_code == 2 and cause is Cause.ERROR)
     return Cause.WRONG_OPTION if is_wrong else cause, reason
 
@@ -133,7 +134,7 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
     if not findings:
         return None, False
     sort = min(finding.sort for finding in findings)
-    # Take the first finding of the most telling sort, but the last message of a script.
+    # Of the findings that explain most, take the first. Of a script's messages, take the last.
     best = [finding for finding in findings if finding.sort == sort]
     _, rank, text = best[-1] if sort == _SCRIPT else best[0]
     text = text if rank is None else f"rank {rank}: {text}"

@@ -1,4 +1,4 @@
-"""Read a cell's steps and router load from files that our hooks write, else from the console."""
+"""Read a training job's metrics and router load from our hooks' files or the console output."""
 
 import contextlib
 import enum
@@ -24,7 +24,6 @@ COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)"
 # A line with `validate step:` has the metrics of a validation, not of a training step.
 _STEP = re.compile(r"(?<!validate )\bstep:\s*([0-9]{1,12})(?=\s)")
-# Metric names: on the console -> in StepMetrics.
 _NAMES = {"loss": "loss", "grad_norm": "grad_norm", "memory": "memory_gib"}
 _NAMES |= {"tps": "tokens_per_second", "tflops": "tflops", "mfu": "mfu"}
 _VALUE = re.compile(rf"\b({'|'.join(_NAMES)}):\s*({_NUMBER})(?=[\sG%]|$)")
@@ -65,7 +64,6 @@ class Phase(enum.StrEnum):
     FINISHING = "finishing"
 
 
-# Start of a log message -> the phase that begins with this message.
 _PHASES = {
     "Starting job: ": Phase.LOADING,
     "Building device mesh": Phase.LOADING,
@@ -220,7 +218,6 @@ def collect_router_load(cell: CellFolder) -> list[LoadStep]:
         for found in _parse(_LOAD, lines_of(attempt.router_load)):
             while steps and steps[-1].step >= found.first_step:
                 steps.pop()
-            # Different layers mean that the model has changed: keep only the newest model's steps.
             if steps and steps[-1].layers != found.layers:
                 steps.clear()
             steps.append(found)
@@ -228,12 +225,7 @@ def collect_router_load(cell: CellFolder) -> list[LoadStep]:
 
 
 class Tail:
-    """Follow a running attempt; each `read` updates the attributes from the new lines.
-
-    Attributes:
-        step, phase, validation_loss: the newest that the given rank logged; None before the first.
-        recent: the newest steps of that rank.
-    """
+    """Follow a running attempt: each `read` updates what one rank has logged so far."""
 
     def __init__(self, attempt: Attempt, rank: int) -> None:
         self._rank = rank

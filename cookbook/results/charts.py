@@ -23,7 +23,6 @@ from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A line with more than _FEW_STEPS steps is smoothed: a running mean over a fortieth of its steps.
 _FEW_STEPS = 200
 _MOST_POINTS = 400
 # The upper end of the step-time axis, as a multiple of the median step time: one very long step

@@ -3,7 +3,7 @@
 - Metrics come from the log of the loss rank: rank 0, or with PP the first rank of the last stage.
 - Throughput, TFLOPs and MFU are medians over the logged steps after warm-up (`measured_steps`).
 - Memory is the peak over all ranks and steps.
-- These leave out attempts with other nodes, another layout or other options than the newest one.
+- Speed and memory come only from attempts with the newest one's nodes, layout and options.
 - If several attempts trained the same step, the newest attempt's metrics count.
 """
 
@@ -31,7 +31,6 @@ from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json, read_resump
 
 _EMULATED = "emulated numerics: the throughput says nothing about real MXFP8"
 _BY_REFERENCE = "attention by a reference: the throughput says nothing about FlashAttention-4"
-# Fields that a Result copies unchanged from the cell's record.
 _OF_RECORD = "recipe precision ep_backend device stand_in_for prediction world repeat_of repeat "
 _OF_RECORD += "published_tokens_per_second_per_gpu published_source tokens_per_step_per_gpu"
 
@@ -48,7 +47,6 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     try:
         record = read_record(folder.record)
     except InputError as error:
-        # Report the cell even though its record is unreadable.
         record, problem = CellRecord(), str(error)
     attempts = folder.attempts()
     curve, loads = metrics.collect_steps(folder, record), metrics.collect_router_load(folder)
@@ -161,7 +159,6 @@ def expected_step(name: str, record: CellRecord) -> StepTime | None:
     try:
         return predict_step(cell_from_record(name, record, name, None, {}))
     except InputError:
-        # Not predictable: files are gone, or document lengths or the GPU's speed are unknown.
         return None
 
 

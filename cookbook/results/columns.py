@@ -15,7 +15,6 @@ from cookbook.results.verdicts import LEVEL, LOSS_LEVEL, STALL, STEPS, SpeedUp
 UNKNOWN = "-"
 CELLS, PUBLISHED, SPEED = "cells", "published", "speed"
 REPEATS, LOSSES, LOAD, COMPARE = "repeats", "losses", "load", "compare"
-# Each table's title, and its legend: the text below the table.
 _TITLES = {
     CELLS: (
         "Cells",
@@ -71,7 +70,7 @@ class Column(NamedTuple):
     value: str | Callable[[Result], object]  # a path such as `throughput.num_steps`, or a function
     # A format string for the value, or a function that returns its text.
     template: str | Callable[[Any], str] = "{}"
-    # The baseline's own row shows "baseline" if it has this attribute of `Result`.
+    # If this field of `Result` has a value, the baseline's own row shows "baseline" in the column.
     baseline: str = ""
 
     def text(self, row: Result) -> str:

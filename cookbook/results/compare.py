@@ -56,10 +56,11 @@ def against_baseline(folders: Iterable[Result]) -> list[Result]:
 def merge_repeats(runs: Sequence[Result]) -> Result:
     """Merge the results of a cell's repeats, in order, into one result.
 
-    Throughput is measured over the steps of all repeats. TFLOPs and MFU are medians, as are final
-    and validation loss, of the repeats that got furthest; memory is the maximum. The status is
-    `finished` only if every repeat has finished. Most other fields, the curve too, are those of the
-    first repeat that got furthest: another may have failed before its first step.
+    Throughput is measured over the steps of all repeats. TFLOPs and MFU are medians over all
+    repeats, and memory is the maximum. Final and validation loss are medians over the repeats that
+    reached the highest step. The status is `finished` only if every repeat has finished. Most other
+    fields, such as the loss curve, come from the repeat that reached the highest step, because
+    another may have failed before its first step. If several reached it, use the first of them.
     """
     first = max(runs, key=lambda run: run.steps or 0)
     if len(runs) == 1:
@@ -117,7 +118,6 @@ def _speed_up_of_steps(cell: Result, base: Result) -> SpeedUp | None:
 
 
 def _loss_verdicts(cells: dict[str, Result]) -> dict[str, list[LossVerdict]]:
-    """Return loss verdicts by key, for finished cells whose baselines have also finished."""
     curves = defaultdict[str, dict[str, list[dict[int, float]]]](dict)
     for name, cell in cells.items():
         base = cells.get(base_name := cell.baseline or "")
@@ -142,8 +142,8 @@ class Comparison:
 
     reference: str  # name of the reference run, or `published`
     tolerance: float  # allowed slowdown, in percent
-    # Each cell of the reference run, followed by the cell compared with it, if there is one.
-    # Published numbers have no rows of their own.
+    # Each cell of the reference run, followed by the cell that is compared with it, if there is
+    # one. If the reference is `published`, only the compared cells.
     rows: tuple[Result, ...]
     differences: tuple[str, ...]  # differences in configuration and environment
     unit: str
@@ -240,7 +240,6 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 _JSON = "cell run status tokens_per_second_per_gpu reference_tokens_per_second_per_gpu speed loss "
 _JSON += "loss_last_tenth gpu_hours cost_per_billion_tokens reason is_slower"
-# JSON keys that differ from the names of their fields in Result.
 _KEYS = {"cell": "name", "reason": "incomparable"}
 _KEYS["reference_tokens_per_second_per_gpu"] = "reference_tokens"
 

@@ -1,7 +1,4 @@
-"""The report of a run as Markdown and as an HTML page: headlines, conditions, tables, notes.
-
-The page needs no network and no other file. All text is escaped, and a script draws the charts.
-"""
+"""The report of a run as Markdown and as an HTML page: headlines, conditions, tables, notes."""
 
 import html
 import json
@@ -35,7 +32,6 @@ from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
 # The usual relative error of a predicted throughput. Report cells that fall short by more.
 _PREDICTION_MARGIN = 0.15
-# Limits for loss spikes; `_troubled_steps` explains them.
 _BEFORE, _SPIKE_PART, _SPIKE_SPREADS = 20, 0.1, 10
 
 
@@ -287,7 +283,6 @@ def save_report(run: Run, results: RunResults) -> str | None:
     Return why there are no figure files, with the remedy; None if they were written.
     """
     missing, charts, folder = None, charts_of(results), run.folder / FIGURES
-    # report.md: the report as printed, then the figures and tables that are not printed.
     parts = [render_markdown(results).rstrip("\n")]
     try:
         for chart in charts:
@@ -295,7 +290,6 @@ def save_report(run: Run, results: RunResults) -> str | None:
                 write_whole(folder / f"{chart.name}.{suffix}", content)
             picture = f"![{chart.title}]({FIGURES}/{chart.name}.svg)"
             parts += [f"## {chart.title}", picture, chart.caption]
-        # Delete the figures of an earlier report, except those that were drawn again.
         for name in {*NAMES} - {chart.name for chart in charts}:
             for suffix in ("svg", "png"):
                 (folder / f"{name}.{suffix}").unlink(missing_ok=True)

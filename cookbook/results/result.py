@@ -11,8 +11,8 @@ from cookbook.results.verdicts import LossVerdict, SpeedUp, Throughput
 from cookbook.run.run import RunRecord
 from cookbook.run.status import Resumption
 
-# If mean attended lengths differ by more than this factor, the attention masks differ: batches
-# of one corpus differ by less.
+# Attention masks count as different if the mean number of tokens that a token attends to differs
+# by more than this factor. Batches of the same texts differ by less.
 SAME_MASK = 1.25
 
 
@@ -31,9 +31,10 @@ class LoadSummary:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one cell; an unknown value is None, never 0.
+    """The result of one cell, that is, of one training configuration in a run.
 
-    The JSON report has the fields up to `profiled`. Only comparisons set the last four fields.
+    An unknown value is None, never 0. The JSON report has the fields up to `profiled`. The last
+    four fields are set only if the run is compared with another run or with published numbers.
     """
 
     name: str
@@ -84,8 +85,8 @@ class Result:
     seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs
     curve: Sequence[StepMetrics] = ()  # logged steps, ascending
     texts: Mapping[int, object] = field(default_factory=dict)  # what decides each step's texts
-    timed: Sequence[StepMetrics] = ()  # those of the newest nodes and options, whose speed counts
-    seconds: Mapping[int, float] = field(default_factory=dict)  # of each step in `curve`, if known
+    timed: Sequence[StepMetrics] = ()  # steps of `curve` that ran with the newest nodes and options
+    seconds: Mapping[int, float] = field(default_factory=dict)  # each step's duration, if known
     loads: Sequence[LoadStep] = ()  # logged router loads
     run: str = ""
     reference_tokens: float | None = None  # throughput of the reference cell
@@ -126,9 +127,9 @@ def masks_differ(one: Result, other: Result) -> bool:
 
 
 def unlike(cell: Result, base: Result, where: str) -> str | None:
-    """Return why the speeds of the two cells cannot be compared; None if they can.
+    """Return why the speeds of `cell` and `base` cannot be compared; None if they can.
 
-    `where` is the message's phrase for `base`, such as `in its baseline NAME`.
+    The returned text refers to `base` by the words `where`, such as `in its baseline NAME`.
     """
     if cell.emulated or base.emulated:
         return "emulated numerics have no speed"

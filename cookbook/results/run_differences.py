@@ -16,9 +16,8 @@ from cookbook.results.columns import UNKNOWN, Table
 from cookbook.results.result import Result, RunResults
 from cookbook.run.record import CellRecord
 
-# Up to this many nodes are named; a longer list is shortened to its first and last node.
 _MOST_NODES = 4
-# Active features not to compare: the requested overlays and options already determine them.
+# Skip these facts of `environment.json`: they follow from options, which are compared anyway.
 _ASKED = frozenset({"precision", "ep_backend", "loss"})
 _DURATION = "self check seconds"  # a duration, which varies from run to run
 # Facts not to compare: they vary from run to run, or the comparison shows them elsewhere.

@@ -1,4 +1,4 @@
-"""Throughput; speed-ups and loss verdicts, each with a confidence interval.
+"""Compute throughput, and speed-ups and loss verdicts with their confidence intervals.
 
 Successive steps are correlated, so a run's steps are split into five batches of consecutive steps.
 The standard error of a statistic comes from its values in the five batches (sectioning: Asmussen
@@ -15,9 +15,9 @@ from itertools import pairwise
 from cookbook.observe.metrics import StepMetrics
 
 NUM_BATCHES = 5
-# At least three values per batch, so that a single stall does not move the batch's median.
+# Each fifth of a run needs three steps, so that a single stall does not move the fifth's median.
 LEAST_VALUES = 3 * NUM_BATCHES
-# Correct for at most this autocorrelation: a series with more of it drifts.
+# Cap the estimated autocorrelation here: a higher estimate comes from a drift, not from noise.
 _MOST_ALIKE = 0.95
 
 
@@ -43,10 +43,11 @@ def batches(values: Sequence[float]) -> list[Sequence[float]]:
 
 
 def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) -> Spread:
-    """Return the standard error of a statistic of `num` correlated values.
+    """Estimate the standard error of a statistic of `num` correlated values.
 
-    `figure` is the statistic of all values, and `parts` has the statistic of each batch of values.
-    `alike` is the lag-1 autocorrelation of the values.
+    The error follows from how far `parts`, the statistics of five batches of the values, are from
+    `figure`, the statistic of all values. It is corrected for `alike`, the values' lag-1
+    autocorrelation.
     """
 
     def variance_of_mean(num: float) -> float:
@@ -70,9 +71,10 @@ def spread_about(figure: float, parts: Sequence[float]) -> Spread:
 def pooled_spread(
     own: Sequence[float], reference: Sequence[float], groups: Iterable[Sequence[float]]
 ) -> Spread | None:
-    """Return the standard error of a difference of means, with variance pooled over `groups`.
+    """Return the standard error of the difference between the means of `own` and `reference`.
 
-    None if no group has two values. Groups with a value that is not finite are excluded.
+    The variance is pooled over `groups`, except those with a value that is not finite. Return None
+    if none of these groups has two values.
     """
     known = [group for group in groups if len(group) > 1 and all(map(math.isfinite, group))]
     freedom = sum(len(group) - 1 for group in known)
@@ -97,7 +99,6 @@ def correlation(deviations: Sequence[float]) -> float:
 
 
 LEVEL = 0.95
-# A logged interval is a stall if it takes at least this many times as long as the median interval.
 STALL = 1.5
 
 FASTER, SLOWER, NOISE = "faster", "slower", "inside the noise"
@@ -204,7 +205,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
 
 
 def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
-    """Return the geometric mean speed-up of `(own, reference)` pairs; None for fewer than two."""
+    """Return the geometric mean of own / reference speed over `pairs`; None for fewer than two."""
     ratios = [math.log(own / reference) for own, reference in pairs]
     if len(ratios) < 2:
         return None
@@ -213,7 +214,10 @@ def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
 
 
 def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
-    """Return the speed-up between two cells' unpaired repeats; assume equal variances."""
+    """Return the speed-up from the speeds of two cells' repeats, which do not form pairs.
+
+    The confidence interval assumes that the speeds of both cells have the same variance.
+    """
     logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
     ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
     spread = pooled_spread(own, reference, logs)
@@ -237,8 +241,7 @@ LAST = 0.1
 EQUIVALENT, DIFFERENT, CANNOT_TELL = "equivalent", "different", "cannot tell"
 WHOLE, LAST_TENTH = "whole", "last tenth"
 
-# Losses, keyed by step.
-Losses = Mapping[int, float]
+Losses = Mapping[int, float]  # losses by step
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +283,7 @@ def judge_curves(own: Losses, reference: Losses) -> list[LossVerdict]:
 def judge_repeats(
     cells: Mapping[str, Sequence[Losses]], reference: str
 ) -> dict[str, list[LossVerdict]]:
-    """Compare each cell with `reference`; the variance of a run is estimated from all runs."""
+    """Compare each cell's losses with those of `reference`; pool all cells' run-to-run variance."""
     found: dict[str, list[LossVerdict]] = {name: [] for name in cells if name != reference}
     for window, steps in _windows([run for runs in cells.values() for run in runs]):
         means = {
