@@ -17,7 +17,7 @@ from cookbook.base.files import locked, write_whole
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import read_yaml
 
-# Names the nodes that a submission left out, comma-separated, in its job's environment.
+# In a job's environment, this variable holds the nodes that the list excluded, comma-separated.
 LEFT_OUT_VARIABLE = "COOKBOOK_LEFT_OUT"
 _HEAD = """\
 # Nodes that jobs leave out; jobs rewrite this file, and keep the entries but no other comments.
@@ -104,9 +104,9 @@ def choose(needed: int, nodes: Sequence[str], excluded: Sequence[Excluded]) -> C
     """Choose which of a partition's `nodes` to exclude from a job that needs `needed` of them.
 
     Ignore excluded nodes that are not in `nodes`, since sbatch refuses unknown names. If too few
-    nodes would be left, keep the `short` nodes whose exclusions end first, and delay the job's
-    start until then. If even all `nodes` together are too few, do not delay the job; `short` is
-    then 0.
+    nodes would be left, `short` is the number missing: let the job use that many excluded nodes,
+    those whose exclusions end first, and delay its start until they end. If even all `nodes` are
+    too few, waiting cannot help, so do not delay the job; `short` is then 0.
     """
     listed = sorted((one for one in excluded if one.node in set(nodes)), key=lambda one: one.until)
     short, names = needed - (len(nodes) - len(listed)), tuple(one.node for one in listed)

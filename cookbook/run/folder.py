@@ -2,8 +2,7 @@
 
 PyTorch writes the data files of `step-N` first. It writes `.metadata` last, which lists the file
 and byte range of each tensor. So a checkpoint without `.metadata` was never finished, and one with
-files shorter than listed was damaged later; changed bytes are not detected. `.metadata` is a
-pickle, read here without torch.
+files shorter than listed was damaged later. Changed bytes are not detected.
 """
 
 import pickle
@@ -31,7 +30,7 @@ class Attempt:
     number: int
 
     log = _Below("train.log")  # console output of all nodes, but of only a few ranks on each
-    # This attempt's script and record, if the next attempt has others.
+    # Copies of this attempt's script and record, made only if the next attempt changes them.
     script, record = _Below("train.sh"), _Below("cell.yaml")
     # Versions, GPUs, nodes and active features, reported by the training process.
     environment = _Below("environment.json")
@@ -81,7 +80,10 @@ class CellFolder:
         return self.attempt(attempts[-1].number + 1 if attempts else 0)
 
     def checkpoints(self, options: Mapping[str, Any]) -> Path:
-        """Return the checkpoint folder; below an absolute one, each cell of a run has its own."""
+        """Return the cell's checkpoint folder: `checkpoint.folder` in the folder of the cell.
+
+        If `checkpoint.folder` is an absolute path, return its subfolder RUN/CELL.
+        """
         path, folder = self.path.resolve(), Path(options.get("checkpoint.folder") or "checkpoint")
         return folder / path.parent.name / path.name if folder.is_absolute() else path / folder
 

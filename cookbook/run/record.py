@@ -22,7 +22,7 @@ OF_SCRIPTS = {
     *("cookbook.precision", "cookbook.ep_backend", "cookbook.emulated"),
     *("cookbook.grouped_gemms", "cookbook.linear_layers", "cookbook.dispatch"),
 }
-# What a sweep says of its cell, and a script does not.
+# Fields that only a sweep sets; a request made by running the cell's script lacks them.
 _OF_SWEEPS = ("stand_in_for", "baseline", "prediction", "repeat_of", "repeat")
 # How many steps the learning-rate schedule covers; `training.steps` if it is not set.
 TOTAL_STEPS = "lr_scheduler.total_steps"

@@ -1,8 +1,4 @@
-"""Find and record runs: a run is one execution of a sweep or a cell, in a folder below `runs/`.
-
-runs/<sweep>-<time>/run.json
-                    <cell>/...          (run/folder.py)
-"""
+"""Find and record runs: a run is one execution of a sweep or a cell, in a folder below `runs/`."""
 
 import contextlib
 import errno
@@ -46,7 +42,6 @@ class RunRecord:
 class Run:
     folder: Path
     record: RunRecord
-    # First the cells in `run.json`, then cells whose scripts were started without submit.py.
     cells: tuple[CellFolder, ...]
 
     @property
@@ -93,7 +88,7 @@ def publish_run(building: Path, name: str, asked: RunRecord) -> Run:
 
     The run stays locked until `release_submit_locks` is called.
     """
-    # While the lock is held, cells without a job are shown as queued instead of failed.
+    # Until this lock is released, `status` shows a cell that has no job yet as queued, not failed.
     take_submit_lock(building)
     folder, number = building.with_name(name), 1
     while True:
@@ -165,7 +160,7 @@ def run_names() -> list[str]:
 
 def note_new_job(folder: Path) -> None:
     """Mark the run as the newest, because one of its cells has a new job."""
-    now = time.time_ns()  # the kernel's file timestamps may lag by milliseconds
+    now = time.time_ns()  # the default time of os.utime may lag by milliseconds
     # Ignore a permission error: the run may belong to a colleague.
     with contextlib.suppress(PermissionError):
         os.utime(folder / _FILE, ns=(now, now))

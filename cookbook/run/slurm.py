@@ -1,4 +1,4 @@
-"""Run Slurm's commands. Only rendered scripts and `doctor` run some themselves."""
+"""Run Slurm's commands for all code but job scripts and `doctor`, which call some directly."""
 
 import functools
 import os
@@ -154,7 +154,6 @@ def _squeue(of: str, patience: float) -> list[JobInfo]:
     infos = []
     for line in answer.stdout.splitlines():
         job_id, *fields = (field.strip() for field in line.split("|"))
-        # Any other line continues the previous job's command, which has line breaks.
         if job_id.isdecimal() and len(fields) > 3:
             state, reason, restarts, script, *_ = fields
             reason = "" if reason == "None" else reason
@@ -170,7 +169,6 @@ def partition_nodes(partition: str | None) -> list[str]:
     rows = _rows(_run(["sinfo", "--noheader", "--Node", "--format=%N %P"]), 2)
     if not partition:
         partition = ",".join(where.rstrip("*") for _, where in rows if where.endswith("*"))
-    # A job may name several partitions, and runs in one of them.
     return sorted({name for name, where in rows if where.rstrip("*") in partition.split(",")})
 
 
@@ -298,8 +296,9 @@ def run_step(
 ) -> StepEnd:
     """Run `python -m module question` on each of `nodes`, for at most `limit_s` seconds.
 
-    The limit counts from the start of the first task. Before that, wait for up to ten minutes while
-    Slurm is busy. Raises JobError if Slurm starts no task.
+    `question` is the module's only argument, a JSON text. The limit counts from the start of the
+    first task. Before that, wait for up to ten minutes while Slurm is busy. Raises JobError if
+    Slurm starts no task.
     """
     venv = os.environ.get("VENV")
     python = f"{venv}/bin/python" if venv else sys.executable

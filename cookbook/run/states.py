@@ -28,7 +28,7 @@ def process_job(pid: int) -> Job:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     started = None
     with contextlib.suppress(OSError):
-        # Read /proc/PID/stat (from field 3 on): psutil's start times shift when the clock is set.
+        # Do not use psutil: the start times that it returns change when the clock is set.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # A process that frees its memory (PF_EXITING) before it becomes a zombie counts as ended.
         started = None if fields[0] in "ZX" or int(fields[6]) & 0x4 else fields[19]
@@ -42,7 +42,7 @@ def is_alive(job: Job) -> bool:
 
 
 def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
-    """Return this user's processes of the run and each one's cell; a supervisor's cell is None."""
+    """Map this user's processes of the run to their cells' folders, and supervisors to None."""
     mark, found = str(folder.resolve()), dict[psutil.Process, Path | None]()
     for process in psutil.process_iter(["environ"]):
         variables = process.info["environ"] or {}
@@ -96,11 +96,11 @@ class CellState(Status):
 
 
 def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]:
-    """Return every cell's state, from files alone if Slurm is silent for `patience` seconds."""
+    """Return the cells' states; use only their files if Slurm is silent for `patience` seconds."""
     if run.scheduler == "local":
         return [_local_state(run, cell) for cell in run.cells]
     before = {cell: _read(cell)[0] for cell in run.cells}
-    # A submitter holds this lock. If it is free now, the read below sees every submitted job.
+    # If no submitter holds the lock now, the second read below sees every job that was submitted.
     is_open = is_submit_locked(run.folder)
     infos, silence = dict[str, slurm.JobInfo](), None
     asked = (one.job_id for one in before.values() if one.job_id and one.state not in SETTLED)
@@ -154,7 +154,7 @@ def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
 def _settle_end(
     cell: CellFolder, job: str, written: Status, info: slurm.JobInfo | None
 ) -> slurm.JobInfo | None:
-    """Return the job's state from Slurm or `cell.end`, whichever is newer; save it if final."""
+    """Return the newer report on the job of `info` and `cell.end`; save `info` if it is final."""
     with contextlib.suppress(InputError):
         kept = read_json_as(slurm.JobInfo, cell.end)
         # If `written` has a higher restart count, `kept` is from before a requeue.
@@ -266,7 +266,6 @@ def cancel_run(run: Run) -> list[str]:
 def cancel_deleted(folder: Path) -> int:
     """Stop the jobs of a run whose folder was deleted; return how many jobs or processes it had."""
     found, root = stop_processes(folder), folder.resolve()
-    # Slurm may not be installed, or not be configured.
     with contextlib.suppress(JobError):
         ids = [
             job.job_id

@@ -1,9 +1,4 @@
-"""Read and write the small JSON files of a run, a cell and an attempt.
-
-The job writes a cell's `status.json`, and its submitter writes `job.json`. Any command that sees
-the job's end in Slurm writes the cell's `end.json`, since Slurm forgets jobs. For each attempt the
-job writes where it resumed (`resume.json`) and how it ended (the attempt's own `end.json`).
-"""
+"""Read and write the small JSON files of a run, a cell and an attempt; run/folder.py lists them."""
 
 import contextlib
 import enum
@@ -91,7 +86,7 @@ class Job:
     """The job of a cell: a Slurm job id, or a process on this or another machine."""
 
     job_id: Annotated[str, StringConstraints(pattern=r"^[0-9]+$")]
-    # For a process, these distinguish it from a later process with the same id.
+    # If `job_id` is a process id, these fields tell the process from a later one with the same id.
     host: str | None = None
     boot: str | None = None
     started: str | None = None  # the process's start time, in clock ticks since the machine's boot
