@@ -14,11 +14,11 @@ import pytest
 
 from cookbook.run import status
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord, read_record
+from cookbook.run.record import LOAD_STEP, CellRecord, read_record
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING, AttemptEnd, Cause, Status
 from cookbook.supervise.attempt import Timeouts, end_orphan_processes
 from cookbook.supervise.exits import Decision, decide
-from cookbook.supervise.resume_point import LOAD_STEP, prepare
+from cookbook.supervise.resume_point import prepare
 from cookbook.supervise.supervisor import Supervisor
 from tests.saved import save
 from tests.started import lives, start_marked

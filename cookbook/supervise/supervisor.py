@@ -23,7 +23,7 @@ from cookbook.base.files import write_whole
 from cookbook.config.cluster import cluster_from_record
 from cookbook.run import slurm, status
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.record import CellRecord, read_record
+from cookbook.run.record import LOAD_STEP, CellRecord, read_record
 from cookbook.run.states import process_job
 from cookbook.run.status import FAILED, FINISHED, QUEUED, RUNNING, AttemptEnd, Cause, Status
 from cookbook.supervise import exits

@@ -145,10 +145,8 @@ def whole_blocks(cell: Cell) -> Problems:
             )
             short, what, hidden = "tp", "dense layers", 0 if is_left_out else model.dense_hidden
         if (width := hidden / getattr(layout, short)) % _MULTIPLES[name]:
-            reason = (
-                f"it cuts the {what} of {cell.options.model_title} to a width of {width:g}, and "
-            )
-            reason += f"{name} needs a multiple of {_MULTIPLES[name]}"
+            reason = f"it cuts the {what} of {cell.options.model_title} to a width of {width:g}"
+            reason += f", and {name} needs a multiple of {_MULTIPLES[name]}"
             yield DEGREES[short], reason, "lower it, or use another precision"
 
 
