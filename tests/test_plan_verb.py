@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 import xml.dom.minidom
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +230,16 @@ def test_precisions_that_are_no_names(search: Search, tmp_path: Path) -> None:
     assert load_recipe(str(target)).pair[0].path == own
 
 
+@pytest.fixture
+def eight_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give the cluster `local` eight GPUs."""
+    cluster.load_cluster.cache_clear()
+    monkeypatch.setattr(cluster, "visible_gpus", lambda: (Gpu("H200", 9.0, 139.8),) * 8)
+    yield
+    cluster.load_cluster.cache_clear()
+
+
+@pytest.mark.usefixtures("eight_h200")
 @pytest.mark.parametrize("where", ["h200-node", "local"])
 def test_the_line_in_a_planned_recipe_runs_its_layout(
     where: str,
@@ -239,7 +249,6 @@ def test_the_line_in_a_planned_recipe_runs_its_layout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On `local`, which gives a recipe the largest EP degree, too."""
-    monkeypatch.setattr(cluster, "visible_gpus", lambda: (Gpu("H200", 9.0, 139.8),) * 8)
     monkeypatch.chdir(tmp_path)
     # Without `compile` the time of the debug recipe is not modelled.
     fixed = ["--set", f"{EP}=2", "--set", "compile.enable=true"]
