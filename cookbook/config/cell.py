@@ -51,15 +51,15 @@ class Cell:
     options: Options
     hooks: str  # the module that TorchTitan imports in every training process
     emulated: bool  # whether software emulates the precision or EP backend on this cluster
-    stand_in_for: str | None = None  # the requested recipe, if `recipe` is its stand-in
+    stand_in_for: str | None = None  # the recipe asked for, if a small one replaces it
     refused: str | None = None  # why the cell cannot run
     published: float | None = None  # tokens/s/GPU published for exactly this cell
     baseline: str | None = None
     prediction: str | None = None  # text from the sweep: expected speed, and what a deviation means
-    left_out: tuple[str, ...] = ()  # options of the sweep that a stand-in ignores
+    left_out: tuple[str, ...] = ()  # options of the sweep that a small replacement recipe ignores
     repeat_of: str | None = None  # name of the cell that this one repeats
     repeat: int = 1  # number of the repeat, from 1
-    resumes: bool = False  # whether it continues from a checkpoint, and reads no initial weights
+    resumes: bool = False  # whether training continues from a checkpoint
 
     @property
     def world(self) -> int:
@@ -79,7 +79,7 @@ class Cell:
 
     @property
     def description(self) -> str:
-        """One line for headers: the recipe's title with the cell's own steps and nodes."""
+        """One line with the cell's name, the recipe's title, and the numbers of steps and nodes."""
         title = self.recipe.description.partition(":")[0]
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         return f"{self.name}: {title}, {self.steps} steps on {nodes} x {self.cluster.ranks}"
@@ -95,18 +95,17 @@ class Cell:
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """How tokens reach their experts; `mxfp8` only if both dispatch and combine use MXFP8."""
+        """The implementation of MoE token dispatch and combine that the options select."""
         return EXCHANGES.get(implied(self.options)["dispatch"], STANDARD)
 
     @property
     def own_pair(self) -> str:
-        """The recipe's pair, such as `mxfp8+deepep`, unless it is the cell's or the default."""
+        """The recipe's precision and EP backend; empty if equal to `pair` or `bf16+standard`."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         return "" if own in (self.pair, "bf16+standard") else own
 
     @property
     def uses_flash_attention(self) -> bool:
-        """Whether FlashAttention-4, or its reference on the CPU, computes attention."""
         return bool(self.options[ATTENTION] == "flash_attention_4")
 
     @property
@@ -129,11 +128,9 @@ class Cell:
 
     @property
     def param_dtype(self) -> str:
-        """The precision of forward and backward: the parameters' own where nothing casts them.
-
-        FSDP casts them. Without it autocast does, but not with TP or PP (`maybe_enable_amp`).
-        """
+        """The dtype in which forward and backward compute."""
         layout = self.layout
+        # FSDP casts the parameters. Without FSDP, TorchTitan uses autocast, but not with TP or PP.
         casts = layout.has_fsdp or layout.tp * layout.pp == 1
         return str(self.options["training.mixed_precision_param" if casts else "training.dtype"])
 
@@ -178,7 +175,6 @@ def train_argv(cell: Cell) -> list[str]:
     stack = cell.options.stack
     words = launch_argv(stack, cell.description)
     for overlay in (cell.precision, cell.ep_backend):
-        # TorchTitan does not need the overlay's name, but the log and the report show it.
         words += stack.options[f"cookbook.{overlay.kind}"].arguments(overlay.name)
         words += argv_of(stack, overlay.expect)
     words += stack.options["cookbook.emulated"].arguments(True) if cell.emulated else []
@@ -200,7 +196,7 @@ ERROR, WARNING, HINT = "error", "warning", "hint"
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a cell before it runs. Only level `error` keeps the cell from running."""
+    """An error, warning or hint from checking a cell; only an error keeps it from running."""
 
     level: str
     rule: str
@@ -226,11 +222,7 @@ Rule = Callable[..., Iterator[Finding]]
 def rule(
     rules: list[Rule], *, level: str = ERROR, reference: str = "", is_input: bool = False
 ) -> Callable[[Callable[..., Problems]], Rule]:
-    """Return a decorator that turns a generator of problems into a rule and adds it to `rules`.
-
-    The rule takes the generator's arguments and yields each problem as a `Finding`, whose `rule` is
-    the name of the generator function.
-    """
+    """Return a decorator that turns a generator of problems into a rule and adds it to `rules`."""
 
     def register(problems: Callable[..., Problems]) -> Rule:
         def findings(*arguments: Any) -> Iterator[Finding]:

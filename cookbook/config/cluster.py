@@ -103,7 +103,6 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks on each node: its GPUs, or on CPUs `cpu_ranks_per_node`."""
         return self.gpus_per_node or self.cpu_ranks_per_node
 
     @property
@@ -118,9 +117,7 @@ class Cluster:
     def slurm_options(self, leave_out: Sequence[str] = ()) -> dict[str, OptionValue]:
         """Return sbatch's and srun's options by long name; True marks an option without a value.
 
-        GPUs are requested per node, so that a node's only task sees all of them. No GPU type is
-        given, because clusters name the types differently.
-        `leave_out`: nodes to exclude in addition to those of the profile.
+        `leave_out`: nodes to exclude, in addition to those that the cluster's YAML file excludes.
         """
         options: dict[str, OptionValue | None] = {
             "gpus-per-node": self.ranks_per_node if self.gpu else None,

@@ -53,7 +53,7 @@ class Options:
 
     @property
     def family(self) -> Family | None:
-        """The model's family; None if the stack has no family of this name."""
+        """The family that option `model.name` names; None if the stack does not have it."""
         return self.stack.families.get(self["model.name"])
 
     @property
@@ -67,7 +67,7 @@ class Options:
 
 
 def options_of(record: CellRecord) -> Options:
-    """Return the recorded options, as TorchTitan reads them: with its defaults for the others."""
+    """Return the options in `record`; any other option has TorchTitan's default."""
     return Options(load_stack(), {name: Setting(v, "") for name, v in record.options.items()})
 
 

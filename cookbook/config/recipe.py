@@ -41,8 +41,8 @@ from cookbook.config.options import (
 )
 from cookbook.config.stack import load_stack
 
-# For each folder below `recipes/`: the name of its files in messages, and the remedy if such a file
-# is given where another kind of file is expected.
+# For each folder below `recipes/`: what error messages call a file in it, and what they advise
+# a user who names such a file where another kind of file is expected.
 KINDS = {
     "": ("recipe", "write: python submit.py run {}"),
     "precision": ("precision", "it is a precision: --precision {}"),
@@ -117,12 +117,12 @@ COMM_BACKEND = "parallelism.expert_parallel_comm_backend"
 class Exchange:
     """How tokens travel to the ranks of their experts."""
 
-    name: str  # its name in an EP backend's `expect.dispatch` and in the job's log
-    title: str  # the exchange's name in messages
+    name: str  # as YAML files and logs write it: `deepep`
+    title: str  # as error messages write it: `DeepEP`
     sizes: tuple[int, ...] = ()  # supported EP degrees; empty for any
     ranks_per_node: int = 0  # required ranks per node if EP spans nodes; 0 for any number
-    has_etp: bool = True  # whether it works with expert tensor parallelism
-    has_own_layer: bool = False  # whether the cookbook has an MoE layer of its own for it
+    has_etp: bool = True  # whether expert tensor parallelism is supported
+    has_own_layer: bool = False  # whether the cookbook has its own MoE layer for this exchange
     sends_once_per_rank: bool = False  # whether a token is sent once per rank, not per expert
 
 
@@ -188,12 +188,12 @@ class Overlay:
     needs: Needs
     expect: Settings  # what must be active in training, e.g. `cookbook.dispatch: deepep`
     settings: Settings
-    # Options that override `settings` under software emulation; None if there is none.
+    # Extra options where software emulates missing hardware; None if that is not supported.
     emulated: Settings | None
     path: Path
     synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
-    # Environment variables to set if they are unset, each with the variable whose value it gets.
+    # `A: B` sets environment variable A to the value of variable B, unless A is set already.
     environment_from: Words = field(default_factory=Words)
 
     def expects(self, key: str) -> Any:

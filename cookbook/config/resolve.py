@@ -19,9 +19,9 @@ from cookbook.run.record import OF_SCRIPTS, ONCE, TOTAL_STEPS, CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
-    """Complete what `merge_config` returns: its name, with `words`, and its published speed.
+    """Return `cell` validated, with `words` appended to its name and its published speed set.
 
-    Raise InputError if the input is wrong. If another rule is broken, set the cell's `refused`.
+    Raise InputError if the user's input is invalid. For any other error, set the cell's `refused`.
     """
     name = "-".join([cell.name, *words])
     # A folder's name may have at most 255 bytes. Leave room for a new run's temporary name.
@@ -49,12 +49,11 @@ def merge_config(
     of_sweep: Mapping[str, Setting] = {},
     overrides: Mapping[str, Setting] = {},
 ) -> Cell:
-    """Merge the parts into a cell without validating it.
+    """Merge the options of all arguments into a cell, without validating it.
 
-    If several parts set an option, the last one wins, in this order: recipe, EP backend, precision,
-    the `emulated` options of the two where software emulates them, cluster, `of_sweep`,
-    `overrides`. On the `local` cluster, a recipe that has a small stand-in is replaced by it.
-    `of_sweep` is then ignored, because it was written for the large recipe.
+    Later ones override earlier ones: recipe, EP backend, precision, cluster, `of_sweep` (options
+    from the sweep's file), `overrides` (options from the command line).
+    On a local cluster, a recipe that has a small `stand_in` is replaced by it, without `of_sweep`.
     """
     stand_in_for, left_out, is_local = None, tuple[str, ...](), cluster.scheduler == "local"
     if is_local and recipe.stand_in is not None:
@@ -105,10 +104,10 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
 def cell_from_record(
     name: str, record: CellRecord, place: str, nodes: int | None, overrides: Settings
 ) -> Cell:
-    """Rebuild a cell from its record, apply `overrides`, and validate it as `resolve_cell` does.
+    """Rebuild a cell from its record, apply `overrides`, and validate it.
 
-    The options come from the record, not from the recipe's current file. The environment variables
-    and the `expect` blocks come from the current files. Error messages call the record `place`.
+    The options come from the record, even if the recipe's file has changed since.
+    `place` is how error messages name the record, such as its path.
     """
     stack, anew = load_stack(), "start a new run"
     parts = {key: str(record.files.get(key) or getattr(record, key) or "") for key in PARTS}
@@ -137,10 +136,7 @@ def cell_from_record(
 
 
 def keep_schedule(options: Options, record: CellRecord, place: str) -> Options:
-    """Return the options for resuming the recorded cell, which keep its learning-rate schedule.
-
-    Without this, a new number of steps would stretch the schedule.
-    """
+    """Return the options for resuming a run without changing its learning-rate schedule."""
     steps = record.schedule_steps
     if TOTAL_STEPS in options or steps in (None, options["training.steps"]):
         return options
@@ -154,7 +150,7 @@ def this_machine(
     return Cluster(
         name="this machine",
         description="the machine that this runs on",
-        scheduler="slurm",  # not "local", which replaces large recipes with stand-ins
+        scheduler="slurm",  # "local" would replace a large recipe by a small one
         settings={},
         path=Path(__file__),
         gpus_per_node=ranks if gpu else None,

@@ -129,7 +129,6 @@ _ALLOWED |= {"list": "a list of texts", "lists": "a list of lists of texts"}
 
 
 def _holds(kind: str, value: Any) -> bool:
-    """Return whether `value` has the type `kind`; booleans do not count as numbers."""
     if kind in ("list", "lists"):
         inner = "str" if kind == "list" else "list"
         return isinstance(value, list) and all(_holds(inner, item) for item in value)
@@ -184,7 +183,7 @@ class Stack:
             known = [full for full in self.options if full not in _SET_BY_SCRIPTS]
             last = {full: full.rpartition(".")[2] for full in known}
             keys = nearest(name.rpartition(".")[2], last.values())
-            # `tp` and a `d` are the initials of `tensor_parallel_degree`.
+            # For `tp`, suggest `tensor_parallel_degree`, whose initials are `tpd`.
             initials = {key: "".join(w[:1] for w in key.split("_")) for key in last.values()}
             keys += [key for key in initials if initials[key] == f"{name}d"]
             close = nearest(name, last, 3) or [n for n in last if last[n] in keys]
@@ -194,7 +193,7 @@ class Stack:
         return self.options[name]
 
     def setting(self, place: str, name: str) -> Option:
-        """Return the option called `name`; raise InputError if only the scripts may set it."""
+        """Return the option called `name`; raise InputError if users may not set it."""
         if name in _OWN_KEYS:
             raise InputError(place, "is not an option of TorchTitan", _OWN_KEYS[name])
         if name in _SET_BY_SCRIPTS:
@@ -204,10 +203,7 @@ class Stack:
 
 @functools.cache
 def load_stack(name: str | None = None) -> Stack:
-    """Read the stack called `name`; the default is the one that requirements.txt names.
-
-    The pinned versions always come from requirements.txt.
-    """
+    """Read the stack called `name`, by default the one that requirements.txt names."""
     name = name or stack_name()
     tables = {path.stem: path for path in (Path(__file__).parent / "tables").glob("*.json")}
     if name not in tables:

@@ -87,8 +87,8 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             cell = resolve_cell(cell, words)
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
             if cell.name in cells:
-                # Two recipes can have the same stand-in, and --precision or --ep-backend can make
-                # two points of the sweep equal. Skip such duplicates.
+                # Skip duplicates: cluster `local` can replace two recipes by the same small one,
+                # and --precision or --ep-backend can make two combinations equal.
                 other, other_point = groups[cell.name]
                 if cell.stand_in_for or (other == group and other_point is not point):
                     continue
@@ -109,7 +109,6 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
 
     The cells of a round run next to each other in alternating order, so a machine that slows down
     affects both sides of a comparison equally. Repeats are separate cells: `<cell>-r2`, ...
-    Refused cells are not repeated.
     """
     found = list(cells)
     for repeat in range(2, num_repeats + 1):
@@ -123,7 +122,10 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
 
 
 def requested_pair(recipe: Recipe, request: CellRequest, pair: Pair | None = None) -> Pair:
-    """Return the precision and EP backend: of `request`, else `pair`, else those of the recipe."""
+    """Return the precision and EP backend from `pair`, or from the recipe if `pair` is None.
+
+    A precision or EP backend that the command line (`request`) names takes precedence.
+    """
     cluster = request.cluster
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         recipe = load_recipe(recipe.stand_in)
