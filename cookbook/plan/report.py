@@ -121,7 +121,7 @@ def render_text(
     total: int,
     rejected: Sequence[str] = (),
 ) -> str:
-    """Tabulate the recipe and the `best` fastest layouts; compare with published throughput."""
+    """Return a table of the recipe's layout and the fastest layouts, at most `best` of them."""
     counts, ranked = found.counts(), found.ranked()
     cut = " (interrupted)" if found.interrupted else ""
     rows = [_HEAD, *([_row("recipe", recipe, None)] if recipe else [])]
@@ -228,10 +228,10 @@ def render_recipe(path: Path, candidate: Candidate, base: Cell) -> str:
     """Return the YAML to write to `path` for `candidate`; its comments give `base`'s values."""
     cell, step, recipe, name = candidate.cell, candidate.step, candidate.cell.recipe, path.stem
     overlays, options = (cell.precision, cell.ep_backend), cell.options.stack.options
-    # These files win over a recipe: leave their options out.
+    # Precision, EP backend and cluster override a recipe, so leave their options out of it.
     theirs = {**cell.ep_backend.settings, **cell.precision.settings, **cell.cluster.settings}
     kept = {n: one for n, one in cell.options.settings.items() if n not in theirs}
-    # Override by `--set` whatever running the recipe would change, as cluster `local` does with EP.
+    # Pass options by `--set` if running the new recipe would give them other values.
     merged = merge_config(dataclasses.replace(recipe, settings=kept), *overlays, cell.cluster)
     command = ["python", "submit.py", "run", reference("", path)]
     command += ["--cluster", reference("cluster", cell.cluster.path)]

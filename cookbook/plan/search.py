@@ -92,10 +92,9 @@ def search(
     documents: Documents | None = None,
     on_progress: Callable[[Found], None] = lambda found: None,
 ) -> Found:
-    """Evaluate every cell; Ctrl-C stops the search and keeps the candidates found so far.
+    """Predict memory and speed of every cell; Ctrl-C returns the results so far.
 
-    Skip a cell if the same layout was already too large with the same or a smaller batch,
-    and with the same or full recomputation. A skipped cell counts as too large.
+    Skip a cell, and count it as too large, if a variant that needs less memory did not fit.
     """
     found, too_large = Found(), dict[tuple[str, str], int]()
     try:
@@ -135,7 +134,7 @@ _OVERLAYS = "precision and EP backend"
 # that free memory come first, since a larger batch or less recomputation may fit only after that.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
-    _OVERLAYS: (),  # also all options without any of these prefixes
+    _OVERLAYS: (),  # gets every option that no other group has
     "TP": (DEGREES["tp"],),
     "data parallelism": ("parallelism.data_parallel_",),
     "EP": (DEGREES["ep"], DEGREES["etp"], EP_CHUNKS, SCORE_ACTIVATIONS),
@@ -146,7 +145,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Stop:
-    """One of the layouts that `walk` returns, and the change that led to it."""
+    """A layout that `walk` passes through, and the change that led to it."""
 
     changed: str
     fits: bool
@@ -160,10 +159,7 @@ class Stop:
 
 
 def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Stop]:
-    """Turn `start` into `end`, one group of options at a time; return the layouts on the way.
-
-    If a group makes the layout invalid or its time unknown, change the next group with it.
-    """
+    """Turn `start` into `end`, one group of options at a time; return the layouts on the way."""
 
     def stop(changed: str, cell: Cell) -> Stop:
         candidate = evaluate(cell, documents)

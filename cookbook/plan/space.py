@@ -41,7 +41,7 @@ def _saving(*operators: str) -> dict[str, Any]:
     return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
 
 
-# The options that a recomputation mode does not have, at the values that turn them off.
+# For each recomputation mode: values that turn off the options of other modes.
 _RESETS: dict[str, dict[str, Any]] = {
     "full": {SAVE_LIST: []},
     "none": {SAVE_LIST: [], LAYERS_KEPT: 0},
@@ -199,7 +199,6 @@ def space_of(
         values = text.split(",")
         if key in load:
             with named_at(place):
-                # Synonyms name one overlay.
                 named[key] = [*{one.name: one for one in map(load[key], values)}.values()]
             continue
         option = stack.setting(place, key)

@@ -32,17 +32,14 @@ _PATHS = {
 
 
 def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
-    """Check a cell against the rules and this environment, without building the model.
-
-    If the input is wrong, the environment is not checked.
-    """
+    """Check a cell against the rules and this environment, without building the model."""
     rules = tuple(validation_errors(cell))
     here = () if any(one.is_input for one in rules) else tuple(missing_here(cell, is_submitted))
     return Verdict(rules, here)
 
 
 def validation_errors(cell: Cell) -> list[Finding]:
-    """Return the layout errors; if there are none, all others, starting with wrong input."""
+    """Return the errors in the parallel layout or, if there are none, those of all other rules."""
     if problems := layout.layout_findings(cell.options, cell.world):
         return problems
     rules = (*values.RULES, *kernels.RULES, *layout.RULES)
@@ -58,10 +55,7 @@ def wrong_value(cell: Cell, option: str) -> list[str] | None:
 
 
 def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
-    """Return findings about packages and files that are missing here or do not suit the cell.
-
-    They are errors if a job is submitted from here or would run here; otherwise they are warnings.
-    """
+    """Return findings about packages and files that are missing here or do not suit the cell."""
     found = [finding for rule in HERE for finding in rule(cell)]
     if not found or is_submitted or runs_here(cell.cluster):
         return found
@@ -100,14 +94,12 @@ def files(cell: Cell) -> Problems:
 
 @rule(HERE)
 def environment(cell: Cell) -> Problems:
-    """Require that the virtual environment in VENV has a Python, because jobs run it."""
     if (venv := os.environ.get("VENV")) and not Path(venv, "bin/python").exists():
         yield "VENV", f"no Python at {venv}", "name a virtual environment, or unset VENV"
 
 
 @rule(HERE)
 def vocabulary(cell: Cell) -> Problems:
-    """Refuse a tokenizer that has token ids outside the model's vocabulary."""
     path, model = cell.options["model.hf_assets_path"], cell.options.model
     tokenizer = ROOT / (path or "") / "tokenizer.json"
     if model is None or not tokenizer.is_file():
@@ -190,7 +182,6 @@ def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[t
 
 @rule(HERE)
 def packages(cell: Cell) -> Problems:
-    """Required packages must be installed, unless the job's container has its own packages."""
     if cell.cluster.container is not None:
         return
     needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}

@@ -25,7 +25,7 @@ _MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 
 
 def layout_findings(options: Options, world: int) -> list[Finding]:
-    """Return the layout errors of `world` ranks; if degrees are invalid, only their errors."""
+    """Return the errors that keep TorchTitan from dividing the job among `world` ranks."""
     reference, found = f"{TORCHTITAN}/distributed/parallel_dims.py", []
     for option, reason, remedy in _problems(options, world):
         if not isinstance(remedy, str):
@@ -43,9 +43,8 @@ def _suggestion(name: str, values: list[int], options: Options, world: int) -> s
         value: [one[0] for one in _problems(options.override({name: Setting(value, name)}), world)]
         for value in sorted(values, key=lambda value: (abs(value - options[name]), value))
     }
-    # Values that leave no errors come first.
+    # Suggest first the values that would resolve every layout error.
     nearest_first = sorted(left, key=lambda value: bool(left[value]))
-    # `next` always finds one: `values` contains 1, which never causes an error in option `name`.
     best = next(value for value in nearest_first if name not in left[value])
     is_in_file = name in options and ".y" in options.origin(name)
     return f"try {best}: --set {name}={best}" if is_in_file else f"try {best}"
@@ -224,7 +223,6 @@ def two_stages(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/dual_pipe_v.py")
 def dual_pipe_v_overlap(cell: Cell) -> Problems:
-    """Refuse DualPipeV's expert-parallel overlap if DeepEP is used: the first step would fail."""
     option = "parallelism.pipeline_parallel_expert_parallel_overlap"
     is_overlapped = cell.options[option] and cell.options[_SCHEDULE].lower() == "dualpipev"
     if cell.exchange.has_own_layer and is_overlapped and cell.layout.pp > 1 and cell.layout.ep > 1:

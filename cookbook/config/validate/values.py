@@ -75,7 +75,6 @@ def names(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/tools/profiling.py", is_input=True)
 def profiled_steps(cell: Cell) -> Problems:
-    """The warmup and recording of one profile must fit into `profile_freq` steps."""
     options, option = cell.options, "profiling.profile_freq"
     needed = options["profiling.profiler_warmup"] + options["profiling.profiler_active"]
     found = options[option]
@@ -93,7 +92,6 @@ def kept_checkpoints(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def pinned_memory(cell: Cell) -> Problems:
-    """Refuse `async_with_pinned_mem` without GPUs, because the first save would fail."""
     option = "checkpoint.async_mode"
     pinned = cell.options[option] == "async_with_pinned_mem"
     if cell.options["checkpoint.enable"] and pinned and cell.cluster.gpu is None:
@@ -103,7 +101,6 @@ def pinned_memory(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
-    """Require that `selective_ac_option` is `op` or a whole number above 0."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
@@ -128,7 +125,6 @@ def unused(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/components/validate.py", is_input=True)
 def validation(cell: Cell) -> Problems:
-    """Require a fixed number of validation batches, each of the same size as a training batch."""
     options = cell.options
     if not options["validation.enable"]:
         return
@@ -143,7 +139,7 @@ def validation(cell: Cell) -> Problems:
 
 
 def readers(cell: Cell) -> dict[str, str]:
-    """Return the sections whose data set the job reads, each with the option of its text files."""
+    """Map `training`, and `validation` if enabled, to the option that lists its text files."""
     validation = {"validation": "data.validation_files"}
     return {"training": "data.files"} | (validation if cell.options["validation.enable"] else {})
 
@@ -163,7 +159,6 @@ def texts(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)
 def routing(cell: Cell) -> Problems:
-    """Refuse routing other than round-robin if TorchTitan's forced load balance is on."""
     option, forced = "debug.moe_routing", "debug.moe_force_load_balance"
     found = cell.options[option]
     if cell.options[forced] and option in cell.options.settings and found != "round_robin":
@@ -172,7 +167,6 @@ def routing(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_CHECKPOINT, is_input=True)
 def addresses(cell: Cell) -> Problems:
-    """Refuse checkpoint URLs, and a checkpoint folder with `..` in its path."""
     for name in ("checkpoint.folder", "checkpoint.initial_load_path"):
         if (value := cell.options[name]) and "://" in value:
             remedy = "mount the store and name a path on it"
