@@ -106,6 +106,7 @@ class Cell:
 
     @property
     def uses_flash_attention(self) -> bool:
+        """Whether FlashAttention-4, or its reference on the CPU, computes attention."""
         return bool(self.options[ATTENTION] == "flash_attention_4")
 
     @property

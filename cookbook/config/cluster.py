@@ -103,6 +103,7 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
+        """The number of ranks on each node: its GPUs, or on CPUs `cpu_ranks_per_node`."""
         return self.gpus_per_node or self.cpu_ranks_per_node
 
     @property
@@ -215,7 +216,6 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
         found = f"found {cluster.gpu.compute_capability:g}, allowed: MAJOR.MINOR"
         remedy = f"write {cluster.gpu.compute_capability / 10:.1f}"
         yield ("gpu", "compute_capability"), found, remedy
-    # sbatch accepts INFINITE and UNLIMITED in upper or lower case.
     is_word = cluster.time and cluster.time.upper() in ("INFINITE", "UNLIMITED")
     if cluster.time and not is_word and seconds_of(cluster.time) is None:
         allowed = "MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED"

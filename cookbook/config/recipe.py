@@ -50,8 +50,7 @@ KINDS = {
     "cluster": ("cluster", "it is a cluster: --cluster {}"),
     "sweep": ("sweep", "write: python submit.py sweep {}"),
 }
-# Allowed names are safe in shells, paths, job names and W&B. They are short because a cell's folder
-# is named after three of them, and a folder's name may have at most 255 bytes.
+# Allowed names are safe in shells, paths, job names and W&B.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
 _WORD_CHARACTERS = 40
 
@@ -64,11 +63,7 @@ def check_name(place: str, name: str) -> None:
 
 
 def word_of(value: Any) -> str:
-    """Return an option's value as a word for a cell's name, safe for files, jobs and W&B.
-
-    Different values give different words: if a value must be altered or cut, its word ends with a
-    digest of the value.
-    """
+    """Return `value` as a word for a cell's name; different values give different words."""
     items = value if isinstance(value, list) else [value]
     text = "+".join(map(str, items))
     word = re.sub(r"[^A-Za-z0-9_.+]", "_", text)
@@ -204,7 +199,6 @@ def load_precision(name: str, gpu: Gpu | None = None) -> Overlay:
     """Read a precision by name, synonym or path; `fp8` means the format that `gpu` supports."""
     if name != "fp8":
         return load_overlay("precision", name)
-    # Try the format of the newest GPU generation first.
     for precision in (load_overlay("precision", "mxfp8"), load_overlay("precision", "float8")):
         if gpu and precision.needs.compute_capability <= gpu.compute_capability:
             return precision

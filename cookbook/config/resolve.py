@@ -61,7 +61,6 @@ def merge_config(
         left_out, of_sweep = tuple(of_sweep), {}
     options = Options(load_stack(), recipe.settings)
     if is_local and DEGREES["ep"] in options and options.model:
-        # Use the largest EP degree that divides both the number of ranks and the number of experts.
         ranks = cluster.ranks_per_node
         degree = math.gcd(ranks, options.model.num_experts)
         origin = f"cluster {cluster.name} ({ranks} ranks)"
@@ -107,7 +106,6 @@ def cell_from_record(
     """Rebuild a cell from its record, apply `overrides`, and validate it.
 
     The options come from the record, even if the recipe's file has changed since.
-    `place` is how error messages name the record, such as its path.
     """
     stack, anew = load_stack(), "start a new run"
     parts = {key: str(record.files.get(key) or getattr(record, key) or "") for key in PARTS}

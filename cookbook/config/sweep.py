@@ -122,10 +122,7 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
 
 
 def requested_pair(recipe: Recipe, request: CellRequest, pair: Pair | None = None) -> Pair:
-    """Return the precision and EP backend from `pair`, or from the recipe if `pair` is None.
-
-    A precision or EP backend that the command line (`request`) names takes precedence.
-    """
+    """Look up the precision and the EP backend in `request`, then in `pair`, then in `recipe`."""
     cluster = request.cluster
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         recipe = load_recipe(recipe.stand_in)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _HEAD = ["", "tokens/s/GPU", "", "layout", "batch", "recomputation", "precision+EP backend"]
 _HEAD += ["GiB", "exposed", "bubble", "limited by"]
-# The figure shows at most this many points and this many labels.
 _MOST_POINTS, _LABELS = 4000, 6
 
 

@@ -125,7 +125,6 @@ class Space:
         return [{name: value} for value in self.varied.get(name, usual)]
 
     def _settled(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Drop options that have no effect given the others, so that no layout occurs twice."""
         mode = chosen[_MODE]
         settled = {n: value for n, value in chosen.items() if _OF_MODE.get(n, mode) == mode}
         if settled[DEGREES["ep"]] == 1:
@@ -246,6 +245,5 @@ def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
     ) or Counter((one.option, str(one)) for one in validation_errors(alone))
     if not found:
         return "", "no layout has room for it"
-    # Prefer an error about the option itself, then the most frequent error.
     culprit, reason = max(found, key=lambda key: (key[0] == option, found[key]))
     return culprit, reason.removeprefix(f"{option}: ")

@@ -94,12 +94,14 @@ def files(cell: Cell) -> Problems:
 
 @rule(HERE)
 def environment(cell: Cell) -> Problems:
+    """Require that the virtual environment in VENV has a Python, because jobs run it."""
     if (venv := os.environ.get("VENV")) and not Path(venv, "bin/python").exists():
         yield "VENV", f"no Python at {venv}", "name a virtual environment, or unset VENV"
 
 
 @rule(HERE)
 def vocabulary(cell: Cell) -> Problems:
+    """Refuse a tokenizer that has token ids outside the model's vocabulary."""
     path, model = cell.options["model.hf_assets_path"], cell.options.model
     tokenizer = ROOT / (path or "") / "tokenizer.json"
     if model is None or not tokenizer.is_file():
@@ -182,6 +184,7 @@ def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[t
 
 @rule(HERE)
 def packages(cell: Cell) -> Problems:
+    """Required packages must be installed, unless the job's container has its own packages."""
     if cell.cluster.container is not None:
         return
     needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}

@@ -88,6 +88,7 @@ def expert_tensor_parallel(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe_deepep.py")
 def hooks_are_on(cell: Cell) -> Problems:
+    """Refuse a cell that needs the cookbook's hooks but runs without them."""
     hooks = cell.options.stack.hooks
     if cell.hooks == hooks:
         return
@@ -112,6 +113,7 @@ def mxfp8_hardware(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_MX)
 def mxfp8_linear_compiles(cell: Cell) -> Problems:
+    """Refuse compiled MXFP8 linear layers under TP, unless they are emulated."""
     name = "quantize.linear.mx"
     is_native = name in cell.options["model.converters"] and not cell.options[f"{name}.emulate"]
     if is_native and cell.is_compiled and cell.layout.tp > 1:
@@ -162,6 +164,7 @@ def flash_attention(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/context_parallel.py")
 def context_parallel_attention(cell: Cell) -> Problems:
+    """Refuse context parallelism with any attention but SDPA, and with grouped-query attention."""
     model, title = cell.options.model, cell.options.model_title
     if cell.layout.cp == 1:
         return

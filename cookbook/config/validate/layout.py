@@ -90,7 +90,6 @@ def impossible(options: Options) -> Problems:
         found = options[option]
         if option == "model.name" and found in refused:
             yield option, f"found {found!r}: {refused[found]}", f"choose {' or '.join(names or ())}"
-        # Check the flavor only if the family is known.
         elif names and found not in names:
             _, reason, remedy = unknown(option, found, names)
             reason = reason if option in options else f"is not set; {reason.partition(', ')[2]}"
@@ -223,6 +222,7 @@ def two_stages(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/dual_pipe_v.py")
 def dual_pipe_v_overlap(cell: Cell) -> Problems:
+    """Refuse DualPipeV's expert-parallel overlap if DeepEP is used: the first step would fail."""
     option = "parallelism.pipeline_parallel_expert_parallel_overlap"
     is_overlapped = cell.options[option] and cell.options[_SCHEDULE].lower() == "dualpipev"
     if cell.exchange.has_own_layer and is_overlapped and cell.layout.pp > 1 and cell.layout.ep > 1:

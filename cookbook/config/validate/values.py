@@ -22,7 +22,6 @@ _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
 _RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
 TEXT = "text"
-# Options grouped by their smallest and largest sensible value.
 _BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
     (1, math.inf): (
         *("training.steps", "training.gc_freq", "metrics.log_freq", "checkpoint.interval"),
@@ -75,6 +74,7 @@ def names(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/tools/profiling.py", is_input=True)
 def profiled_steps(cell: Cell) -> Problems:
+    """The warmup and recording of one profile must fit into `profile_freq` steps."""
     options, option = cell.options, "profiling.profile_freq"
     needed = options["profiling.profiler_warmup"] + options["profiling.profiler_active"]
     found = options[option]
@@ -92,6 +92,7 @@ def kept_checkpoints(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def pinned_memory(cell: Cell) -> Problems:
+    """Refuse `async_with_pinned_mem` without GPUs, because the first save would fail."""
     option = "checkpoint.async_mode"
     pinned = cell.options[option] == "async_with_pinned_mem"
     if cell.options["checkpoint.enable"] and pinned and cell.cluster.gpu is None:
@@ -101,6 +102,7 @@ def pinned_memory(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
+    """Require that `selective_ac_option` is `op` or a whole number above 0."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
@@ -125,6 +127,7 @@ def unused(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/components/validate.py", is_input=True)
 def validation(cell: Cell) -> Problems:
+    """Require a fixed number of validation batches, each of the same size as a training batch."""
     options = cell.options
     if not options["validation.enable"]:
         return
@@ -159,6 +162,7 @@ def texts(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)
 def routing(cell: Cell) -> Problems:
+    """Refuse routing other than round-robin if TorchTitan's forced load balance is on."""
     option, forced = "debug.moe_routing", "debug.moe_force_load_balance"
     found = cell.options[option]
     if cell.options[forced] and option in cell.options.settings and found != "round_robin":
@@ -167,6 +171,7 @@ def routing(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_CHECKPOINT, is_input=True)
 def addresses(cell: Cell) -> Problems:
+    """Refuse checkpoint URLs, and a checkpoint folder with `..` in its path."""
     for name in ("checkpoint.folder", "checkpoint.initial_load_path"):
         if (value := cell.options[name]) and "://" in value:
             remedy = "mount the store and name a path on it"
