@@ -152,10 +152,9 @@ def attempt_records(folder: CellFolder, newest: CellRecord) -> dict[int, CellRec
 
 
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
-    """Write the new record and script; copy old ones that differ to the last attempt's folder.
+    """Merge a new request into the cell's record, and write the record and the script.
 
-    What a sweep says of its cell stays, except a prediction for other nodes or options. After an
-    attempt on the same cluster, only what a resume may change is taken from `asked`.
+    First copy an old record or script, if it differs, to the folder of the attempt that used it.
     """
     first, attempts = earlier_record(folder), folder.attempts()
     record = asked

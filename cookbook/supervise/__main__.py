@@ -1,9 +1,6 @@
 """Entry point of the supervisor for scripts that were started with sbatch or bash.
 
-    python -m cookbook.supervise CELL_DIR --script=FILE --cell=NAME ... -- ARGS -- SBATCH ARGS
-
-Environment: with COOKBOOK_CHECK set, validate only, print the verdict and exit before anything is
-written (`submit.py check-line` sets it).
+python -m cookbook.supervise CELL_DIR --script=FILE --cell=NAME ... -- ARGS -- SBATCH ARGS
 """
 
 import argparse
@@ -44,7 +41,6 @@ class Start:
     Attributes:
         script: the running script; under sbatch a copy in Slurm's spool.
         nodes: the job's number of nodes, including `spare_nodes`, which do not train.
-        nproc_per_node: the ranks that the script starts on each node.
         arguments: the TorchTitan options in the script.
         own: the TorchTitan options that the user put after the script's name on the sbatch line.
     """
@@ -82,7 +78,6 @@ def validate(start: Start) -> Cell:
         hooks=options["experimental.custom_import"],
         emulated=options["cookbook.emulated"],
     )
-    # A cell's script does not read these variables; train_671b.sh sets them to what it trains.
     for name, own in (("PRECISION", start.precision), ("EP_BACKEND", start.ep_backend)):
         if (found := os.environ.get(name) or own) != own:
             raise InputError(f"{name}={found}", f"this script trains {own}", "render another one")
@@ -94,14 +89,14 @@ def validate(start: Start) -> Cell:
         found = f"the job has {granted} GPUs a node, and the script starts {ranks} ranks"
         remedy = f"ask for --gpus-per-node={ranks}, or set gpus_per_node in the cluster's profile"
         raise InputError("sbatch --gpus-per-node", found, remedy)
-    # Before looking for a checkpoint, which would be blamed for an invalid layout.
+    # Check the layout first: `find_checkpoint` would blame the checkpoint for an invalid layout.
     _refuse(rules.validation_errors(cell), cell)
     _check_folder(start.folder.path, cell)
     first, saved = earlier_record(start.folder), find_checkpoint(start.folder, cell.record())
     cell = replace(cell, resumes=saved.checkpoint is not None)
     is_submitted = not os.environ.get("COOKBOOK_CHECK")
     _refuse(rules.judge(cell, is_submitted=is_submitted).errors, cell)
-    # A seed checkpoint is at step 0, where no learning-rate schedule has begun.
+    # When training resumes after step 0, keep the learning-rate schedule that it began with.
     if first is not None and saved.checkpoint is not None and saved.checkpoint.step:
         kept = keep_schedule(cell.options, first, shown_path(start.folder.record))
         cell = replace(cell, options=kept)
@@ -114,7 +109,8 @@ def _refuse(errors: Sequence[Finding], cell: Cell) -> None:
 
 
 def _as_rendered(overlay: Overlay, options: Options) -> Overlay:
-    # The overlay's file may have changed since the script was rendered.
+    # The YAML file of this precision or EP backend may have changed since the script was written.
+    # So take the values of its options from the script.
     expect = {name: options.settings.get(name, setting) for name, setting in overlay.expect.items()}
     return replace(overlay, expect=expect)
 
@@ -160,7 +156,8 @@ def start_run(start: Start) -> None:
         status.write_status(folder, now)
         run, scheduler = folder.path.parent, cell.cluster.scheduler
         of_run = read_run(run).scheduler if is_run(run) else scheduler
-        # In a run on Slurm, record no process id: `cancel` would pass it to `scancel` as a job's.
+        # Record a process id only in a local run: in a Slurm run, `cancel` would take it for the
+        # id of a Slurm job.
         if scheduler == of_run == "local":
             status.write_job(folder, process_job(os.getpid()))
             os.environ[RUN_VARIABLE] = str(run.resolve())
@@ -228,7 +225,7 @@ def main(words: Sequence[str]) -> int:
     # submitit sets this variable only in its own jobs, but `slurm_job` needs it here too.
     record = read_record(start.folder.record)
     os.environ["SUBMITIT_EXECUTOR"] = str(record.profile["scheduler"])
-    # The learning-rate schedule of a resumed run may differ from the script's.
+    # A resumed run keeps its learning-rate schedule, so pass the length that its record contains.
     total = record.options.get(TOTAL_STEPS)
     kept = [] if total is None else [f"--{TOTAL_STEPS}={total}"]
     return Supervisor([start.folder], [*start.own, *kept])()

@@ -85,7 +85,7 @@ class StepClock:
         self._num_looks, self.silent = 0, 0.0
 
     def look(self, tail: Tail, lines: Sequence[bytes], now: float) -> None:
-        """Update the seconds of silence; call this after each `tail.read()`, with its `lines`."""
+        """Update the seconds without progress; `lines` is what `tail.read()` just returned."""
         gap = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         # Count at most 5 s per call: a longer gap means that the job was suspended, not hung.
@@ -93,8 +93,7 @@ class StepClock:
         step, before = tail.step, self._step
         is_new_step = step is not None and (before is None or step.step > before.step)
         self._num_looks += is_new_step
-        # A step may be slow because it compiles, even after a few fast ones. So trust the step time
-        # only after several calls of this method that saw a new step.
+        # Early steps may be slow because they compile, so wait for a few before using step times.
         if self._num_looks > 3 and (usual := step_seconds(tail.recent)) is not None:
             self.usual = usual
         is_new_line = bool(lines) and (before is None or self.usual is None)
@@ -104,7 +103,7 @@ class StepClock:
 
     @property
     def limit(self) -> float:
-        """Seconds of silence that count as a hang in the current phase."""
+        """Seconds without progress that count as a hang in the current phase."""
         usual, phase, timeouts = self.usual, self._phase, self._timeouts
         if phase is Phase.FINISHING or (phase is Phase.SAVING_CHECKPOINT and usual is None):
             return timeouts.save_s
@@ -185,8 +184,8 @@ class RunningAttempt:
     def wait(self) -> AttemptEnd:
         """Wait until the script exits; end it if it hangs, loses a rank or gets a NaN loss.
 
-        If it still runs after the time limit of `ask_to_stop`, and there is a finished checkpoint,
-        return TOO_LATE without ending it. Call `wait` again to wait for its exit.
+        If the cause of the returned end is TOO_LATE, the script still runs, although the time limit
+        of `ask_to_stop` is over. Then call `wait` again.
         """
         seen: float | None = None
         cause, reason = None, None
@@ -237,10 +236,7 @@ class RunningAttempt:
 
 
 def end_step(process: subprocess.Popen[bytes], attempt: Attempt) -> None:
-    """End a script and its Slurm step; return when the script has exited.
-
-    Once a rank is dead or hung, no checkpoint can be saved, so killing the others loses nothing.
-    """
+    """End a script and its Slurm step; return when the script has exited."""
     if _kill_slurm_step(attempt):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STEP_S)
@@ -271,8 +267,7 @@ def _kill_slurm_step(attempt: Attempt) -> bool:
 def end_orphan_processes(cell: CellFolder) -> None:
     """End the processes on this machine that this job started to train the cell.
 
-    Find them by the inherited environment variables that name the cell, the attempt and the job,
-    since torchrun starts ranks in sessions of their own.
+    Find them by their environment variables, since ranks are not in the script's process group.
     """
     deadline = time.monotonic() + _TERM_S
     while orphans := _orphans(cell):

@@ -1,8 +1,4 @@
-"""Classify why an attempt ended, and decide what to do next: one table from cause to action.
-
-The cause comes from the attempt's logs and exit code. If Slurm ended the job, the cause comes from
-Slurm's line in the job's log.
-"""
+"""Classify why an attempt ended, and decide what to do next: one table from cause to action."""
 
 import contextlib
 import enum
@@ -214,8 +210,7 @@ def own_job() -> str | None:
     return slurm_job() or os.environ.get("SUBMITIT_LOCAL_JOB_ID") or os.environ.get("SLURM_JOB_ID")
 
 
-# slurmstepd writes this to the batch step's standard error before it sends the signal. The time is
-# local, without a zone. A lost node gives `DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS`.
+# slurmstepd writes this line to the batch step's standard error before it signals a job.
 _CANCELLED_AT = re.compile(
     r"^slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ([\dT:-]+)"
     r" (?:DUE TO ([A-Z ]+)(?:, [^*]*)? )?\*",
@@ -252,7 +247,7 @@ def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -
 
 
 def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
-    """Return `end` with the cause and reason of a stop, and the cell's new state."""
+    """Return a pair: `end` with the cause and reason of the stop, and the cell's new state."""
     state, reason = stop_reason(signal_name, end.started)
     if end.cause is Cause.SAVED and state == QUEUED:
         return end, state

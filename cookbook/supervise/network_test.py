@@ -1,10 +1,9 @@
-"""Test the network before training, over the rank groups of training; find the nodes at fault.
+"""Test the network before training, and find the nodes that slow it down or break it.
 
-If the test over all nodes fails, the nodes are tested in pairs, an odd one in a group of three. If
-the job has only two or three nodes, each is tested by itself. Then each node of a failing group is
-tested with a node of a passing group. Each node starts its own ranks:
+If the test of all nodes together fails, smaller groups of nodes are tested. In each test, every
+node runs this command, which starts the ranks of that node:
 
-    python -m cookbook.supervise.network_test QUESTION     (the arguments of `run_ranks` as JSON)
+    python -m cookbook.supervise.network_test ARGUMENTS     (the arguments of `run_ranks` as JSON)
 """
 
 import json
@@ -60,14 +59,14 @@ Team = tuple[str, ...]
 class Outcome:
     """The result of network tests that ran at the same time, each in its own team of nodes."""
 
-    slowest: dict[str, float] = field(default_factory=dict)  # lowest GB/s of each collective
+    slowest: dict[str, float] = field(default_factory=dict)  # lowest measured GB/s per collective
     faults: dict[Team, str] = field(default_factory=dict)
     is_broken: bool = False  # whether a test ended in an error, not just with a low bandwidth
 
 
 @dataclass(frozen=True)
 class NetworkVerdict:
-    """The bad nodes. Without any, why the network is slow (`warning`) or broken (`error`)."""
+    """The result of the network test. Training may start despite a `warning`, not an `error`."""
 
     slowest: dict[str, float]
     bad: dict[str, str] = field(default_factory=dict)
@@ -111,7 +110,7 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
     if not good:
         return None
     bad: dict[str, str] = {}
-    # Pair each suspect with a node of a good team; each good team tests one suspect at a time.
+    # Test each node of the groups that failed, in a pair with a node of a group that passed.
     for start in range(0, len(suspects), len(good)):
         pairs = [(node, team[0]) for node, team in zip(suspects[start:], good, strict=False)]
         bad |= {node: fault for (node, _), fault in _test(pairs, groups).faults.items()}
@@ -127,7 +126,7 @@ def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
         "plan": {
             "device": groups.device,
             "num_bytes": _NUM_BYTES[groups.device],
-            # The teams share one list of rank groups, which must fit the smallest team.
+            # All tests use these rank groups, so `world` counts the ranks of the smallest test.
             "groups": groups.groups(world),
             "timeout_s": _COLLECTIVE_S,
         },
@@ -172,7 +171,7 @@ def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
 
 def run_ranks(
     teams: Sequence[Sequence[str]],
-    addresses: Sequence[str],  # MASTER_ADDR for each team
+    addresses: Sequence[str],  # the MASTER_ADDR of each group of nodes in `teams`
     ranks_per_node: int,
     plan: dict[str, Any],
 ) -> None:

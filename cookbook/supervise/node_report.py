@@ -1,9 +1,6 @@
 """Report the health of one node before training; runs on each node of a job.
 
-    python -m cookbook.supervise.node_report QUESTION     (the arguments of `report_node` as JSON)
-
-The report is JSON, split into short lines: srun mixes the parts of a longer line with other nodes'
-output.
+python -m cookbook.supervise.node_report ARGUMENTS     (the arguments of `report_node` as JSON)
 """
 
 import functools
@@ -33,7 +30,8 @@ from cookbook.run.record import CellRecord
 
 _MARK = "cookbook-node"
 _PART = re.compile(rf"{_MARK} (\S+) (\d+)/(\d+) (.*)")
-# srun forwards at most 1024 bytes at once.
+# Bytes of a report in one line of output. srun forwards at most 1024 bytes at once, so longer
+# lines of several nodes would get mixed.
 _PIECE = 800
 # NVML takes seconds to start unless the driver is kept loaded.
 _COMMAND_S = 15.0

@@ -192,16 +192,13 @@ def _last_words(node: str, end: StepEnd) -> str:
         return f"no answer in {REPORT_S:.0f} s"
     lines = end.errors.splitlines()
     by_srun = [line for line in lines if f"srun: error: {node}: " in line]
-    # srun's lines name their node; the others do not.
+    # Lines printed by the tasks themselves do not name a node, so they may come from another one.
     by_tasks = [line for line in lines if line and "srun: " not in line]
     return "; ".join(["no answer", *by_tasks[-1:], *by_srun[-1:]])
 
 
 def differing(reports: Sequence[Report]) -> dict[str, Fault]:
-    """Return a fault for each node whose software, files or hardware differ from the majority's.
-
-    On a tie the first node's value counts, since the job's script runs on that node.
-    """
+    """Return a fault for each node whose software, files or hardware differ from the majority's."""
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for report in reports for name in report.facts):
         # A node without GPUs reports no driver version; another check covers that.
@@ -232,8 +229,7 @@ def skewed(ahead: Mapping[str, float]) -> dict[str, Fault]:
 def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
     """Return a fault that more than half of the nodes, and at least two, share; else None.
 
-    Such a fault comes from the cluster, its profile or the job. Excluding the nodes that have it
-    would empty the cluster.
+    Such a fault comes from the cluster or the job, so excluding the nodes would not help.
     """
     found = [(one.check, f"{node}: {one.reason}") for node in faults for one in faults[node]]
     for check, count in Counter(check for check, _ in found).items():
@@ -252,7 +248,7 @@ def check_network(job: JobNodes) -> bool:
     degrees = [record.options.get(f"parallelism.{name}") or 1 for name in names]
     groups = RankGroups(record.ranks_per_node, cluster.device, cluster.bandwidth, *degrees)
     verdict = test_bandwidth(job.healthy[: record.nodes], groups)
-    # In one order, whichever rank answers first.
+    # Sort by the collective's name, because the results arrive in no fixed order.
     job.speeds = dict(sorted(verdict.slowest.items()))
     if verdict.error:
         raise JobError(f"{verdict.error}; no fault of single nodes")
@@ -319,8 +315,7 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
         if hours and node not in listed:
             listed[node] = Excluded(node, now + hours * 3600, job.reasons[node])
     if job.record.too_few_nodes == "stop":
-        # Slurm would wait for drained nodes. Under `too_few_nodes: stop` the job must not wait, so
-        # count them as missing.
+        # The job must not wait for drained nodes, so count them as missing.
         gone = retry_while_busy(lambda _: slurm.drained(known))
         known = [node for node in known if node not in gone]
     choice = excluded.choose(needed, known, list(listed.values()))

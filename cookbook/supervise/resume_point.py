@@ -1,9 +1,7 @@
 """Choose the checkpoint a cell resumes from: the newest complete one; move damaged ones aside.
 
 TorchTitan loads the newest `step-N` that has `.metadata`, and every rank fails if one of its data
-files is truncated. Damaged checkpoints also count towards `keep_latest_k`, and TorchTitan would
-overwrite them file by file while the old `.metadata` still marks them as complete. So each is moved
-to another folder as a whole.
+files is truncated. So a damaged checkpoint is moved to another folder as a whole.
 """
 
 import sys
@@ -18,7 +16,7 @@ from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.record import EXCLUDED, LOAD_STEP, CellRecord, attempt_records, earlier_record
 
-# Each worker of the data loader saves its own position.
+# Options that must not change if the data loader is to continue from its saved position.
 _OF_POSITION = (
     *("training.dataset", "training.dataloader.num_workers"),
     *("data.files", "data.shuffle_seed"),
@@ -31,11 +29,11 @@ class Found:
 
     checkpoint: Checkpoint | None
     damaged: tuple[Checkpoint, ...] = ()
-    excluded: Sequence[str] = ()  # the parts of it that are not loaded
+    excluded: Sequence[str] = ()  # the parts of `checkpoint` that are not loaded
 
 
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
-    """Find the checkpoint to load and the newer ones, which are damaged or not asked for."""
+    """Return the checkpoint to load, and the newer checkpoints that must be skipped."""
     options = options_of(record)
     wanted, place = options[LOAD_STEP], folder.checkpoints(record.options)
     if not options["checkpoint.enable"]:
@@ -53,7 +51,7 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         if checkpoint.damage is None:
             newest = earlier_record(folder) or record
             saver = _saver(folder, step, newest)
-            # Parts are left out once, and not of what the same request has saved since then.
+            # Exclude no part of a checkpoint that an earlier attempt at this request has saved.
             excluded = [] if saver and saver.asks_same(record) else options[EXCLUDED]
             before = options_of(saver or newest)
             _check_model(options, before)
@@ -166,7 +164,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
         one.path.rename(target)
         passed.append(status.PassedOver(name, str(one.damage), str(target)))
     if options[LOAD_STEP] != -1:
-        # Roll the run back only now: the next attempts take the newest checkpoint again.
+        # Roll back in this attempt only: later attempts load the newest checkpoint again.
         record.options[LOAD_STEP] = -1
         record.write(folder.record)
     # TorchTitan reads `initial_load_path` only if the checkpoint folder does not exist.

@@ -1,8 +1,4 @@
-"""Run a job's cells, attempt after attempt until each cell has ended, and write their status.
-
-Both ways to start a job end up here: submitit's pickle from `submit.py run`, and a script started
-with sbatch or bash, which calls the supervisor. Imports neither submitit nor torch.
-"""
+"""Run a job's cells, attempt after attempt until each cell has ended, and write their status."""
 
 import contextlib
 import errno
@@ -75,7 +71,6 @@ class Supervisor:
         sys.exit(self._run())
 
     def _run(self) -> int:
-        # `submit.py cancel` and Slurm end a job with SIGTERM.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         # Slurm sends SIGUSR1 before the time limit and, if so configured, before a preemption.
