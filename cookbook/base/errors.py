@@ -51,7 +51,6 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
     written = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), written, n=count, cutoff=0.6)
     if not close and len(name) > 2:
-        # Match substrings: `name` may be part of a known name, or a path that contains one.
         close = [one for one in written if name.lower() in one or one in name.lower()][:count]
     return [written[one] for one in close]
 

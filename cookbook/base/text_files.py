@@ -180,7 +180,6 @@ def read_lengths(
 
 
 def _read_lengths() -> dict[str, list[float]]:
-    # A missing or damaged file means that no lengths are known.
     with contextlib.suppress(OSError, ValueError):
         found: dict[str, list[float]] = json.loads((runs_folder() / "texts.json").read_bytes())
         return found

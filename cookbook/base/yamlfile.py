@@ -150,8 +150,9 @@ def fill(
 ) -> T:
     """Return an instance of `cls` with fields from `given` and from a mapping in the YAML file.
 
-    `within` is the path of keys to the mapping. The mapping may also contain keys from `beside`,
-    and dotted keys such as `a.b` if `beside` has `a`; the caller reads these keys.
+    `within`: the path of keys that leads to the mapping.
+    `beside`: keys that the mapping may contain although `cls` has no such fields. For a key `a`, it
+    may also contain dotted keys such as `a.b`. All are ignored here, because the caller reads them.
     """
     fields = {
         field.metadata.get("key", field.name): field.name

@@ -51,7 +51,7 @@ class Built:
 
 @contextlib.contextmanager
 def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell], Built]]:
-    """Start a subprocess, and yield a function that builds a cell's model in that subprocess."""
+    """Start a subprocess, and yield a function that builds a configuration's model in it."""
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         # Errors go to a file: a pipe that nobody reads could block the subprocess.
         said = Path(folder) / "errors"
@@ -185,9 +185,10 @@ class CellCheck:
 def check_cells(
     cells: Sequence[Cell], *, build: bool = True, is_submitted: bool = False
 ) -> list[CellCheck]:
-    """Check cells against the rules; with `build`, also build the models of cells that break none.
+    """Check whether cells, which are single training configurations, can run.
 
-    Packages or files that are missing on this machine do not prevent a build.
+    Apply the rules to each cell. With `build`, also build the model of each cell that breaks no
+    rule, even if this machine lacks packages or files that the job needs.
     """
     checks = []
     for cell in cells:
@@ -249,7 +250,6 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
     # TorchTitan chose another kernel for the GPU.
     for key in OF_PRECISION:
         words, precision = built.active(key), cell.precision
-        # Ignore pipeline stages that have no layer to quantize.
         if key == "linear_layers":
             words = words - {"bf16"} or words
         expected, active = precision.expects(key), " and ".join(sorted(words)) or "none"

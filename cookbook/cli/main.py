@@ -30,7 +30,6 @@ examples:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # Suggest the nearest verb; argparse would only list them all.
         wrong = re.match(r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if wrong and (close := nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))):
             message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
@@ -40,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the command-line parser, which stores the name of a verb's function as `handler`."""
+    """Return the command-line parser."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=as_written

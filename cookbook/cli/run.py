@@ -273,7 +273,6 @@ def check_line(arguments: argparse.Namespace) -> int:
         remedy = "name train_671b.sh, train_16b.sh, a script of `submit.py render`, or a copy"
         found = "is no script of the cookbook, and was not run"
         raise InputError(f"check-line: {script}", found, remedy)
-    # Options on the sbatch command line override those in the script's `#SBATCH` lines.
     options = _options([*_header(script, lines), *typed])
     exports = filter(_VARIABLE.match, options.export.split(","))
     variables |= dict(item.split("=", 1) for item in exports)
@@ -320,7 +319,6 @@ def check_line(arguments: argparse.Namespace) -> int:
 
 
 def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, list[str]]:
-    # If the user has quoted the whole command line, it is a single argument.
     words = shlex.split(line[0]) if len(line) == 1 and not Path(line[0]).is_file() else list(line)
     variables = {}
     while words and _VARIABLE.match(words[0]):

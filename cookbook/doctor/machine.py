@@ -306,7 +306,6 @@ def scratch(here: Surroundings) -> Verdict:
         except OSError as error:
             return "problem", f"{folder}: {error.strerror}", "create it"
         if free < 1:
-            # Outside a job and without GPUs, only warn: NCCL, which needs the space, does not run.
             state: State = "problem" if here.gpus or here.is_in_job else "warning"
             return state, f"{folder}: {free:.1f} GiB free", "free some, or give the container more"
         found.append(f"{free:.0f} GiB in {folder}")

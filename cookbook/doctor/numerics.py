@@ -82,7 +82,6 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
 
 
 def _prove_on(cluster: Cluster, output: Path | None) -> int:
-    """Submit a job that compares the kernels on a node of `cluster`, and wait for its end."""
     if cluster.container:
         found = "its ranks use the kernels of the container's image, not those of .venv"
         remedy = "in the image, on a node: python -m cookbook.doctor --numerics"

@@ -237,7 +237,6 @@ def partition(here: Surroundings) -> Verdict:
         return "problem", f"{found}, not up", "ask who runs the cluster"
     if here.cluster and here.cluster.gpu:
         profile, gpus = here.cluster.name, here.cluster.ranks_per_node
-        # Parse GRES such as `gpu:nvidia_b200:8(S:0-1)`.
         counts = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:([0-9]+)").findall
         count = sum(int(row[2]) for row in rows if sum(map(int, counts(row[3]))) >= gpus)
         if not count:

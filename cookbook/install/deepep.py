@@ -71,7 +71,6 @@ def find_deepep(path: Sequence[str] = sys.path) -> DeepEp | None:
     if found is None:
         return None
     commit = ""
-    # The commit stays empty if the file is damaged or pip did not build from a commit.
     with contextlib.suppress(ValueError, KeyError):
         commit = json.loads(found.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"]
     libraries = (one for folder in path for one in sorted(Path(folder).glob("deep_ep_cpp*.so")))
@@ -151,7 +150,6 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
 
 
 def _find_toolkits(cuda: str) -> list[Toolkit]:
-    """Return this machine's toolkits: CUDA_HOME's, then the one on PATH, then /usr/local's."""
     on_path = shutil.which("nvcc")
     homes = [
         os.environ.get("CUDA_HOME"),

@@ -100,7 +100,6 @@ def hardware_of(cell: Cell) -> Hardware:
     if found is None:
         remedy = f"describe it in recipes/hardware/, as {', '.join(one.path.name for one in known)}"
         raise InputError(place, f"nothing is known of the speed of a {gpu.name}", remedy)
-    # Only facts of the network between nodes may be None.
     if cell.nodes > 1 and None in vars(found).values():
         reason = "says nothing of the network between nodes"
         remedy = "add infiniband_gb_per_s and its shares, or use one node"

@@ -27,8 +27,8 @@ class LayerBytes:
     selected: float  # tensors in `saved` that selective recomputation keeps in memory
     temporary: float  # tensors at the layer's memory peak that are not in `saved`
     beside: float = 0.0  # outputs that selective recomputation keeps in addition to `selected`
-    freed: tuple[float, ...] = ()  # large tensors that every forward frees
-    freed_again: tuple[float, ...] = ()  # large tensors freed only if the backward recomputes them
+    freed: tuple[float, ...] = ()  # large tensors freed in the forward of every layer
+    freed_again: tuple[float, ...] = ()  # large tensors freed in the forward of a recomputed layer
     between: float = 0.0  # tensors in `saved` that torch.compile keeps under any memory budget
 
 
@@ -59,7 +59,6 @@ def _attention(s: Shapes) -> LayerBytes:
     queries, keys = s.heads * (s.nope + s.rope), s.kv_heads * (s.nope + s.rope)
     out = s.heads * s.v_head
     if s.kv_lora:
-        # Count the latents, and the normalized latents that the next matrix products read.
         latent, normed = s.q_lora + s.kv_lora + s.rope, s.q_lora + s.kv_lora
         norm_inputs, readers = normed, 2
         # V is a view of the output of `wkv_b`. This keeps the whole output in memory.
@@ -79,9 +78,6 @@ def _attention(s: Shapes) -> LayerBytes:
         # is what the norms inside attention save.
         elements += s.tokens * (readers * s.dim + 3 * norm_inputs)
     softmax = 4.0 * s.tokens * s.heads
-    # In eager mode, selective recomputation keeps the outputs of attention and of every second
-    # matrix product. In a compiled model, it keeps attention's output only if FlashAttention-4
-    # computes it; `layer_bytes` adds the outputs of matrix products.
     selected = 0.0
     if not s.compiled and "mm" in s.saves:
         selected += s.act * s.tokens * matrix_products / 2
@@ -119,7 +115,6 @@ def _moe(s: Shapes) -> LayerBytes:
     shared = s.act * s.tokens * _activations(s) * s.shared_hidden
     rows, hidden = float(s.act * s.rows * s.dim), float(s.act * s.rows * s.expert_hidden)
     shared_mm = 0.0 if s.compiled or "mm" not in s.saves else shared / 4
-    # The outputs of gate and up are part of `saved`, as inputs of the activation function.
     gate_up, saved_out = (2 * hidden, rows) if "grouped_mm" in s.saves else (0.0, 0.0)
     base, selected = router + shared, gate_up + shared_mm
     if s.row_kernels:
@@ -127,14 +122,11 @@ def _moe(s: Shapes) -> LayerBytes:
         # autocast it also copies the weights of the down projection, to cast them to BF16.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-        # Autograd saves the experts' input, the outputs of gate and up, SwiGLU's output times the
-        # scores, and the copies of the weights. Quantized GEMMs make no such copies.
         saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
         return LayerBytes(
             saved=saved,
             selected=selected,
             beside=s.act * s.sent_rows * s.dim * (s.ep > 1 and "communication" in s.saves),
-            # The backward allocates gradients of outputs, gate, up, input and weights.
             temporary=2 * rows + 3 * hidden + (2 if s.quantized else 1) * weights,
             freed=(rows,),
             freed_again=(rows, hidden),
@@ -148,7 +140,6 @@ def _moe(s: Shapes) -> LayerBytes:
     between = router + s.act * s.tokens * s.dim + rows
     if s.scored_activations:
         between += hidden
-        # Eager mode also saves the activations before they are multiplied by the scores.
         experts += 0.0 if s.compiled else hidden
     if s.deepep:
         received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
@@ -199,7 +190,6 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return a layer's `LayerBytes`, the bytes it keeps, and those the backward recomputes."""
         cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
         layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
         mode = options["activation_checkpoint.mode"]

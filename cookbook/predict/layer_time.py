@@ -100,8 +100,6 @@ class Kernels:
             return {kind: max(count * flops / slow, bytes_ms)}
         gemm, activations = flops / fast, inputs
         if backward:
-            # Quantize the gradient along both axes. Quantize weights and inputs along the axis that
-            # the forward did not use.
             gemm, activations = 2 * flops / fast, 2 * outputs + inputs
             if quantized.endswith("wgrad_with_hp"):
                 gemm, activations = flops / fast + flops / slow, outputs
@@ -133,7 +131,6 @@ class Kernels:
         s = self.shapes
         queries, keys = (heads * (s.nope + s.rope) for heads in (s.heads, s.kv_heads))
         normed = s.q_lora + s.kv_lora + (queries + keys) * s.qk_norm
-        # Each norm and each residual reads and writes the hidden states.
         elements = 8.0 * s.sequence_tokens * s.dim
         elements += 2.0 * s.tokens * (normed + queries + keys + s.heads * s.v_head)
         elements += 3.0 * s.tokens * (s.shared_hidden if moe else s.dense_hidden)
@@ -157,15 +154,11 @@ class Kernels:
         added_ms = 0.0
         if s.deepep:
             received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
-            # The gradient of the scores reads the experts' outputs and the outputs' gradients.
             dotted = 2 * rows if backward and not s.scored_activations else 0
             moved = 2 * (rows + received) + dotted
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            # A row is the copy of a token for one expert. Each direction, to the experts and back,
-            # moves the bytes of all rows once and those of all tokens twice. With EP, the receiving
-            # rank also sorts its rows by expert, and later restores their order.
             tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
@@ -226,7 +219,8 @@ def exchange_wait_ms(
     The layer splits its tokens into `chunks`. DeepEP dispatches and combines each chunk separately.
     `exchange_ms`: the time of one chunk's dispatch, which is also the time of its combine.
     `experts_ms`: the time that the routed experts compute, all chunks together.
-    `before_ms`, `after_ms`: other compute, which may overlap the first dispatch and last combine.
+    `before_ms`: the time of other compute, such as shared experts, during the first dispatch.
+    `after_ms`: the time of other compute during the last combine.
     `queued`: how many chunks are dispatched before the first chunk is combined.
     """
     arrived_ms: list[float] = []
@@ -278,8 +272,6 @@ class LayerTimes:
             for one in feed_forward_operators(k.shapes, moe=True)
             if one.module.startswith("moe.shared_experts")
         ]
-        # In the forward, the shared experts run two GEMMs before the routed experts and one after
-        # them. Two chunks are dispatched before the first combine; in the backward, all chunks are.
         before_ms, after_ms, queued = sum(shared_ms[:2]), sum(shared_ms[2:]), 2
         if backward:
             before_ms, after_ms, queued = hiding_ms + after_ms, before_ms, k.chunks

@@ -184,7 +184,6 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
         else:
             # An eager loss holds 3 FP32 tensors of the logits' size, or 4 with loss parallelism.
             size = 16 if s.loss_parallel else 12
-            # The last stage of a pipeline also holds the logits during the loss.
             size += s.act if rank.num_stages > 1 else 0
         logits = elements * size
         # Count the gradient of the output layer's weight before FSDP reduces it. Count the gathered
@@ -194,8 +193,10 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
     else:
         elements = float(s.loss_tokens * s.vocab)
         gradients = _loss_gradients(s)
-        # The chunked loss's forward holds the logits of one chunk and, in eager mode, three FP32
-        # tensors. Its backward holds scaled copies of the gradients instead. Count the larger size.
+        # In its forward, the chunked loss holds the logits of one chunk and, in eager mode, three
+        # FP32 tensors of the same shape. In its backward, it holds none of these tensors, but
+        # scaled copies of the gradients of the hidden states and of the output layer's weight.
+        # Count the larger of the two amounts.
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
         logits = gradients + max(chunk, gradients / 4 * s.act)
         weight = 0.0 if s.keeps_gathered else float(s.vocab * s.dim)

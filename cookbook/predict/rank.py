@@ -263,8 +263,6 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
     of_layer = [units(layer_operators(model, moe), in_layer=True) for moe in (False, True)]
     mode = options["activation_checkpoint.mode"]
     option = options["activation_checkpoint.selective_ac_option"]
-    # Selective recomputation with a number N recomputes every N-th layer of the rank, and every
-    # layer if N is 0.
     every = (int(option) or 1) if mode == "selective" and option != "op" else 1
     numbers, parts = itertools.count(1), []
     for stage in stages:

@@ -92,8 +92,6 @@ class Exchanges:
         in_node = self._in_node(layout.ep, layout.etp)
         nodes = max(layout.ep // in_node, 1)
         size = float(s.sent_tokens * s.dim * s.act)
-        # A token is sent once to each node that needs it, over InfiniBand if that is another node.
-        # It arrives there at one rank, and NVLink carries it to the other ranks that need it.
         within = s.ranks_per_token * (in_node - 1) / in_node
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
@@ -158,7 +156,6 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
     """Return the traffic of `rank` in a step, by kind."""
     one = Exchanges(cell, shapes_of(cell))
     microbatches = rank.num_microbatches * rank.gradient_accumulation_steps
-    # Recomputation does not repeat communication whose results are saved.
     is_saved = "communication" in cell.saves
     repeated = [layer for layer in rank.layers if layer.recomputed and not is_saved]
     # TP operations per forward and per backward: four per layer, one each for embedding and head.

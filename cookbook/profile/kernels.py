@@ -147,7 +147,7 @@ RULES = (
     Rule("moving_rows", kernel=r"_fill_indices_kernel|^_(count|place|take|spread|fill)_kernel"),
     Rule("moving_rows", kernel=r"^_(collect|dot)_kernel"),
     Rule("moving_rows", kernel=r"permute_(fwd|bwd)?_?kernel|_exchange_row_offsets|unpermute"),
-    # Embedding kernels gather too. Match them before the rules that assign gathers to moving rows.
+    # Match embedding kernels first, because later rules count every gather as `moving_rows`.
     Rule("pointwise", operation=r"^aten::embedding"),
     Rule("pointwise", kernel=r"embedding|^aten::embedding"),
     # TorchTitan's indexing: aten::sort, argsort, topk (CUB's radix sorts), histc, cumsum, index,

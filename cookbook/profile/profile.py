@@ -132,9 +132,9 @@ def set_waits(ranks: Sequence[RankProfile]) -> None:
     waited = {rank: defaultdict[str, float](float) for rank in ranks}
     for key in dict.fromkeys(key for rank in ranks for key in rank.calls):
         durations = {rank: rank.calls[key] for rank in ranks if key in rank.calls}
-        # Compare the n-th call of a collective on one rank with the n-th call on the others. Skip
-        # collectives that some ranks called more often than others. Skip PP's sends and receives
-        # too, because the rank that arrives last does not always spend the least time in them.
+        # Compare the n-th calls of all ranks: the rank that arrived last spent the least time in
+        # its call. Skip PP's sends and receives, because this does not always hold for them. Skip
+        # collectives that some ranks called more often than others.
         category = str(key[0])
         if category == "pp" or len(durations) < 2 or len({*map(len, durations.values())}) > 1:
             continue

@@ -270,7 +270,6 @@ def _gemm_rates(trace: Trace, kernels: Column, count: int) -> dict[str, GemmRate
         gemm = trace.gemm[own.operation]
         duration = own.end - own.start
         seconds = float(duration[gemm != NOTHING].sum()) / 1e6
-        # Count each operation's FLOPs once, even if it launched several kernels.
         work = np.unique(gemm[gemm != NOTHING])
         peaks = [peak_tflops(trace.gpu, int(size)) if trace.gpu else None for size in bits[work]]
         known = [

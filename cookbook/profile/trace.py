@@ -303,7 +303,6 @@ def kernels_of(trace: Trace) -> Column:
 
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
-    """Convert CPU operations to device events, without the time of their nested operations."""
     events = trace.host
     starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
     edges = np.unique([starts, ends])
