@@ -164,7 +164,7 @@ def warm_up(stack: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    # Parse options once, so that tyro caches the docstrings that it reads from source files.
+    # Parsing any options fills tyro's cache of the docstrings that it reads from source files.
     ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
     # FSDP checks the mesh's layout for every parameter. Layouts are few, so cache the results.
     layout: Any = _MeshLayout
@@ -217,7 +217,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     spec = get_train_spec(config.model.name)
     spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(config.model.name) is not spec:
-        # Register the changed spec, because the Trainer's lookup would build an unchanged one.
+        # Each lookup returns a new spec: make the Trainer's lookup return the changed one.
         register_train_spec(config.model.name, spec)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:
@@ -251,7 +251,6 @@ def _pretend_capability(capability: float) -> None:
 
 
 def _stand_in_for_deep_ep() -> None:
-    """Provide the DeepEP names that TorchTitan imports; the dry build calls none of them."""
     names = {"deep_ep": ["Buffer"], "deep_ep.utils": ["EventHandle", "EventOverlap"]}
     for module in names:
         package = sys.modules[module] = ModuleType(module)

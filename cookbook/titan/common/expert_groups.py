@@ -29,7 +29,6 @@ class GroupPlan(NamedTuple):
 
 
 def _triton() -> Any:
-    """Import the Triton kernels lazily: a machine without a GPU may lack Triton."""
     return import_module("cookbook.titan.common.triton_kernels")
 
 
@@ -201,8 +200,8 @@ def collect(
     grouped: Tensor,
     scores: Tensor | None,  # (tokens, top k) float32, the weight of each row in its token's sum
     plan: GroupPlan,
-    is_needed: bool = True,  # false if recomputation discards the result: leave it uninitialized
-    base: Tensor | None = None,  # (tokens, features): row i is added to the sum of token i
+    is_needed: bool = True,  # if false, nobody reads the result: return uninitialized memory
+    base: Tensor | None = None,  # (tokens, features), a tensor to add to the result
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum, for each token, its rows in the padded groups; return (tokens, features) in `dtype`."""

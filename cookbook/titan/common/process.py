@@ -85,7 +85,7 @@ def exit_without_teardown() -> None:
 class StallAlarm:
     """An alarm that saves the rank's stacks and flight-recorder trace if a step takes too long.
 
-    The stacks go to `<attempt>/stacks/rank-<rank>.txt`, the trace to `traces` with `rank` appended.
+    The stacks go to `<attempt>/stacks/rank-<rank>.txt`, the trace to `<traces><rank>`.
     """
 
     def __init__(self, attempt: Path, traces: Path, rank: int) -> None:
@@ -127,11 +127,10 @@ class StallAlarm:
         self._stepped_at = None
 
     def end(self) -> None:
-        """Disable the alarm when training ends; delete the file of stacks if it is empty."""
+        """Stop the alarm when training ends; delete the file for stack traces if it is empty."""
         self.pause()
         if self._file is not None and not os.fstat(self._file.fileno()).st_size:
             self._path.unlink(missing_ok=True)
-            # Other ranks may have written stack traces to the folder, so it may not be empty.
             with contextlib.suppress(OSError):
                 self._path.parent.rmdir()
 

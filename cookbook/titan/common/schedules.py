@@ -72,7 +72,7 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
 
 
 def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
-    """Return a rank's possible memory peaks, each as the microbatches in flight per stage."""
+    """Return, for each moment when a rank's memory may peak, the microbatches held per stage."""
     live = dict.fromkeys(stages, 0)
     seen: set[tuple[int, ...]] = set()
     for stage, kind, _ in actions:

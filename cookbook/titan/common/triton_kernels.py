@@ -15,7 +15,6 @@ from triton.language import constexpr
 # Number of token copies that one Triton program handles. Their total differs in every layer, so
 # kernels are compiled for any total.
 _COPIES = 1024
-# Number of rows that one program checks for padding.
 _ROWS = 64
 
 
@@ -164,8 +163,7 @@ def place(
     """Assign each token copy, one per expert of the token, to a row of the padded expert groups.
 
     Returns `copies` (rows,) int32, the index of the copy in each row, and `slots` (tokens, top k)
-    int32, the row of each copy. `sums` is the result of `count`. A sort would launch so many
-    kernels that the GPU would wait for the host.
+    int32, the row of each copy. `sums` is the result of `count`.
     """
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
     slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)

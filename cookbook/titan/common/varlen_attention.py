@@ -167,7 +167,6 @@ _forward.register_autograd(_autograd, setup_context=_setup_context)
 def _forward_flops(
     q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, *_: Any, **__: Any
 ) -> int:
-    """Count two matrix products: scores and output."""
     tokens, heads, head_dim = q
     return int(tokens * max_seqlen * heads * (head_dim + v[-1]))
 
@@ -251,7 +250,7 @@ class AttendedLength:
         self.tokens += ends.numel()
 
     def add_whole(self, sequences: int, length: int) -> None:
-        """Add a batch to the mean; each of its sequences is one document of `length` tokens."""
+        """Add a batch of `sequences` documents, each a whole sequence of `length` tokens."""
         self.keys = self.keys + sequences * (length * (length + 1) // 2)
         self.tokens += sequences * length
 

@@ -27,8 +27,8 @@ class Bound:
 BF16 = Bound(0.006, 0.012)
 # E4M3 has 3 mantissa bits. A GEMM of two quantized tensors has a relative error of about 0.036.
 FP8 = Bound(0.048, 0.09, least=0.008)
-# Bounds for a tensor that is rounded to E4M3 once. `least`, the smallest plausible error, is low:
-# the tensor may be a sum over 8 experts, in which the rounding errors partly cancel.
+# Bounds for values that are rounded to E4M3 once, and for sums of such values. In a sum, rounding
+# errors partly cancel, so `least`, the smallest plausible error, is low.
 FP8_ONCE = Bound(0.036, 0.06, least=0.004)
 
 
@@ -43,7 +43,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The larger ratio of an error to its bound: the whole tensor's or the worst part's."""
+        """The error divided by its bound: of the whole tensor or, if larger, of the worst part."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property
@@ -131,8 +131,9 @@ def error_of(
     The norm of `found - expected` is divided by the norm of `expected` or, if given, of `sizes`.
     Pass the elements' usual magnitudes as `sizes` if each is a sum of terms that nearly cancel.
 
-    A part with a tiny norm would have a huge error. So the square of a part's divisor is at least
-    `floor` times the average square over all parts or, in a stack, over the same matrix's parts.
+    A part with a tiny norm would have a huge error. So each part's divisor is at least
+    sqrt(`floor`) times the root mean square of all parts' norms. In a stack, each matrix has a mean
+    of its own.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")

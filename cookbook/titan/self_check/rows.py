@@ -42,9 +42,8 @@ MOVED = Bound(0.006, 0.012)
 # by the row's norm or, if larger, by the root mean square of all rows' norms (`floor=1.0`).
 SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
-# Bounds for the gradients of the factors by which test experts multiply their rows. If a rank has a
-# single expert, there is only one such number, whose relative error varies widely. So the bound for
-# the whole tensor is eight times the usual error, which is 0.0025, or 0.05 with FP8.
+# Bounds for the gradient of the factor by which a test expert multiplies its rows. The usual error
+# is 0.0025 (0.05 with FP8). Allow eight times that: it varies widely if a rank has one expert.
 FACTOR = Bound(0.02, 0.04)
 FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
@@ -73,13 +72,12 @@ def row_errors(
     counted: bool,
     device: str,
 ) -> Iterator[Error]:
-    """Yield the errors of a round trip of tokens to the experts of one rank and back.
+    """Yield the errors of copying tokens to their experts' groups and of summing the copies again.
 
-    Each token is copied to its experts' groups, each group is multiplied by a factor, and each
-    token's copies are summed, weighted by router scores. Padding rows get large values, so that a
-    sum that includes padding is clearly wrong. With `on_activations`, a separate step applies the
-    scores before the sum. With `counted`, the host plans the groups, and some experts are on other
-    ranks, as with DeepEP.
+    Each expert multiplies its group by a factor. Padding rows get large values, so that a sum that
+    includes padding is clearly wrong. With `on_activations`, the scores are applied before the sum,
+    otherwise in the sum. With `counted`, as with DeepEP, the CPU knows the size of each group, and
+    tokens are not copied to experts of other ranks.
     """
     others = num_experts // 2 + 1 if counted else 0
     experts, scores = random_routing(tokens, num_experts + others, top_k, device, 11)
@@ -100,7 +98,6 @@ def row_errors(
         grouped = spread(x, plan, torch.bfloat16)
         sizes = zip(plan.sizes.tolist(), counts, strict=True)
         fill = torch.cat([torch.arange(size, device=device) >= count for size, count in sizes])
-        # Rows after the last group are unused, like padding.
         fill = nn.functional.pad(fill, (0, len(grouped) - len(fill)), value=True)
         if grouped.detach()[fill].any():  # true for NaN too
             raise ValueError("padding rows are not zero")
@@ -218,12 +215,11 @@ def exchange_errors(
     leaves = [x, given.scores, layer.experts.factor]
     out, dx, ds, df = with_gradients(lambda x, *_: _local(layer(x)), leaves, grad)
 
-    # Give each token copy its own factor, whose gradient is one term of the expert's gradient.
     factors = expert_factors(num_experts, str(x.device))[given.experts]
     exact = [given.x.float(), given.scores, factors]
     wanted, wanted_dx, wanted_ds, by_copy = with_gradients(weighted_sum, exact, given.grad.float())
-    # An expert's gradient is a sum with one term per token copy. The terms nearly cancel, so divide
-    # the error by the norm of all terms, not by the sum.
+    # The gradient of an expert's factor is a sum of one term per token. The terms nearly cancel, so
+    # divide the error by the square root of the terms' summed squares, not by the sum.
     terms = by_copy[:, part].flatten()
     of_experts = torch.zeros(num_experts, 2, device=x.device)
     of_experts.index_add_(0, experts.flatten(), torch.stack([terms, terms.square()], 1))

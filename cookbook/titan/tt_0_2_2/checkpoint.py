@@ -45,7 +45,6 @@ class CheckpointPolicy:
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
         if self.interval_s:
-            # To save by minutes, not steps, make the step interval infinite: then no step is due.
             manager.interval = math.inf
         self.attempt = attempt_folder()
         self.saved_at = time.monotonic()

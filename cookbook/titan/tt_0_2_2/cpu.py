@@ -178,6 +178,5 @@ class ShardSeededTracker:
 
 def seed_shards_apart() -> None:
     """Set DTensor's RNG tracker so that each shard on a CPU mesh draws its own random numbers."""
-    # Silence DTensor's warning that CPU meshes have no RNG tracker: this function provides one.
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu")
     _random._rng_tracker = ShardSeededTracker()

@@ -48,7 +48,7 @@ class Request:
 
 
 class Part(NamedTuple):
-    """The exported tensors that one output file takes from one tensor of the checkpoint."""
+    """The tensors of one output file that come from one checkpoint tensor, such as its experts."""
 
     fqn: str  # name of the checkpoint tensor
     names: tuple[str, ...]  # names of the exported tensors
@@ -99,7 +99,6 @@ def export(request: Request) -> int:
         if request.tokenizer and (source := Path(request.tokenizer) / file).exists():
             shutil.copyfile(source, to / file)
     if (to / "tokenizer.json").exists():
-        # Export the token IDs, because with Transformers' defaults generation would not stop.
         tokenizer = HuggingFaceTokenizer(str(to))
         config |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     write_whole(to / "config.json", json.dumps(config, indent=2) + "\n")
@@ -171,7 +170,6 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
             if room < each and files[-1]:
                 files.append([])
                 room = request.file_bytes
-            # A tensor larger than the file size limit gets a file of its own.
             last = min(first + max(room // each, 1), len(names))
             files[-1].append(Part(fqn, names[first:last], first, shape, dtype))
             room -= (last - first) * each

@@ -43,7 +43,8 @@ LossFunction = Callable[..., Tensor]
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
     """Build the cross-entropy loss, summed over tokens.
 
-    Under PP, the loss's gradient is divided by the number of tokens in the global batch.
+    TorchTitan divides the loss by the number of tokens in the global batch before the backward, but
+    not under PP. Under PP, the returned loss function divides the gradient instead.
     """
     if num_chunks := job_config.loss.num_chunks:
         name, loss_fn = f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config)
@@ -76,7 +77,7 @@ class HandingOn(nn.Linear):
     """An output layer that returns its input, because the chunked loss computes the logits."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` (batch, length, dim); attach the layer's weight to it, for the loss."""
+        """Return `hidden` (batch, length, dim) with this layer's weight attached for the loss."""
         hidden.output_weight = self.weight
         return hidden
 

@@ -51,7 +51,6 @@ _NAMES = {
     "router_load/busiest_over_mean": "router_busiest_over_mean",
     "router_load/starved_experts": "router_starved_experts",
 }
-# After this many seconds without a log line, the next step writes one, even if none is due.
 _HEARTBEAT_S = 60.0
 
 
@@ -60,7 +59,6 @@ class JsonLines(BaseLogger):
 
     def __init__(self, logger: BaseLogger, path: Path, rank: int) -> None:
         self._logger, self._rank = logger, rank
-        # Line-buffered, so that each step reaches the file at once.
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
@@ -79,10 +77,7 @@ class JsonLines(BaseLogger):
 
 
 class CookbookMetrics(metrics.MetricsProcessor):
-    """TorchTitan's MetricsProcessor with router load, stall alarm and a report of active options.
-
-    TorchTitan builds it after the converters have run and before the model is allocated.
-    """
+    """TorchTitan's MetricsProcessor with router load, stall alarm and a report of what ran."""
 
     logger: BaseLogger
     alarm: StallAlarm | None = None
@@ -122,7 +117,6 @@ class CookbookMetrics(metrics.MetricsProcessor):
             self._load = RouterLoad(self, step, self._is_metrics_rank())
             self._logged_step = step - 1
             self._report()
-        # Log every step with a validation, so that reports have a row for the validation loss.
         config = self.job_config
         validates = config.validation.enable and BaseValidator(config).should_validate(step)
         is_logged: bool = is_last or validates or super().should_log(step)

@@ -72,7 +72,6 @@ class MXGroupedMMConverter(_Converter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         fqns = job_config.quantize.grouped_mm.mx.fqns
         if not fqns:
-            # With `fqns` empty no layer is quantized, and a job would silently train in BF16.
             raise refuse(
                 "quantize.grouped_mm.mx.fqns is empty: the converter replaces no layer; pass "
                 "--quantize.grouped_mm.mx.fqns=experts"
@@ -144,7 +143,6 @@ def replace_mx_converters() -> None:
 def _cast_with_operations(
     values: Tensor, inner_block_size: int, scaling_mode: str
 ) -> tuple[Tensor, Tensor]:
-    """Return MXFP8 data and scales, as TorchAO's SM100 kernel does, but on any device."""
     mode = ScaleCalculationMode(scaling_mode)
     scales, data = to_mx(values.contiguous(), torch.float8_e4m3fn, inner_block_size, mode)
     return data, scales
@@ -214,7 +212,7 @@ class Precisions:
         return exchange(rows.contiguous(), here, there, group)
 
     def receive(self, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
-        """Send `here[i]` rows back to rank i, and get back the `there[i]` rows sent to rank i."""
+        """Reverse `send`: return `here[i]` rows to rank i, and get `there[i]` rows back from it."""
         exchange = _Combine.apply if self.combine_backward else all_to_all_single_autograd
         return exchange(rows.contiguous(), there, here, group)
 

@@ -41,7 +41,6 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     }
     compiled = job_config.compile
     if compiled.enable and "model" in compiled.components:
-        # TorchTitan compiles only its own expert function, so ours is compiled here.
         experts_with_probs.compile(compiled.backend)
     has_meshes = parallel_dims.tp_enabled or parallel_dims.ep_enabled
     if job_config.cookbook.row_kernels and not has_meshes:
@@ -50,9 +49,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             use_row_kernels(moe, Precisions.of(job_config))
     if job_config.loss.num_chunks:
         loss_and_optimizer.hand_on(model)
-        # Replace TorchTitan's TP style for the output layer, which no longer computes logits.
         names["ColwiseParallel"] = loss_and_optimizer.HandingOnColwiseParallel
-    # A dry build runs no forward and needs no routing table.
     if routing.chosen_routing(job_config) == routing.RANDOM and job_config.comm.mode == "default":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         routing.route_at_random(model, parallel_dims, job_config, device)
@@ -160,7 +157,6 @@ def apply_moe_ep_tp(job_config: Any, model: nn.Module, **options: Any) -> None:
         prepare_quantized_a2a()
         names["ExpertParallel"] = partial(QuantizedExpertParallel, precisions)
     if use_deepep:
-        # Import lazily: the module needs DeepEP, which may not be installed.
         from cookbook.titan.tt_0_2_2.deepep import use_split_moe
 
         assert ep_mesh is not None

@@ -98,7 +98,6 @@ class _Unmultiplied(TorchDispatchMode):
         if str(func) not in _SKIPPED:
             return func(*args, **(kwargs or {}))
         rows, weights = args[:2]
-        # GEMMs with 8-bit operands return BF16.
         dtype = torch.bfloat16 if rows.dtype.itemsize == 1 else rows.dtype
         return rows.new_empty(len(rows), weights.shape[-1], dtype=dtype)
 
@@ -112,7 +111,7 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator) and not _is_needless
-        # Do not record lookups by the compiler, which traces a layer without running operators.
+        # Do not record an operator while the compiler traces a layer: it does not run then.
         if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved
@@ -164,11 +163,12 @@ multiply.register_fake(lambda rows, weights: rows.new_empty(rows.shape[0], weigh
 
 
 def show_gemms(least_inner: int) -> None:
-    """Make the compiler replace `aten::mm` by `cookbook::mm`, whose results can be saved.
+    """Make the compiler replace `aten::mm` by `cookbook::mm`.
 
-    GEMMs with an inner dimension below `least_inner` are not replaced: recomputing them is cheap.
+    In compiled code, selective recomputation can save the results of `cookbook::mm`, but not those
+    of `aten::mm`. GEMMs with an inner dimension below `least_inner` are not replaced, because
+    recomputing them is cheap.
     """
-    # Import lazily: the compiler takes seconds to import.
     import torch._inductor.config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
     from torch._inductor.lowering import fallback_handler, register_lowering
@@ -194,7 +194,6 @@ def show_gemms(least_inner: int) -> None:
                     node.target = operator
 
         def uuid(self) -> Any:
-            # Inductor adds the returned value to its cache key.
             return get_hash_for_files((__file__,)), least_inner
 
     inductor.post_grad_custom_post_pass = ShowGemms()

@@ -41,8 +41,6 @@ def count_tokens(model: nn.Module) -> None:
         moe.register_forward_hook(_after)
 
 
-# In training these hooks add the tokens of one forward to `cookbook_load`. `_before` subtracts what
-# `tokens_per_expert` was before the forward, and `_after` adds what it is afterwards.
 def _before(moe: Any, inputs: Any) -> None:
     if not torch.is_grad_enabled():
         moe.cookbook_counts = moe.tokens_per_expert.clone()

@@ -83,7 +83,6 @@ class RowExperts(nn.Module):
         with not_saved():
             out = collect(out, None, plan, is_needed=not in_recompute())
             if in_recompute():
-                # Skip the combine in recomputation: no gradient needs the outputs.
                 return torch.empty_like(rows).requires_grad_()
             return self.cookbook_precisions.receive(out, there, here, group)
 
@@ -126,7 +125,6 @@ class RowMoE(MoE):
             whole = tokens, scores, chosen
             mine, scores, chosen = (shard_tokens(one, length, tp_mesh) for one in whole)
         if experts.cookbook_tp is not None:
-            # Sum the gradient of `mine` over TP here: `spread` makes `top_k` times as many rows.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
         # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
@@ -152,7 +150,7 @@ def _mixed(mixin: type[nn.Module], experts: type[nn.Module]) -> type[nn.Module]:
 
 
 def mix_in(mixin: Any, experts: Any) -> None:
-    """Make the class of this `experts` instance a subclass of `mixin` and of its former class."""
+    """Give the object `experts` a new class that inherits from `mixin` and from the old class."""
     experts.__class__ = _mixed(mixin, experts.__class__)
 
 
@@ -214,7 +212,6 @@ def group_products(rows: Tensor, weights: Tensor, ends: Tensor, grouped: bool = 
     """Multiply each group of rows by its expert's weights (experts, out, in)."""
     if grouped:
         return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=ends)
-    # The rows after the last group belong to no expert; their products are zero.
     *parts, rest = rows.tensor_split(ends.tolist())
     products = [part @ weight.T for part, weight in zip(parts, weights, strict=True)]
     return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[1])])

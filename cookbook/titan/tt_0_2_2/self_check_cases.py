@@ -36,7 +36,6 @@ from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
 from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
 _NO_OPTION = "no option avoids it; try another torch"
-# For each kernel, how a job can avoid it if it is wrong.
 _AVOID = {
     "flex": "set model.attention=flash_attention_4",
     FLASH_ATTENTION_4: "leave out model.attention, or set model.attention=flavor",
@@ -126,7 +125,6 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     attend_by = {"flex": flex, "sdpa": sdpa, FLASH_ATTENTION_4: products.flash_attention_4}[kernel]
     shared = f", {groups} to a key" if groups > 1 else ""
     room = f" in room for {most:,}" if most else ""
-    # SDPA has no document mask: test only documents that are whole sequences.
     packings = ("whole",) if kernel == "sdpa" else limits.packings
     for packing in packings:
         like_trained = packing == packings[0]
@@ -304,7 +302,7 @@ def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
     layer.tokens_per_expert = torch.zeros(experts, device=cell.device)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
-    # Multiply the outputs by the scores, because `FactorExperts` has no hidden activations.
+    # Apply the scores to the outputs: the test experts have no activations to apply them to.
     apply_moe_ep_tp(
         replace(cell.job_config, deepep=replace(cell.job_config.deepep, score_activations=False)),
         SimpleNamespace(layers={"0": block}),

@@ -37,7 +37,6 @@ FLASH_ATTENTION_4 = varlen_attention.FLASH_ATTENTION_4
 # too, but their gradients have been wrong on some GPUs, and the cookbook does not test them.
 _HEAD_DIMS = ((192, 128), (128, 128))
 
-# TorchTitan's attention modules and their names in reports.
 _OWN = {FlexAttentionWrapper: "flex", ScaledDotProductAttentionWrapper: "sdpa"}
 
 _attended = varlen_attention.AttendedLength()
@@ -52,7 +51,7 @@ def observe_attention() -> tuple[frozenset[str], float | None]:
 
 
 def chosen_attention(model_parts: Iterable[nn.Module]) -> frozenset[str]:
-    """Return the kinds of attention in a model's layers, even before the model has run."""
+    """Return the kinds of attention that the model's layers were built with, such as `flex`."""
     kinds = {**_OWN, DocumentAttentionKernel: FLASH_ATTENTION_4}
     modules = (module for part in model_parts for module in part.modules())
     return frozenset(kinds[type(module)] for module in modules if type(module) in kinds)
