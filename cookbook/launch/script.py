@@ -91,7 +91,6 @@ def _render(cell: Cell, header: list[str], overlays: Sequence[Overlay], **contex
     mounts = cluster.container.mounts if cluster.container else ()
     needed = [(file, True) for file in cluster.source]
     optional = [(file, False) for file in cluster.source_if_exists]
-    # In a launcher, copy the variables of a precision or EP backend only if the user chose it.
     condition = '"${{{kind}}}" == {name} && ' if context["choices"] else ""
     copied = [
         (condition.format(kind=overlay.kind.upper(), name=overlay.name), name, other)
@@ -104,7 +103,6 @@ def _render(cell: Cell, header: list[str], overlays: Sequence[Overlay], **contex
         environment=list(cell.environment.items()),
         environment_from=copied,
         spare_nodes=cell.spare_nodes,
-        # A description may span several lines, but a shell comment cannot.
         header=[" ".join(line.splitlines()) for line in header],
         scheduler=cluster.scheduler,
         cluster=cluster,

@@ -85,8 +85,8 @@ class CellSlurmExecutor(SlurmExecutor):
     def affinity(cls) -> int:
         return 2
 
-    # Write our own batch file: submitit's sets a wckey and a signal and starts an srun. Our call of
-    # sbatch also removes Slurm's variables from the environment, which submitit passes on.
+    # Write our own batch file, because the one by submitit sets a wckey and a signal and starts an
+    # srun. Call sbatch ourselves, because submitit would pass Slurm's environment variables to it.
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
         cell, begin = self.cells[0], self.choice.begin
         title, name = f"{cell.name}/train.sh", cell.name
@@ -197,8 +197,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
             # While the submit lock is held, `status` shows a cell without a job as queued.
             folder.job.unlink(missing_ok=True)
             write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
-            # In the script they would hold again when it is started by hand; the supervisor passes
-            # on what the record says of them.
+            # Leave the options in ONCE out of the script, so that rerunning it does not apply them.
             settings = cell.options.settings
             kept = {name: settings[name] for name in settings if name not in ONCE}
             script = render_script(replace(cell, options=Options(cell.options.stack, kept)))

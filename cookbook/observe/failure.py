@@ -60,7 +60,6 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$",
     ),
 )
-# Errors that only follow from another error, often on another rank.
 _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|Connection (?:closed|reset)|Broken pipe|DistBackendError"
     r"|DistNetworkError|RendezvousConnectionError|RendezvousClosedError|Socket Timeout|recvValue"
@@ -103,8 +102,8 @@ def find_cause(attempt: Path, exit_code: int) -> tuple[Cause, str]:
         ended = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else None
         reason = ended or f"exit status {exit_code}"
     cause = cause_of(reason)
-    # The script exits with 2 if it refuses to run, which counts as a wrong option. srun exits with
-    # 2 if a file is missing, but then `cause` is MISSING_FILE.
+    # Exit status 2 means that the script refused to run, so report a wrong option. srun also exits
+    # with 2 if a file is missing, but then `cause` is already MISSING_FILE.
     is_wrong = is_refusal or (exit_code == 2 and cause is Cause.ERROR)
     return Cause.WRONG_OPTION if is_wrong else cause, reason
 
@@ -134,7 +133,6 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
     if not findings:
         return None, False
     sort = min(finding.sort for finding in findings)
-    # Of the findings that explain most, take the first. Of a script's messages, take the last.
     best = [finding for finding in findings if finding.sort == sort]
     _, rank, text = best[-1] if sort == _SCRIPT else best[0]
     text = text if rank is None else f"rank {rank}: {text}"

@@ -160,7 +160,6 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
             steps[-1] = replace(steps[-1], validation_loss=metrics.validation_loss)
     if steps:
         return steps
-    # Skip a last line that is still being written.
     whole = (line for line in lines_of(attempt.log) if line.endswith(b"\n"))
     shown = [found for line in whole if (found := parse_step(line))]
     rank = (record or CellRecord()).loss_rank
@@ -283,7 +282,6 @@ _METRICS, _LOAD = TypeAdapter(StepMetrics), TypeAdapter(LoadStep)
 
 
 def _parse(kind: TypeAdapter[T], lines: Iterable[bytes]) -> list[T]:
-    """Parse lines of JSON; skip a line that is malformed or still being written."""
     found = list[T]()
     for line in lines:
         with contextlib.suppress(ValidationError):

@@ -2,8 +2,7 @@
 
 - Metrics come from the log of the loss rank: rank 0, or with PP the first rank of the last stage.
 - Throughput, TFLOPs and MFU are medians over the logged steps after warm-up (`measured_steps`).
-- Memory is the peak over all ranks and steps.
-- Speed and memory come only from attempts with the newest one's nodes, layout and options.
+- Speed and memory come only from attempts with the newest attempt's nodes, layout and options.
 - If several attempts trained the same step, the newest attempt's metrics count.
 """
 

@@ -70,7 +70,6 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
     reasons = [f"repeat {run.repeat}: {run.reason}" for run in runs if run.reason]
     attempts = tuple(attempt for run in runs for attempt in run.history.attempts)
     lost = sum(run.history.steps_lost for run in runs)
-    # Weight each repeat's share of effective time by the time that the repeat took.
     effective = elapsed = 0.0
     for history in (run.history for run in runs):
         if history.effective:

@@ -117,7 +117,6 @@ def _not_compared(cells: Sequence[Result]) -> Iterator[str]:
 
 def _losses(cells: Sequence[Result]) -> Iterator[str]:
     names = defaultdict[tuple[str, str], list[str]](list)
-    # A cell's verdict is the worse of its verdicts on the whole curve and on the last tenth.
     order = (verdicts.EQUIVALENT, verdicts.CANNOT_TELL, verdicts.DIFFERENT)
     for cell in cells:
         found = [one for one in (cell.loss, cell.loss_last_tenth) if one is not None]
@@ -251,11 +250,7 @@ def notes(results: RunResults) -> list[str]:
 
 
 def _troubled_steps(curve: Sequence[StepMetrics]) -> Iterator[str]:
-    """Yield a line about skipped steps and a line about loss spikes.
-
-    A loss is a spike if it exceeds the median of the 20 logged steps before it by more than a tenth
-    and by more than ten median absolute deviations (docs/reference/statistics.md).
-    """
+    # docs/reference/statistics.md says which losses count as spikes.
     skipped = defaultdict[int, float](float)
     for one in curve:
         skipped[one.attempt] = max(skipped[one.attempt], one.skipped_steps or 0)

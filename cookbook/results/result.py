@@ -11,8 +11,8 @@ from cookbook.results.verdicts import LossVerdict, SpeedUp, Throughput
 from cookbook.run.run import RunRecord
 from cookbook.run.status import Resumption
 
-# Attention masks count as different if the mean number of tokens that a token attends to differs
-# by more than this factor. Batches of the same texts differ by less.
+# Two cells have different attention masks if their mean attended lengths (how many tokens a token
+# attends to) differ by more than this factor. Batches of the same texts differ by less.
 SAME_MASK = 1.25
 
 
@@ -84,10 +84,11 @@ class Result:
     asked: Mapping[str, str] = field(default_factory=dict)  # recipe, layout and options, as text
     seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs
     curve: Sequence[StepMetrics] = ()  # logged steps, ascending
-    texts: Mapping[int, object] = field(default_factory=dict)  # what decides each step's texts
+    # For each step, the recipe and options that determine which training texts the step reads.
+    texts: Mapping[int, object] = field(default_factory=dict)
     timed: Sequence[StepMetrics] = ()  # steps of `curve` that ran with the newest nodes and options
     seconds: Mapping[int, float] = field(default_factory=dict)  # each step's duration, if known
-    loads: Sequence[LoadStep] = ()  # logged router loads
+    loads: Sequence[LoadStep] = ()
     run: str = ""
     reference_tokens: float | None = None  # throughput of the reference cell
     incomparable: str | None = None  # why its speed and its reference's cannot be compared
@@ -129,7 +130,7 @@ def masks_differ(one: Result, other: Result) -> bool:
 def unlike(cell: Result, base: Result, where: str) -> str | None:
     """Return why the speeds of `cell` and `base` cannot be compared; None if they can.
 
-    The returned text refers to `base` by the words `where`, such as `in its baseline NAME`.
+    `where`: the phrase for `base` in the returned text, for example `in its baseline NAME`.
     """
     if cell.emulated or base.emulated:
         return "emulated numerics have no speed"

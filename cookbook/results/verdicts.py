@@ -17,7 +17,7 @@ from cookbook.observe.metrics import StepMetrics
 NUM_BATCHES = 5
 # Each fifth of a run needs three steps, so that a single stall does not move the fifth's median.
 LEAST_VALUES = 3 * NUM_BATCHES
-# Cap the estimated autocorrelation here: a higher estimate comes from a drift, not from noise.
+# Upper limit for an estimated autocorrelation: a higher one comes from a drift, not from noise.
 _MOST_ALIKE = 0.95
 
 
@@ -45,9 +45,9 @@ def batches(values: Sequence[float]) -> list[Sequence[float]]:
 def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) -> Spread:
     """Estimate the standard error of a statistic of `num` correlated values.
 
-    The error follows from how far `parts`, the statistics of five batches of the values, are from
-    `figure`, the statistic of all values. It is corrected for `alike`, the values' lag-1
-    autocorrelation.
+    `figure`: the statistic of all values.
+    `parts`: the same statistic for each of five batches of the values.
+    `alike`: the lag-1 autocorrelation of the values.
     """
 
     def variance_of_mean(num: float) -> float:

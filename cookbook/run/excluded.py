@@ -103,10 +103,9 @@ class Choice:
 def choose(needed: int, nodes: Sequence[str], excluded: Sequence[Excluded]) -> Choice:
     """Choose which of a partition's `nodes` to exclude from a job that needs `needed` of them.
 
-    Ignore excluded nodes that are not in `nodes`, since sbatch refuses unknown names. If too few
-    nodes would be left, `short` is the number missing: let the job use that many excluded nodes,
-    those whose exclusions end first, and delay its start until they end. If even all `nodes` are
-    too few, waiting cannot help, so do not delay the job; `short` is then 0.
+    If too few nodes would be left, do not exclude the nodes whose exclusions end first, but let the
+    job start only after these exclusions have ended. If the partition has fewer than `needed` nodes
+    in all, do not delay the job, because waiting cannot help.
     """
     listed = sorted((one for one in excluded if one.node in set(nodes)), key=lambda one: one.until)
     short, names = needed - (len(nodes) - len(listed)), tuple(one.node for one in listed)

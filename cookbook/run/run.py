@@ -160,7 +160,7 @@ def run_names() -> list[str]:
 
 def note_new_job(folder: Path) -> None:
     """Mark the run as the newest, because one of its cells has a new job."""
-    now = time.time_ns()  # the default time of os.utime may lag by milliseconds
+    now = time.time_ns()  # os.utime's default is milliseconds old: another run might look newer
     # Ignore a permission error: the run may belong to a colleague.
     with contextlib.suppress(PermissionError):
         os.utime(folder / _FILE, ns=(now, now))

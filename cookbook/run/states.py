@@ -42,7 +42,7 @@ def is_alive(job: Job) -> bool:
 
 
 def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
-    """Map this user's processes of the run to their cells' folders, and supervisors to None."""
+    """Map this user's processes of the run to their cells' folders; a supervisor maps to None."""
     mark, found = str(folder.resolve()), dict[psutil.Process, Path | None]()
     for process in psutil.process_iter(["environ"]):
         variables = process.info["environ"] or {}
@@ -154,7 +154,6 @@ def _read(cell: CellFolder) -> tuple[CellState, Job | None]:
 def _settle_end(
     cell: CellFolder, job: str, written: Status, info: slurm.JobInfo | None
 ) -> slurm.JobInfo | None:
-    """Return the newer report on the job of `info` and `cell.end`; save `info` if it is final."""
     with contextlib.suppress(InputError):
         kept = read_json_as(slurm.JobInfo, cell.end)
         # If `written` has a higher restart count, `kept` is from before a requeue.
@@ -185,7 +184,6 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
     if info.state == "CANCELLED":
         return status.CANCELLED, None
     if info.state == "COMPLETED":
-        # The script exited with 0, so the cell has finished, even if it wrote no state.
         return status.FINISHED, None
     if said.state == status.FAILED and info.state == "FAILED" and said.reason:
         return status.FAILED, said.reason
@@ -211,7 +209,6 @@ def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, s
 
 
 def _since_start(written: Status, info: slurm.JobInfo) -> Status:
-    """Return the status that the job wrote, changed to QUEUED if Slurm requeued the job later."""
     return written if info.restarts <= written.restarts else replace(written, state=status.QUEUED)
 
 
