@@ -56,7 +56,7 @@ class Cell:
     published: float | None = None  # tokens/s/GPU published for exactly this cell
     baseline: str | None = None
     prediction: str | None = None  # text from the sweep: expected speed, and what a deviation means
-    left_out: tuple[str, ...] = ()  # options of the sweep that a small replacement recipe ignores
+    left_out: tuple[str, ...] = ()  # options of the sweep, unused because a small recipe is trained
     repeat_of: str | None = None  # name of the cell that this one repeats
     repeat: int = 1  # number of the repeat, from 1
     resumes: bool = False  # whether training continues from a checkpoint
@@ -100,7 +100,7 @@ class Cell:
 
     @property
     def own_pair(self) -> str:
-        """The recipe's precision and EP backend; empty if equal to `pair` or `bf16+standard`."""
+        """The recipe's precision and EP backend; empty if they are the cell's or the default."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         return "" if own in (self.pair, "bf16+standard") else own
 

@@ -53,7 +53,7 @@ class Options:
 
     @property
     def family(self) -> Family | None:
-        """The family that option `model.name` names; None if the stack does not have it."""
+        """The model family that option `model.name` selects; None if there is no such family."""
         return self.stack.families.get(self["model.name"])
 
     @property

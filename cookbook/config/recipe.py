@@ -41,8 +41,8 @@ from cookbook.config.options import (
 )
 from cookbook.config.stack import load_stack
 
-# For each folder below `recipes/`: what error messages call a file in it, and what they advise
-# a user who names such a file where another kind of file is expected.
+# For each folder of `recipes/`, a pair: the name of this kind of file in error messages, and the
+# advice to a user who passes such a file where another kind is expected.
 KINDS = {
     "": ("recipe", "write: python submit.py run {}"),
     "precision": ("precision", "it is a precision: --precision {}"),

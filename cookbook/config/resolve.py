@@ -19,9 +19,9 @@ from cookbook.run.record import OF_SCRIPTS, ONCE, TOTAL_STEPS, CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
-    """Return `cell` validated, with `words` appended to its name and its published speed set.
+    """Validate `cell`, append `words` to its name, fill in its published speed, and return it.
 
-    Raise InputError if the user's input is invalid. For any other error, set the cell's `refused`.
+    Raise InputError if the user's input is invalid; store any other error in the field `refused`.
     """
     name = "-".join([cell.name, *words])
     # A folder's name may have at most 255 bytes. Leave room for a new run's temporary name.
@@ -51,9 +51,9 @@ def merge_config(
 ) -> Cell:
     """Merge the options of all arguments into a cell, without validating it.
 
-    Later ones override earlier ones: recipe, EP backend, precision, cluster, `of_sweep` (options
-    from the sweep's file), `overrides` (options from the command line).
-    On a local cluster, a recipe that has a small `stand_in` is replaced by it, without `of_sweep`.
+    Each of these overrides the ones before it: recipe, EP backend, precision, cluster, `of_sweep`
+    (options from the sweep's file), `overrides` (options from the command line).
+    On a local cluster, if the recipe names a small `stand_in`, use that and ignore `of_sweep`.
     """
     stand_in_for, left_out, is_local = None, tuple[str, ...](), cluster.scheduler == "local"
     if is_local and recipe.stand_in is not None:
@@ -148,7 +148,7 @@ def this_machine(
     return Cluster(
         name="this machine",
         description="the machine that this runs on",
-        scheduler="slurm",  # "local" would replace a large recipe by a small one
+        scheduler="slurm",  # if it were "local", `merge_config` would use small recipes instead
         settings={},
         path=Path(__file__),
         gpus_per_node=ranks if gpu else None,

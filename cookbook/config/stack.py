@@ -179,11 +179,10 @@ class Stack:
     def option(self, place: str, name: str) -> Option:
         """Return the option called `name`; raise InputError with the nearest names if unknown."""
         if name not in self.options:
-            # If no full name is similar, compare only the parts after the last dot.
             known = [full for full in self.options if full not in _SET_BY_SCRIPTS]
             last = {full: full.rpartition(".")[2] for full in known}
             keys = nearest(name.rpartition(".")[2], last.values())
-            # For `tp`, suggest `tensor_parallel_degree`, whose initials are `tpd`.
+            # Users abbreviate degrees: for `tp`, suggest `tensor_parallel_degree`.
             initials = {key: "".join(w[:1] for w in key.split("_")) for key in last.values()}
             keys += [key for key in initials if initials[key] == f"{name}d"]
             close = nearest(name, last, 3) or [n for n in last if last[n] in keys]

@@ -227,10 +227,9 @@ def render_recipe(path: Path, candidate: Candidate, base: Cell) -> str:
     """Return the YAML to write to `path` for `candidate`; its comments give `base`'s values."""
     cell, step, recipe, name = candidate.cell, candidate.step, candidate.cell.recipe, path.stem
     overlays, options = (cell.precision, cell.ep_backend), cell.options.stack.options
-    # Precision, EP backend and cluster override a recipe, so leave their options out of it.
+    # Do not write options that the precision, EP backend or cluster would override anyway.
     theirs = {**cell.ep_backend.settings, **cell.precision.settings, **cell.cluster.settings}
     kept = {n: one for n, one in cell.options.settings.items() if n not in theirs}
-    # Pass options by `--set` if running the new recipe would give them other values.
     merged = merge_config(dataclasses.replace(recipe, settings=kept), *overlays, cell.cluster)
     command = ["python", "submit.py", "run", reference("", path)]
     command += ["--cluster", reference("cluster", cell.cluster.path)]

@@ -110,7 +110,6 @@ def _refuse(errors: Sequence[Finding], cell: Cell) -> None:
 
 def _as_rendered(overlay: Overlay, options: Options) -> Overlay:
     # The YAML file of this precision or EP backend may have changed since the script was written.
-    # So take the values of its options from the script.
     expect = {name: options.settings.get(name, setting) for name, setting in overlay.expect.items()}
     return replace(overlay, expect=expect)
 
@@ -225,7 +224,7 @@ def main(words: Sequence[str]) -> int:
     # submitit sets this variable only in its own jobs, but `slurm_job` needs it here too.
     record = read_record(start.folder.record)
     os.environ["SUBMITIT_EXECUTOR"] = str(record.profile["scheduler"])
-    # A resumed run keeps its learning-rate schedule, so pass the length that its record contains.
+    # Pass the recorded length of the learning-rate schedule: resuming must not change the schedule.
     total = record.options.get(TOTAL_STEPS)
     kept = [] if total is None else [f"--{TOTAL_STEPS}={total}"]
     return Supervisor([start.folder], [*start.own, *kept])()

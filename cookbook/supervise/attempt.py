@@ -182,10 +182,10 @@ class RunningAttempt:
             self._late_at = time.monotonic() + within_s
 
     def wait(self) -> AttemptEnd:
-        """Wait until the script exits; end it if it hangs, loses a rank or gets a NaN loss.
+        """Wait for the script to exit; stop it if it hangs, loses a rank or gets a NaN loss.
 
-        If the cause of the returned end is TOO_LATE, the script still runs, although the time limit
-        of `ask_to_stop` is over. Then call `wait` again.
+        If the cause in the result is TOO_LATE, the script did not exit within the time limit of
+        `ask_to_stop`. It still runs, so call `wait` again.
         """
         seen: float | None = None
         cause, reason = None, None

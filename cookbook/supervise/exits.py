@@ -60,7 +60,6 @@ RULES = {
     Cause.CUT_SHORT: Rule(Action.RESTART),
     # Usually a Python exception, which often recurs: allow fewer attempts without progress.
     Cause.ERROR: Rule(Action.RESTART, "read its log", most_idle=1),
-    # The next attempt would end in the same way.
     Cause.OUT_OF_MEMORY: Rule(
         Action.STOP,
         "lower training.local_batch_size or recompute more; `submit.py check` predicts what fits",

@@ -192,7 +192,6 @@ def _last_words(node: str, end: StepEnd) -> str:
         return f"no answer in {REPORT_S:.0f} s"
     lines = end.errors.splitlines()
     by_srun = [line for line in lines if f"srun: error: {node}: " in line]
-    # Lines printed by the tasks themselves do not name a node, so they may come from another one.
     by_tasks = [line for line in lines if line and "srun: " not in line]
     return "; ".join(["no answer", *by_tasks[-1:], *by_srun[-1:]])
 
@@ -248,7 +247,6 @@ def check_network(job: JobNodes) -> bool:
     degrees = [record.options.get(f"parallelism.{name}") or 1 for name in names]
     groups = RankGroups(record.ranks_per_node, cluster.device, cluster.bandwidth, *degrees)
     verdict = test_bandwidth(job.healthy[: record.nodes], groups)
-    # Sort by the collective's name, because the results arrive in no fixed order.
     job.speeds = dict(sorted(verdict.slowest.items()))
     if verdict.error:
         raise JobError(f"{verdict.error}; no fault of single nodes")

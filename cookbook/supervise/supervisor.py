@@ -152,7 +152,6 @@ class Supervisor:
             if decision.action is Action.REQUEUE:
                 return 0
             if end.cause is Cause.TOO_LATE:
-                # The attempt is still running: keep waiting for it.
                 continue
             ends.append(end)
             if decision.action is Action.STOP:
@@ -276,7 +275,6 @@ class Supervisor:
         if self.signal_number:
             stopped, state = exits.stopped_end(end, self._signal_name)
             if state != QUEUED:
-                # The job was cancelled in the meantime.
                 self._write(cell, end, state, stopped.reason)
         return wanted
 
