@@ -151,8 +151,8 @@ def fill(
     """Return an instance of `cls` with fields from `given` and from a mapping in the YAML file.
 
     `within`: the path of keys that leads to the mapping.
-    `beside`: keys that the mapping may contain although `cls` has no such fields. For a key `a`, it
-    may also contain dotted keys such as `a.b`. All are ignored here, because the caller reads them.
+    `beside`: keys that the caller reads itself, so that they are no error here. They may be dotted
+    in the file: `a` also allows `a.b`.
     """
     fields = {
         field.metadata.get("key", field.name): field.name

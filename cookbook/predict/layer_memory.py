@@ -26,9 +26,9 @@ class LayerBytes:
     saved: float  # tensors that autograd saves for the backward, except the layer's input
     selected: float  # tensors in `saved` that selective recomputation keeps in memory
     temporary: float  # tensors at the layer's memory peak that are not in `saved`
-    beside: float = 0.0  # outputs that selective recomputation keeps in addition to `selected`
-    freed: tuple[float, ...] = ()  # large tensors freed in the forward of every layer
-    freed_again: tuple[float, ...] = ()  # large tensors freed in the forward of a recomputed layer
+    beside: float = 0.0  # tensors not in `saved` that selective recomputation keeps all the same
+    freed: tuple[float, ...] = ()  # large tensors that every forward frees
+    freed_again: tuple[float, ...] = ()  # those that it frees only if the layer is recomputed
     between: float = 0.0  # tensors in `saved` that torch.compile keeps under any memory budget
 
 
@@ -208,10 +208,10 @@ class RankLayers:
         return sum(self._cost(layer)[1] for layer in part.layers)
 
     def freed_in_forward(self, smallest: float) -> float:
-        """Return how much memory a layer's forward frees in blocks smaller than `smallest` bytes.
+        """Return the bytes that a layer's forward frees in blocks too small to be used again.
 
-        PyTorch's allocator cannot reuse such a block for a tensor of `smallest` bytes. If layers
-        differ, the layer that frees the most counts.
+        These are blocks smaller than `smallest` bytes, the smallest later tensor. Of all layers,
+        the one with the most such bytes counts.
         """
         unused = [0.0]
         for layer in self._rank.layers:
@@ -236,7 +236,7 @@ class RankLayers:
         return max(found, key=lambda terms: sum(terms.values()), default={})
 
     def backward_alone(self) -> dict[str, float]:
-        """Return what fills the memory at the backward's peak, in bytes, if FSDP and PP are off."""
+        """Return the bytes in use at the backward's peak, by cause, without FSDP and PP."""
         (part,) = self._rank.parts
         gradients = float(sum(unit.size for unit in part.head if unit.name == "output"))
         found = []

@@ -284,7 +284,7 @@ class LayerTimes:
         terms = add(self._backward[layer.moe], again)
         if not layer.moe:
             return terms
-        # Full or selective recomputation overlaps, and so hides, some of the backward's dispatches.
+        # Recomputing a whole layer takes place while dispatches are in flight, which hides them.
         whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 

@@ -164,7 +164,7 @@ def warm_up(stack: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    # Parsing any options fills tyro's cache of the docstrings that it reads from source files.
+    # Fill tyro's cache, so that later parses need not read the options' source files again.
     ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
     # FSDP checks the mesh's layout for every parameter. Layouts are few, so cache the results.
     layout: Any = _MeshLayout
@@ -217,7 +217,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     spec = get_train_spec(config.model.name)
     spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(config.model.name) is not spec:
-        # Each lookup returns a new spec: make the Trainer's lookup return the changed one.
+        # `get_train_spec` returns a new spec each time, so register the one changed above.
         register_train_spec(config.model.name, spec)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:

@@ -200,7 +200,7 @@ def collect(
     grouped: Tensor,
     scores: Tensor | None,  # (tokens, top k) float32, the weight of each row in its token's sum
     plan: GroupPlan,
-    is_needed: bool = True,  # if false, nobody reads the result: return uninitialized memory
+    is_needed: bool = True,  # if false, return uninitialized memory, which the caller discards
     base: Tensor | None = None,  # (tokens, features), a tensor to add to the result
     dtype: torch.dtype | None = None,
 ) -> Tensor:

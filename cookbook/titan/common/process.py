@@ -85,7 +85,8 @@ def exit_without_teardown() -> None:
 class StallAlarm:
     """An alarm that saves the rank's stacks and flight-recorder trace if a step takes too long.
 
-    The stacks go to `<attempt>/stacks/rank-<rank>.txt`, the trace to `<traces><rank>`.
+    Stacks go to `<attempt>/stacks/rank-<rank>.txt`. `traces` is the beginning of the trace's path,
+    to which the rank is added.
     """
 
     def __init__(self, attempt: Path, traces: Path, rank: int) -> None:

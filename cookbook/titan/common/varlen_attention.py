@@ -250,7 +250,7 @@ class AttendedLength:
         self.tokens += ends.numel()
 
     def add_whole(self, sequences: int, length: int) -> None:
-        """Add a batch of `sequences` documents, each a whole sequence of `length` tokens."""
+        """Count the tokens of `sequences` sequences, each one document of `length` tokens."""
         self.keys = self.keys + sequences * (length * (length + 1) // 2)
         self.tokens += sequences * length
 

@@ -43,7 +43,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The error divided by its bound: of the whole tensor or, if larger, of the worst part."""
+        """The larger of two ratios of error to bound: the whole tensor's and the worst part's."""
         return max(self.whole / self.bound.whole, self.part / self.bound.part)
 
     @property
@@ -131,9 +131,8 @@ def error_of(
     The norm of `found - expected` is divided by the norm of `expected` or, if given, of `sizes`.
     Pass the elements' usual magnitudes as `sizes` if each is a sum of terms that nearly cancel.
 
-    A part with a tiny norm would have a huge error. So each part's divisor is at least
-    sqrt(`floor`) times the root mean square of all parts' norms. In a stack, each matrix has a mean
-    of its own.
+    A part with a tiny norm would have a huge error. So every part is divided by at least
+    sqrt(`floor`) times the root mean square of all parts' norms (in a stack: of the same matrix).
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")

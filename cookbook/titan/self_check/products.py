@@ -145,8 +145,8 @@ def attention_errors(
             parts.append(by_document.index_add_(0, document, both))
     for name, parts in sums.items():
         wrong, right = torch.cat(parts, dim=1).unbind(-1)
-        # Divide a document's error by no less than the norm that its number of tokens has on
-        # average over all documents: in a document of one token, the gradients of q and k are zero.
+        # Divide a document's error by its norm or, if larger, by the average norm of that many
+        # tokens: in a document of one token, the gradients of q and k are zero.
         mean = right.sum() / (lengths.sum() * right.shape[1])
         part = worst_ratio(wrong / torch.maximum(right, lengths[:, None] * mean))
         whole = worst_ratio(wrong.sum() / right.sum())

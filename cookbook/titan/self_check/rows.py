@@ -75,9 +75,9 @@ def row_errors(
     """Yield the errors of copying tokens to their experts' groups and of summing the copies again.
 
     Each expert multiplies its group by a factor. Padding rows get large values, so that a sum that
-    includes padding is clearly wrong. With `on_activations`, the scores are applied before the sum,
-    otherwise in the sum. With `counted`, as with DeepEP, the CPU knows the size of each group, and
-    tokens are not copied to experts of other ranks.
+    includes padding is clearly wrong. With `on_activations`, copies are multiplied by their router
+    scores before the sum, otherwise in it. With `counted`, test what DeepEP needs: the CPU knows
+    the size of each group, and some of a token's experts are on other ranks.
     """
     others = num_experts // 2 + 1 if counted else 0
     experts, scores = random_routing(tokens, num_experts + others, top_k, device, 11)

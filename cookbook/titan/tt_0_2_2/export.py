@@ -48,7 +48,10 @@ class Request:
 
 
 class Part(NamedTuple):
-    """The tensors of one output file that come from one checkpoint tensor, such as its experts."""
+    """The tensors that one checkpoint tensor contributes to one output file.
+
+    A tensor that stacks all experts of a layer contributes one tensor for each expert.
+    """
 
     fqn: str  # name of the checkpoint tensor
     names: tuple[str, ...]  # names of the exported tensors
@@ -179,7 +182,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
 
 def read_part(reader: FileSystemReader, metadata: Metadata, part: Part) -> dict[str, torch.Tensor]:
     """Return the tensors of `part`, converted to `part.dtype` and keyed by exported name."""
-    # Expert weights have a first dimension for the experts, even if only one is read.
+    # In the checkpoint, dimension 0 of an expert weight is the expert.
     shape = torch.Size([len(part.names), *part.shape] if ".experts." in part.fqn else part.shape)
     offsets = torch.Size([part.first, *[0] * (len(shape) - 1)] if shape else [])
     chunk = ChunkStorageMetadata(offsets=offsets, sizes=shape)

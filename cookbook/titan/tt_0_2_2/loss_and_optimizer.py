@@ -77,7 +77,7 @@ class HandingOn(nn.Linear):
     """An output layer that returns its input, because the chunked loss computes the logits."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` (batch, length, dim) with this layer's weight attached for the loss."""
+        """Return `hidden` (batch, length, dim); its new attribute is the weight, for the loss."""
         hidden.output_weight = self.weight
         return hidden
 

@@ -212,7 +212,7 @@ class Precisions:
         return exchange(rows.contiguous(), here, there, group)
 
     def receive(self, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
-        """Reverse `send`: return `here[i]` rows to rank i, and get `there[i]` rows back from it."""
+        """Undo `send`: the rows that came from rank i return there, and its own come back."""
         exchange = _Combine.apply if self.combine_backward else all_to_all_single_autograd
         return exchange(rows.contiguous(), there, here, group)
 
