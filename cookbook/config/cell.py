@@ -100,7 +100,7 @@ class Cell:
 
     @property
     def own_pair(self) -> str:
-        """The recipe's precision and EP backend; empty if they are the cell's or the default."""
+        """The pair that the recipe was written for; empty if it is this cell's or the default."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
         return "" if own in (self.pair, "bf16+standard") else own
 

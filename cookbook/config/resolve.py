@@ -21,7 +21,8 @@ from cookbook.run.record import OF_SCRIPTS, ONCE, TOTAL_STEPS, CellRecord
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
     """Validate `cell`, append `words` to its name, fill in its published speed, and return it.
 
-    Raise InputError if the user's input is invalid; store any other error in the field `refused`.
+    Raise InputError if the user's input is invalid. If it is valid but the cell cannot run, say why
+    in the field `refused`.
     """
     name = "-".join([cell.name, *words])
     # A folder's name may have at most 255 bytes. Leave room for a new run's temporary name.

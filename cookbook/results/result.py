@@ -80,7 +80,7 @@ class Result:
     routing: str | None = None  # trained, round_robin or random
     repeat_of: str | None = None  # the cell that this folder repeats
     repeat: int = 1
-    repeats: tuple[Self, ...] = ()  # if the cell was repeated, one result per folder
+    repeats: tuple[Self, ...] = ()  # if the cell was repeated, the result of each repeat
     asked: Mapping[str, str] = field(default_factory=dict)  # recipe, layout and options, as text
     seen: Mapping[str, str] = field(default_factory=dict)  # the newest attempt's versions and GPUs
     curve: Sequence[StepMetrics] = ()  # logged steps, ascending

@@ -103,9 +103,8 @@ class Choice:
 def choose(needed: int, nodes: Sequence[str], excluded: Sequence[Excluded]) -> Choice:
     """Choose which of a partition's `nodes` to exclude from a job that needs `needed` of them.
 
-    If too few nodes would be left, do not exclude the nodes whose exclusions end first, but let the
-    job start only after these exclusions have ended. If the partition has fewer than `needed` nodes
-    in all, do not delay the job, because waiting cannot help.
+    If too few nodes would be left, the job may use those whose exclusion expires first, but starts
+    only after that. If the partition is smaller than the job, waiting cannot help: do not delay it.
     """
     listed = sorted((one for one in excluded if one.node in set(nodes)), key=lambda one: one.until)
     short, names = needed - (len(nodes) - len(listed)), tuple(one.node for one in listed)

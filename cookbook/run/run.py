@@ -160,7 +160,8 @@ def run_names() -> list[str]:
 
 def note_new_job(folder: Path) -> None:
     """Mark the run as the newest, because one of its cells has a new job."""
-    now = time.time_ns()  # os.utime's default is milliseconds old: another run might look newer
+    # os.utime's own time lags by milliseconds, so that an older run might look newer.
+    now = time.time_ns()
     # Ignore a permission error: the run may belong to a colleague.
     with contextlib.suppress(PermissionError):
         os.utime(folder / _FILE, ns=(now, now))

@@ -126,7 +126,7 @@ def _test(teams: Sequence[Team], groups: RankGroups) -> Outcome:
         "plan": {
             "device": groups.device,
             "num_bytes": _NUM_BYTES[groups.device],
-            # All tests use the same rank groups, which must fit the test with the fewest ranks.
+            # All teams test groups of the same ranks, so even the smallest team must have them.
             "groups": groups.groups(world),
             "timeout_s": _COLLECTIVE_S,
         },

@@ -51,8 +51,8 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         if checkpoint.damage is None:
             newest = earlier_record(folder) or record
             saver = _saver(folder, step, newest)
-            # `exclude_from_loading` is meant for a request's first load only. If an attempt at the
-            # same request has saved this checkpoint, load all of it.
+            # `exclude_from_loading` is meant for the first load only. If an attempt with the same
+            # options saved this checkpoint, that load is over: load all of the checkpoint.
             excluded = [] if saver and saver.asks_same(record) else options[EXCLUDED]
             before = options_of(saver or newest)
             _check_model(options, before)
