@@ -8,7 +8,6 @@ synchronize in every layer, so the rank with the longest documents in its batch 
 import functools
 import itertools
 import math
-import operator
 import random
 import shlex
 import statistics
@@ -35,8 +34,9 @@ class _Sourced:
 if TYPE_CHECKING:
     Fact = float
 else:
-    # A hardware file gives each fact as a mapping with `value` and `source`.
-    Fact = Annotated[_Sourced, AfterValidator(operator.attrgetter("value"))]
+    # A hardware file gives each fact as a mapping with `value` and `source`. Not `attrgetter`: from
+    # Python 3.12.2 on, pydantic refuses its signature.
+    Fact = Annotated[_Sourced, AfterValidator(lambda fact: fact.value)]
 
 
 @dataclass(frozen=True)
