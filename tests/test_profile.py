@@ -163,7 +163,6 @@ def test_a_recipe_is_trained_and_profiled(recipe: str, tmp_path: Path) -> None:
 KERNELS = {
     "attention": [
         "triton_tem_fused_flex_attention_0",
-        "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at_0",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_5_64x128x128_4x1x1",
         "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>(Flash_fwd_params)",
     ],
@@ -175,7 +174,6 @@ KERNELS = {
     "dense_gemms": [
         "nvjet_tst_192x192_64x4_1x2_h_bz_coopB_TNT",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas",
-        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>()",
         "triton_tem_fused_mm_4",
         "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int, __nv_bfloat16>",
     ],
@@ -192,13 +190,11 @@ KERNELS = {
     ],
     "quantization": [
         "void mxfp8_quantize_kernel<__nv_bfloat16, __nv_fp8_e4m3, 32ul, 1ul, 0>(CUtensorMap_st)",
-        "to_mxfp8_dim0_kernel",
         "triton_scale_swizzle_M_groups",
         "_triton_fp8_per_group_rowwise_scales_kernel",
         "triton_red_fused__to_copy_abs_amax_clamp_div_mul_2",
     ],
     "loss": [
-        "triton_red_fused__log_softmax__to_copy_nll_loss_forward_0",
         "void (anonymous namespace)::cunn_SoftMaxForward<4, float>(LogSoftMaxForwardEpilogue)",
     ],
     "optimizer": [
@@ -215,16 +211,11 @@ KERNELS = {
         "_activate_kernel",
         "_gradient_kernel",
         "triton_red_fused__fused_rms_norm__to_copy_add_1",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
-        "void at::native::(anonymous namespace)::embedding_backward_feature_kernel<float>",
     ],
     "ep": [
-        "void deep_ep::intranode::dispatch<4, 768, 8192>(int4*, float*, int*, long*)",
-        "void deep_ep::internode::combine<true, 4, __nv_bfloat16, 8>(int4*, float*)",
         "deep_ep::layout::get_dispatch_layout<256, 32, 8>(long const*, int*, int*, int*, bool*)",
         "_mxfp8_all_to_all_v_kernel",
     ],
-    "other": ["colleagues_kernel"],
 }
 NAMES = [(category, name) for category, names in KERNELS.items() for name in names]
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
@@ -238,7 +229,6 @@ def test_a_kernels_name_says_what_it_is_for(category: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("category", "collective", "group", "inside"),
     [
-        ("ep", "all_to_allv", "mesh_ep", ()),
         # A mesh of all ranks has PyTorch's own group: EP 4, FSDP 4 on 4 GPUs.
         ("ep", "all_to_allv", "default_pg", ()),
         ("fsdp", "_allgather_base", "default_pg", ("FSDP::all_gather (layers.3)",)),
@@ -249,10 +239,8 @@ def test_a_kernels_name_says_what_it_is_for(category: str, name: str) -> None:
         ("cp", "_allgather_base", "mesh_cp", ()),
         ("pp", "send", "mesh_pp", ()),
         ("reductions", "allreduce", "mesh_pp", ()),
-        ("reductions", "allreduce", "mesh_loss_mesh", ()),
         ("reductions", "allreduce", "default_pg", ()),
         ("communication", "_allgather_base", "mesh_mine", ()),
-        ("communication", "", "", ()),
     ],
 )
 def test_collectives(category: str, collective: str, group: str, inside: tuple[str, ...]) -> None:
@@ -276,7 +264,6 @@ ELEMENTWISE = "void at::native::elementwise_kernel<128, 2>"
         ("attention", "nvjet_tst_128x64", ("aten::bmm", "aten::_scaled_dot_product_attention")),
         ("copies", "multi_tensor_apply_kernel<CopyFunctor>", ("aten::_foreach_copy_",)),
         ("quantization", "triton_poi_fused_x", ("torchao::mxfp8_quantize",)),
-        ("grouped_gemms", "cutlass_kernel", ("aten::_scaled_grouped_mm",)),
         # Of a GEMM's operation only what casts is not a GEMM.
         ("quantization", "to_mxfp8_dim1_kernel", ("aten::_scaled_grouped_mm",)),
         (NO_WORK, "_c10d_functional::wait_tensor", ("_c10d_functional::wait_tensor",)),
