@@ -50,12 +50,9 @@ class Node:
         file.write_bytes(text.encode() if isinstance(text, str) else text)
         return file
 
-    def install(self, name: str, version: str, **files: str) -> None:
-        about = f"site/{name.replace('-', '_')}-{version}.dist-info"
+    def install(self, name: str, version: str) -> None:
         text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        self.write(f"{about}/METADATA", text)
-        for file, content in files.items():
-            self.write(f"{about}/{file.replace('__', '.')}", content)
+        self.write(f"site/{name.replace('-', '_')}-{version}.dist-info/METADATA", text)
 
     def _read_gpus(self) -> tuple[InstalledGpu, ...]:
         if isinstance(self.gpus, NoGpusError):
@@ -104,7 +101,8 @@ def whole_node(tmp_path: Path) -> Node:
     node.write("site/nvidia/nvshmem/lib/libnvshmem_device.a")
     node.install("nvidia-nvshmem-cu12", "3.4.5")
     source = json.dumps({"vcs_info": {"commit_id": COMMIT}})
-    node.install("deep_ep", "1.2.1", direct_url__json=source)
+    node.install("deep_ep", "1.2.1")
+    node.write("site/deep_ep-1.2.1.dist-info/direct_url.json", source)
     node.write("site/deep_ep_cpp.cpython-312.so", b"\x7fELF libnvshmem_host.so.3 ...")
     node.write("site/flash_attn/cute/__init__.py")
     for major in (12, 13):

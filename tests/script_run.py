@@ -106,14 +106,13 @@ class ScriptRunner:
         *words: str,
         root: Path,
         environment: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
     ) -> Start:
         """Run `script` with `words` in a job of two nodes, the cookbook being at `root`."""
         records = self.folder / "records"
         records.mkdir(exist_ok=True)
         for path in records.iterdir():
             path.unlink()
-        process = subprocess.Popen(
+        done = subprocess.run(
             ["bash", str(script), *words],
             env={
                 "PATH": f"{self.programs}:{os.environ['PATH']}",
@@ -131,18 +130,15 @@ class ScriptRunner:
                 "SLURM_CPUS_ON_NODE": "128",
                 **(environment or {}),
             },
-            cwd=cwd or self.folder,
+            cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            timeout=60,
         )
-        try:
-            output, _ = process.communicate(timeout=60)
-        finally:
-            process.kill()
         variables = [word.partition("=") for word in _words(records / "environment")]
         return Start(
-            status=process.returncode,
-            output=output.decode(errors="replace"),
+            status=done.returncode,
+            output=done.stdout.decode(errors="replace"),
             srun=_words(records / "srun"),
             torchrun=_words(records / "torchrun"),
             environment={name: value for name, _, value in variables},

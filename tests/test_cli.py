@@ -196,8 +196,7 @@ class TestWithoutPackages:
         findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
         assert findings["pins"]["state"] == "problem"
         assert set(findings["pins"]) == {"name", "state", "found", "remedy"}
-        for command in (["submit.py"], ["-m", "cookbook.doctor"]):
-            words = [*command, *(["doctor"] if command == ["submit.py"] else [])]
+        for words in (["submit.py", "doctor"], ["-m", "cookbook.doctor"]):
             text = start([*BARE, *words], tmp_path)
             assert text.stdout.splitlines()[-1].startswith("not ready: ")
             profile = start([*BARE, *words, "--cluster", "local"], tmp_path)

@@ -83,8 +83,14 @@ def test_what_builds_is_submitted(machine: Machine, capsys: pytest.CaptureFixtur
     assert set(refused.values()) == {None}
 
 
-def test_an_unchecked_cell_is_submitted_unless_the_rules_refuse_it(machine: Machine) -> None:
+def test_an_unchecked_cell_is_submitted_unless_the_rules_refuse_it(
+    machine: Machine, tmp_path: Path
+) -> None:
     machine.failing = set(NAMES)
+    # Where all are refused, nothing is made.
+    assert main([*SWEEP, "soperator-b200"]) == 1
+    assert (machine.submitted, machine.waited_for, list(tmp_path.iterdir())) == ([], [], [])
+    machine.built.clear()
     assert main([*SWEEP, "soperator-b200", "--no-check", "--detach"]) == 0
     assert (machine.built, machine.submitted) == ([], NAMES)
     machine.submitted.clear()
@@ -94,10 +100,9 @@ def test_an_unchecked_cell_is_submitted_unless_the_rules_refuse_it(machine: Mach
 
 
 def test_nothing_is_built_for_a_plan_or_for_this_machine(
-    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SWEEP, "soperator-b200", "--dry-run"]) == 0
-    assert (machine.submitted, list(tmp_path.iterdir())) == ([], [])
     capsys.readouterr()
     assert main(["sweep", "smoke", "--cluster", "local", "--detach"]) == 0
     said = capsys.readouterr()
@@ -106,12 +111,6 @@ def test_nothing_is_built_for_a_plan_or_for_this_machine(
     # What is emulated is announced.
     (line,) = [one for one in said.out.splitlines() if NAMES[2] in one]
     assert line.endswith("MXFP8 emulated (numerics only)")
-
-
-def test_where_all_are_refused_nothing_is_made(machine: Machine, tmp_path: Path) -> None:
-    machine.failing = set(NAMES)
-    assert main([*SWEEP, "soperator-b200"]) == 1
-    assert (machine.submitted, machine.waited_for, list(tmp_path.iterdir())) == ([], [], [])
 
 
 def test_one_wrong_cell_fails_a_check(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,6 @@ def test_torchtitan_reads_the_same_words(words: list[str]) -> None:
     ("words", "message"),
     [
         (["training.steps=5"], "found 'training.steps=5'; TorchTitan's begin with --"),
-        (["--training.steps=five"], "words: training.steps: found the text 'five', allowed: a wh"),
         (["--training.steps"], "words: training.steps: has no value"),
         (["--compile.enable=true"], "takes no value, found 'true'; write --compile.enable or"),
     ],
@@ -134,7 +133,6 @@ def test_wrong_words_are_named(words: list[str], message: str) -> None:
         ("training.steps", True, "found true, allowed: a whole number"),
         ("compile.enable", "yes", "found the text 'yes', allowed: true or false"),
         ("model.flavor", 16, "found the number 16, allowed: a text"),
-        ("parallelism.module_fqns_per_model_part", [[]], "may not be empty or begin with '-'"),
         ("parallelism.module_fqns_per_model_part", [["a,b"]], "items may hold no comma"),
         ("model.converters", 5, "found the number 5, allowed: a list of texts"),
         ("compile.components", [], "found an empty list"),
@@ -170,7 +168,6 @@ def _findings(options: dict[str, Any], world: int) -> list[Finding]:
         (_options(tp=3), 8, "tp", "3 does not divide 8 ranks", "try 2"),
         (_options(dp_replicate=16), 8, "dp_replicate", "16 does not divide 8 ranks", "try 8"),
         (_options(dp_shard=3), 8, "dp_shard", "is 3 ranks, the job has 8", "set it to -1"),
-        (_options(ep=3), 8, "ep", "3 does not divide 8 ranks of a stage", "try 2"),
         (_options(pp=2, ep=8), 8, "ep", "8 does not divide 4 ranks of a stage", "try 4"),
         (_options(tp=2, etp=2, ep=8), 8, "ep", "8 does not divide 4 ranks of a stage", "try 4"),
         (_options(tp=4, etp=2, ep=2), 8, "etp", "found 2, allowed: 1 or the tensor parallel", ""),
