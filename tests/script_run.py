@@ -147,7 +147,6 @@ class ScriptRunner:
         )
 
     def replace(self, program: str, text: str) -> None:
-        """Have another stand-in take the place of one of Slurm's commands, or of torchrun."""
         write_program(self.programs / program, f"#!/bin/bash\n{text}")
 
 

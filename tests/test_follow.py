@@ -27,11 +27,9 @@ from tests.made_up_run import Run, metrics_line
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    def sleep(seconds: float) -> None:
-        raise AssertionError("waits although nobody follows, or all has ended")
-
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path))
-    monkeypatch.setattr(time, "sleep", sleep)
+    # Nobody follows, or all has ended.
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     monkeypatch.setattr(slurm, "own_jobs", list)
     return Run(tmp_path)
 

@@ -5,13 +5,12 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cookbook.profile.kernels import NO_WORK, category_of
 from tests.made_up_run import Run
-from tests.submit import ROOT, Answer, listing, submit
+from tests.submit import ROOT, listing, submit
 from tests.traces import GEMM, TraceFile
 
 RUN = "mine-20261121-120000"
@@ -35,12 +34,6 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def _profile(answer: Answer) -> dict[str, Any]:
-    assert (answer.status, answer.stderr) == (0, ""), answer
-    found: dict[str, Any] = json.loads(answer.stdout)
-    return found
-
-
 @pytest.mark.parametrize(
     "target",
     [
@@ -53,7 +46,8 @@ def _profile(answer: Answer) -> dict[str, Any]:
 def test_a_runs_traces_are_found_by_any_of_its_names(runs: Path, target: str) -> None:
     before = listing(runs)
     answer = submit("profile", target.replace("RUNS", str(runs)), "--json", runs=runs)
-    assert [rank["rank"] for rank in _profile(answer)["ranks"]] == [0, 1]
+    assert (answer.status, answer.stderr) == (0, ""), answer
+    assert [rank["rank"] for rank in json.loads(answer.stdout)["ranks"]] == [0, 1]
     assert listing(runs) == before
 
 
@@ -104,7 +98,7 @@ def test_of_several_traced_cells_one_is_to_be_named(runs: Path) -> None:
     assert f"{RUN}: several cells left traces: 16b-bf16-deepep, 16b-bf16-standard; name one" in (
         answer.stderr
     )
-    (rank,) = _profile(submit("profile", other, "--json", runs=runs))["ranks"]
+    (rank,) = json.loads(submit("profile", other, "--json", runs=runs).stdout)["ranks"]
     assert rank["rank"] == 1
 
 

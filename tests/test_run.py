@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -85,10 +86,8 @@ def test_runs_of_one_second_are_numbered(
 
 
 def test_a_full_disk(tmp_path: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(cell: Cell) -> str:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(submit, "render_script", fail)
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(submit, "render_script", full)
     with pytest.raises(OSError, match="No space left"):
         create_run("smoke", cells)
     assert listing(tmp_path) == []
@@ -100,12 +99,8 @@ def test_the_newest_job_has_the_newest_run(tmp_path: Path, monkeypatch: pytest.M
     assert run_names() == ["16b", "matrix-20260101-000000", "a"]
     note_new_job(tmp_path / "16b")
     assert run_names()[-1] == find_run(None).name == "16b"
-
-    def not_theirs(*words: object, **more: object) -> None:
-        raise PermissionError
-
     # In a colleague's run a job starts all the same.
-    monkeypatch.setattr(os, "utime", not_theirs)
+    monkeypatch.setattr(os, "utime", Mock(side_effect=PermissionError))
     note_new_job(tmp_path / "a")
 
 
@@ -164,12 +159,6 @@ def test_attempts_are_in_order_and_the_next_one_follows(tmp_path: Path) -> None:
     assert cell.next_attempt().path == tmp_path / "attempt-11"
 
 
-def test_a_renamed_run_is_known_by_its_new_name(tmp_path: Path) -> None:
-    _run_json(tmp_path, '{"run": "old", "scheduler": "local", "cells": []}', "new")
-    assert find_run("new").name == read_run(tmp_path / "new").name == "new"
-    assert find_run(str(tmp_path / "new")).record.run == "new"
-
-
 def test_a_run_that_nobody_took_is_not_the_newest(tmp_path: Path, cells: list[Cell]) -> None:
     taken = _run_json(tmp_path, '{"scheduler": "slurm", "cells": []}', "a-20260101-000000")
     failed = create_run("smoke", cells)
@@ -184,14 +173,15 @@ def test_a_run_that_nobody_took_is_not_the_newest(tmp_path: Path, cells: list[Ce
     assert find_run(None).folder == failed.folder
 
 
-def test_cells_that_were_added_by_hand_are_part_of_the_run(tmp_path: Path) -> None:
-    record = {"run": "mine", "scheduler": "slurm", "cells": ["b"]}
+def test_a_run_that_was_renamed_and_got_cells_by_hand(tmp_path: Path) -> None:
+    record = {"run": "old", "scheduler": "slurm", "cells": ["b"]}
     folder = _run_json(tmp_path, json.dumps(record))
     for name in ("b", "a", ".hidden"):
         (folder / name).mkdir()
         (folder / name / "cell.yaml").write_text("name: x")
     (folder / "job").mkdir()
     assert [cell.name for cell in read_run(folder).cells] == ["b", "a"]
+    assert find_run("mine").name == find_run(str(folder)).record.run == "mine"
 
 
 def test_all_of_a_cell_is_in_its_record(tmp_path: Path) -> None:

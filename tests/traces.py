@@ -48,7 +48,6 @@ class TraceFile:
     def add(
         self, category: str, name: str, start: float, end: float, thread: int, **arguments: Any
     ) -> TraceFile:
-        """One event of any kind."""
         self.events.append(
             {
                 "ph": "X",
@@ -70,11 +69,9 @@ class TraceFile:
     def op(
         self, name: str, start: float, end: float, thread: int = MAIN, **arguments: Any
     ) -> TraceFile:
-        """An operation of the host."""
         return self.add("cpu_op", name, start, end, thread, **arguments)
 
     def note(self, name: str, start: float, end: float, thread: int = MAIN) -> TraceFile:
-        """An annotation of the host."""
         return self.add("user_annotation", name, start, end, thread)
 
     def kernel(
