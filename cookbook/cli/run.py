@@ -218,7 +218,8 @@ def _resumable(
 def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     states = cell_states(run)
     names = {folder.name for folder in folders}
-    # A job that trains cells in turn may still train one of them. Resume none until all have ended.
+    # One job may train several cells, and a running one may still come to a cell in `folders`. So
+    # resume none before these jobs have ended.
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
         is_idle = state.state == QUEUED and state.job_id is None

@@ -84,7 +84,7 @@ def published_number(cell: Cell) -> float | None:
         return None
     as_published = merge_config(cell.recipe, cell.precision, cell.ep_backend, cell.cluster)
     names = {*cell.options.settings, *as_published.options.settings}
-    # Scripts set these themselves. They set enable_wandb only if there is a W&B key.
+    # Do not compare what every job script sets itself (enable_wandb: if there is a W&B key).
     names -= {*OF_SCRIPTS, "metrics.enable_wandb"}
     same = all(cell.options[name] == as_published.options[name] for name in names)
     return number if same else None

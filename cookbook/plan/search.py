@@ -94,7 +94,8 @@ def search(
 ) -> Found:
     """Predict memory and speed of every cell; Ctrl-C returns the results so far.
 
-    Skip a cell, and count it as too large, if a variant that needs less memory did not fit.
+    If a cell does not fit, do not predict those that differ from it only in options with which they
+    need even more memory: count them as too large.
     """
     found, too_large = Found(), dict[tuple[str, str], int]()
     try:

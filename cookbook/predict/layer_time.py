@@ -1,4 +1,4 @@
-"""The time of a layer in milliseconds: its kernels by kind, communication and recomputation.
+"""Predict the time of a layer: of each kind of kernel, of communication and of recomputation.
 
 The time of a matrix product follows from its FLOPs or from the bytes that it moves, whichever take
 longer. That of attention follows from its FLOPs, that of other kernels from their bytes.
@@ -163,10 +163,10 @@ class Kernels:
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
             every = float(s.act * s.tokens * s.top_k * s.dim)
-            # A gather copies each token to one row per chosen expert. Two more gathers permute the
-            # rows to expert order and back. Then the rows are scattered into a zero-filled tensor,
-            # which has rows for all TP ranks' tokens. This tensor is cast to FP32 (twice the bytes)
-            # and multiplied by the scores.
+            # A gather copies each of this TP rank's tokens to one row per chosen expert. Two more
+            # permute the rows to expert order and back. Then they are scattered into a zero-filled
+            # tensor with rows for the tokens of all TP ranks (`every`). It is cast to FP32, twice
+            # the bytes, and multiplied by the scores.
             moved = 4 * sent + 4 * rows + 6 * every
             if backward:
                 # The gradient of a gather is a scatter-add, which adds rows serially.

@@ -110,8 +110,8 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     fragments = FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS
     terms = {**compute, "fragments": sum(compute.values()) * fragments}
     if shapes.mixed_precision:
-        # FSDP holds reduced gradients, the gathered module in use and a prefetched one. A
-        # module with a single shard is not gathered.
+        # FSDP holds the gradients after the reduce-scatter, and two all-gathered modules: the one
+        # in use and the next. A module with a single shard is not gathered.
         sizes = [unit.size for unit in rank.units]
         terms["gradients"] = float(max(sizes) if offloads else sum(sizes))
         gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)

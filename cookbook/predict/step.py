@@ -148,7 +148,7 @@ def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Ra
 
 
 def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes) -> tuple[float, float]:
-    """Return the exposed and the hidden time of FSDP's communication in an accumulation round."""
+    """Return the exposed and the hidden time of FSDP's communication for one microbatch."""
     if not links.shapes.mixed_precision:
         return 0.0, 0.0
     exposed = hidden = 0.0

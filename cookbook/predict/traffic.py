@@ -130,7 +130,7 @@ class Work:
 
 
 def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
-    """Return the work of one optimizer step; traffic is that of the rank that sends most."""
+    """Return the FLOPs of a token, and the bytes that the busiest rank sends in a step."""
     model, layout, options = model_of(cell), cell.layout, cell.options
     seq_len = options["training.seq_len"]
     batch = options["training.local_batch_size"] * ranks[0].gradient_accumulation_steps

@@ -20,7 +20,7 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS, NUMBERS
 from cookbook.profile.trace import NOTHING, Column, Trace, kernels_of, read_trace
 
-# If the first step's first kernel was queued longer than this, an earlier step was still running.
+# If the trace's first kernel waited longer than this, a step before the trace was still running.
 _QUEUED_US = 1000.0
 _MOST_KERNELS = 25
 _MOST_CAUSES = 8

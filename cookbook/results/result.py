@@ -25,7 +25,7 @@ class LoadSummary:
     median_over_layers: float  # the median of the layers' ratios
     starved_experts: int  # number of experts with less than a tenth of their layer's mean load
     layers: int
-    is_forced: bool  # whether routing was forced, so that no router chose experts
+    is_forced: bool  # whether experts were assigned to tokens, not chosen by the router
     steps: tuple[int, int]  # first and last training step of this summary
 
 
@@ -86,7 +86,7 @@ class Result:
     curve: Sequence[StepMetrics] = ()  # logged steps, ascending
     # For each step, the recipe and options that determine which training texts the step reads.
     texts: Mapping[int, object] = field(default_factory=dict)
-    timed: Sequence[StepMetrics] = ()  # steps of `curve` that ran with the newest nodes and options
+    timed: Sequence[StepMetrics] = ()  # those run with the newest attempt's nodes and options
     seconds: Mapping[int, float] = field(default_factory=dict)  # each step's duration, if known
     loads: Sequence[LoadStep] = ()
     run: str = ""

@@ -73,8 +73,8 @@ def pooled_spread(
 ) -> Spread | None:
     """Return the standard error of the difference between the means of `own` and `reference`.
 
-    The variance is pooled over `groups`, except those with a value that is not finite. Return None
-    if none of these groups has two values.
+    The variance is pooled over `groups`, each with the repeats of one cell. Groups with a NaN or an
+    infinity do not count. Return None if no other group has two values.
     """
     known = [group for group in groups if len(group) > 1 and all(map(math.isfinite, group))]
     freedom = sum(len(group) - 1 for group in known)

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Below(str):
-    """Descriptor that turns a name into a path: `attempt.log` is `attempt.path / "train.log"`."""
+    """A file's name as a descriptor: after `log = _Below("x")`, `a.log` is `a.path / "x"`."""
 
     __slots__ = ()
 

@@ -97,7 +97,7 @@ class Supervisor:
                 state, why = exits.stop_reason(self._signal_name, began)
                 reason = f"the allocation ended before its turn ({why})"
                 reason = "cancelled before it started" if state == status.CANCELLED else reason
-                # A queued cell is left as it is: Slurm requeues the job, which will run it.
+                # If Slurm requeues this job, the cell stays queued: the job will run it then.
                 if state != QUEUED:
                     now = replace(status.read_status(cell), state=status.CANCELLED, reason=reason)
                     now = replace(now, exit_code=None, restarts=exits.restarts())

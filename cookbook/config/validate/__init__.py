@@ -21,7 +21,7 @@ from cookbook.config.cluster import runs_here
 from cookbook.config.validate import kernels, layout, values
 
 _SET_UP, _FOLDER = "run: bash setup.sh", "set it to a folder that this machine sees"
-# For each path option: a file that its folder must contain (or ""), and the remedy.
+# For each option that names a path: a file that must be in that folder (if any), and the remedy.
 _PATHS = {
     "model.hf_assets_path": ("tokenizer.json", f"{_SET_UP}, or set it to a tokenizer's folder"),
     "training.dataset_path": ("", _FOLDER),

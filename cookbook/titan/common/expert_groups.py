@@ -198,10 +198,10 @@ def spread(tokens: Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) ->
 
 def collect(
     grouped: Tensor,
-    scores: Tensor | None,  # (tokens, top k) float32, the weight of each row in its token's sum
+    scores: Tensor | None,  # (tokens, top k) float32, weights of the experts in a token's sum
     plan: GroupPlan,
-    is_needed: bool = True,  # if false, return uninitialized memory, which the caller discards
-    base: Tensor | None = None,  # (tokens, features), a tensor to add to the result
+    is_needed: bool = True,  # false: the caller only needs a tensor of that shape, not its values
+    base: Tensor | None = None,  # (tokens, features), added to the sums
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum, for each token, its rows in the padded groups; return (tokens, features) in `dtype`."""

@@ -77,7 +77,7 @@ def reduce_scatter_sequence(term: Tensor, tp_mesh: DeviceMesh) -> Tensor:
 
 
 class _SumGradient(torch.autograd.Function):
-    """Sums the gradient over TP, without DTensor: its CPU overhead exceeds the time of the sum."""
+    """All-reduces the gradient over TP; without DTensor, whose CPU overhead would take longer."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, tp_mesh: DeviceMesh) -> Tensor:

@@ -168,7 +168,7 @@ def use_row_kernels(
 
 
 class ProbsOnActivations:
-    """`GroupedExperts.forward` with scores applied to the activations."""
+    """`GroupedExperts.forward` that multiplies hidden activations by the router's scores."""
 
     def __init__(self) -> None:
         self._activate, self._project = _activate, group_products

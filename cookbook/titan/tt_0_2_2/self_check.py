@@ -33,8 +33,8 @@ FILE = "self_check.json"
 def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[str, Any] | None:
     """Check the job's kernels on all ranks; if one is wrong, exit all ranks with a one-line error.
 
-    Return a summary for the log, with errors as fractions of their bounds. Return None if
-    `cookbook.self_check` is off, or if the job is only built and does not run.
+    Return a summary for the log, with each error as a fraction of the largest allowed one. Return
+    None if `cookbook.self_check` is off, or in `check`, which builds a trainer and does not train.
     """
     if job_config.comm.mode != "default":
         return None
