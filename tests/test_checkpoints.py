@@ -373,9 +373,13 @@ def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell:
     cell.start(attempt=1)
     assert cell.folder.record.read_text() == first
     assert not any(one.record.exists() for one in cell.folder.attempts())
-    for attempt in (2, 3):
+    save(cell.saved, 4)
+    cell.start("--checkpoint.load_step=4", attempt=2)
+    assert read_record(cell.folder.record).published_tokens_per_second_per_gpu == 9.0
+    for attempt in (3, 4):
         cell.start("--training.steps=30", attempt=attempt)
-    assert [one.record.exists() for one in cell.folder.attempts()] == [False, True, False, False]
+    kept = [one.record.exists() for one in cell.folder.attempts()]
+    assert kept == [False, True, True, False, False]
     assert cell.folder.attempt(1).record.read_text() == first
     assert cell.folder.attempt(1).script.read_text() == script != cell.folder.script.read_text()
     newest = read_record(cell.folder.record)
@@ -383,10 +387,10 @@ def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell:
     assert newest.prediction == "fast"
     # The profile has other ranks since then, for which the sweep predicted nothing.
     replace(newest, ranks_per_node=8).write(cell.folder.record)
-    cell.start("--training.steps=30", attempt=4)
+    cell.start("--training.steps=30", attempt=5)
     assert read_record(cell.folder.record) == replace(newest, prediction=None)
     newest.write(cell.folder.record)
-    cell.start("--training.steps=30", "--metrics.log_freq=7", attempt=5)
+    cell.start("--training.steps=30", "--metrics.log_freq=7", attempt=6)
     assert read_record(cell.folder.record).prediction is None
 
 

@@ -28,7 +28,6 @@ from tests.made_up_run import Run, metrics_line
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path))
-    # Nobody follows, or all has ended.
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     monkeypatch.setattr(slurm, "own_jobs", list)
     return Run(tmp_path)
@@ -62,7 +61,6 @@ def test_logs_shows_the_cell_that_runs(run: Run, capfd: pytest.CaptureFixture[st
     run.write()
     name = run.folder.name
     assert printed(capfd) == printed(capfd, name) == ["of the second"]
-    # A shell's completion ends a folder with a slash.
     for asked in ("third", f"{name}/third", f"{name}/third/", f"{run.folder}/third"):
         assert printed(capfd, asked) == ["of the third"]
     assert printed(capfd, str(run.folder)) == ["of the second"]
@@ -103,7 +101,6 @@ def test_a_log_is_followed_through_a_new_attempt_to_the_end(
     monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
     assert printed(capfd, "a", follow=True) == ["one", "two", "three", "four", "five"]
     assert not list(left)
-    # Of a cell that has ended, all that there is.
     assert printed(capfd, "a", follow=True) == ["four", "five"]
 
 
@@ -181,7 +178,6 @@ def test_the_speeds_and_the_time_left_are_of_the_newest_steps(tmp_path: Path) ->
     log.write_text(early + "".join(lines) + line(32, 999, "7", rank=1))
     found = looked(watcher)
     assert (found.speeds, found.left) == ((500.0,) * 20, 68 * 2)
-    # A new attempt begins with a pace of its own.
     (cell / "attempt-2").mkdir()
     assert looked(watcher).left is None
     (cell / "attempt-2" / "train.log").write_text("".join(lines[:3]))
@@ -233,7 +229,6 @@ def test_the_summary_counts_states_steps_and_time() -> None:
 
 
 def test_a_log_gets_a_line_only_when_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A dumb terminal is a log too.
     monkeypatch.setenv("TERM", "dumb")
     for log in (io.StringIO(), Terminal()):
         progress = Progress(log)

@@ -276,7 +276,6 @@ def test_the_last_validation_loss_is_a_column_and_all_are_a_curve(tmp_path: Path
     results = run.collect()
     table = report_tables(results)["cells"]
     column = table.head.index("validation loss")
-    # The median of the repeats that got furthest.
     assert [row[column] for row in table.rows] == ["6.0000", "6.5000"]
     (chart,) = [one for one in charts_of(results) if one.name == "validation-loss"]
     assert [list(line.x) for line in chart.lines] == [[1, 10, 20]] * 2
@@ -289,7 +288,6 @@ def test_the_last_validation_loss_is_a_column_and_all_are_a_curve(tmp_path: Path
     [
         ([5.0] * 30 + [5.6] + [5.0] * 9, "the loss spikes: 5.6 at step 31 (before: 5)"),
         ([5.0] * 30 + [5.4] + [5.0] * 9, ""),
-        # A noisy curve.
         ([5.0, 5.2] * 15 + [5.9] + [5.0] * 9, ""),
     ],
 )

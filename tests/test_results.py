@@ -35,14 +35,12 @@ def test_a_run_that_was_profiled_is_said_to_be(run: Run) -> None:
     log = metrics_line(1)
     run.add("plain", log, options={"profiling.enable_profiling": False})
     run.add("asked", log, options={"profiling.enable_profiling": True})
-    # By an option at the end of an sbatch line, which no record holds.
     traced = run.add("traced", log)
     (traced / "attempt-1" / "profile_traces" / "iteration_8").mkdir(parents=True)
     # Resumed without the profiler, whose attempt does not count.
     resumed = run.add("resumed", log, metrics_line(2))
     shutil.copy(run.folder / "asked/cell.yaml", resumed / "attempt-1")
     (resumed / "attempt-1/profile_traces").mkdir()
-    # Asked for, and nothing has run yet.
     run.add("waits", options={"profiling.enable_profiling": True}, state="queued")
     results = run.collect()
     assert [cell.name for cell in results.cells if cell.profiled] == ["asked", "traced"]
@@ -81,7 +79,6 @@ def test_only_cells_that_finished_have_a_speedup(run: Run, name: str, state: str
         run.add(cell, log, state=state if cell == name else "finished")
     base, other = run.collect().cells
     assert (base.speedup, other.speedup) == (None if name == "base" else 1.0, None)
-    # What was measured is still shown.
     assert other.tokens_per_second_per_gpu == 100
 
 
@@ -327,17 +324,29 @@ def test_repeats_are_one_cell_with_a_speed_up_over_pairs(run: Run) -> None:
     assert base.speedup == 1.0 and base.speed is None
 
 
-def test_a_repeat_that_was_resumed_with_other_options_is_a_cell_of_its_own(run: Run) -> None:
+@pytest.mark.parametrize("other", [{BATCH: 4}, {BATCH: 8, "optimizer.lr": 1e-4}])
+def test_a_repeat_that_was_resumed_with_other_options_is_a_cell_of_its_own(
+    run: Run, other: dict[str, Any]
+) -> None:
     add_repeats(run, "base", 100, 110, 120, options={BATCH: 8})
     add_repeats(run, "fast", 150, 165, 183, options={BATCH: 8})
     path = run.folder / "fast-r2/cell.yaml"
-    replace(read_record(path), options={BATCH: 4}).write(path)
+    replace(read_record(path), options=other).write(path)
     _, fast, alone = (results := run.collect()).cells
     assert ([one.name for one in fast.repeats], alone.name) == (["fast", "fast-r3"], "fast-r2")
-    # Pairs are still those of one round.
     assert fast.speedup == pytest.approx((1.5 * 1.525) ** 0.5) and alone.speedup == 1.5
     said = "fast-r2: a cell of its own, because it ran with other options than fast"
     assert said in notes(results)
+    # With a round of the baseline alone, compare the others. An explicit default is no difference.
+    for name, options in (
+        ("base", other),
+        ("fast-r2", {BATCH: 8, "profiling.enable_profiling": False}),
+    ):
+        path = run.folder / name / "cell.yaml"
+        replace(read_record(path), options=options).write(path)
+    _, base, fast = run.collect().cells
+    assert (fast.baseline, len(fast.repeats), base.speed) == ("base-r2", 3, None)
+    assert fast.speedup == pytest.approx((1.5 * 1.525) ** 0.5)
 
 
 def test_one_pair_alone_is_judged_by_its_steps(run: Run) -> None:
@@ -347,7 +356,6 @@ def test_one_pair_alone_is_judged_by_its_steps(run: Run) -> None:
     results = run.collect()
     _, fast = results.cells
     assert (fast.status, fast.reason) == ("failed", "repeat 1: out of memory")
-    # The repeat that trained is drawn, though it is not the first.
     assert {one.name: len(one.lines) for one in charts_of(results)}["loss"] == 2
     assert fast.speed is not None
     assert (fast.speed.basis, fast.speed.num) == ("steps", 15)

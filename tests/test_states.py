@@ -120,7 +120,6 @@ def only(run: Run) -> CellState:
         (("queued", 0), ("PENDING", "Resources", 0), ("queued", "Resources")),
         (("queued", 0), ("RUNNING", "None", 0), ("running", None)),
         (("running", 0), ("RUNNING", "None", 0), ("running", None)),
-        # They wait to be released.
         (("failed", 0), ("SPECIAL_EXIT", "JobHeldUser", 1), ("queued", "JobHeldUser")),
         (("queued", 0), ("RESV_DEL_HOLD", "Reservation", 0), ("queued", "Reservation")),
         (("cancelled", 0), ("COMPLETING", "None", 0), ("running", "Slurm: COMPLETING")),
@@ -200,7 +199,6 @@ def test_a_cell_that_nobody_submits_does_not_wait_for_ever(
         assert submitter.stdout is not None
         submitter.stdout.readline()
         assert only(run).state == "queued"
-        # A second one does not submit them too.
         monkeypatch.setenv("COOKBOOK_RUNS", str(run.folder.parent))
         assert main(["run", "--resume", run.name]) == 2
         holder = f"process {submitter.pid} on {socket.gethostname()} submits its cells"
@@ -352,7 +350,6 @@ def test_why_slurm_stopped_a_job(tmp_path: Path, why: str, expected: tuple[str, 
     now = time.time()
     times = [time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now - ago)) for ago in (500, 0)]
     log = tmp_path / "job.log"
-    # The log of a requeued job holds that of its earlier attempts.
     earlier = LINE.format(at=times[0], why=" DUE TO JOB REQUEUE")
     log.write_text(earlier + "step 1\n" + LINE.format(at=times[1], why=why) + "srun: got SIGCONT\n")
     assert stop_reason("SIGTERM", now - 100, log) == expected

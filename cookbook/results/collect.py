@@ -20,10 +20,10 @@ from cookbook.observe.history import collect_history
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.results.compare import against_baseline
 from cookbook.results.result import LoadSummary, Result, RunResults
-from cookbook.results.run_differences import asked_facts, seen_facts, texts_of
+from cookbook.results.run_differences import asked_facts, seen_facts, speed_facts, texts_of
 from cookbook.results.verdicts import Throughput, measure, measured_steps, median_of
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord, attempt_records, of_speed, read_record
+from cookbook.run.record import CellRecord, attempt_records, read_record
 from cookbook.run.run import Run
 from cookbook.run.states import CellState
 from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json, read_resumptions
@@ -51,7 +51,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     curve, loads = metrics.collect_steps(folder, record), metrics.collect_router_load(folder)
     records = attempt_records(folder, record)
     facts, asked = {k: asked_facts(one) for k, one in records.items()}, asked_facts(record)
-    newest = [one for one in attempts if of_speed(facts[one.number]) == of_speed(asked)]
+    newest = [one for one in attempts if speed_facts(facts[one.number]) == speed_facts(asked)]
     numbers = {one.number for one in newest}
     timed = [step for step in curve if step.attempt in numbers]
     measured, throughput = measured_steps(timed), measure(timed)

@@ -9,7 +9,7 @@ from cookbook.base.files import json_text
 from cookbook.observe.history import History
 from cookbook.results.columns import COMPARE, table_of
 from cookbook.results.result import Result, RunResults, masks_differ, unlike
-from cookbook.results.run_differences import between_runs, have_same_texts
+from cookbook.results.run_differences import between_runs, have_same_texts, repeated_facts
 from cookbook.results.verdicts import (
     LossVerdict,
     SpeedUp,
@@ -23,7 +23,6 @@ from cookbook.results.verdicts import (
     speeds_of,
     unpaired_speed_up,
 )
-from cookbook.run.record import of_speed
 from cookbook.run.status import FINISHED
 
 
@@ -32,9 +31,10 @@ def against_baseline(folders: Iterable[Result]) -> list[Result]:
     runs = defaultdict[Any, list[Result]](list)
     for result in folders:
         # A repeat that was resumed with other options is a cell of its own.
-        options = frozenset(of_speed(result.asked).items())
+        options = frozenset(repeated_facts(result.asked).items())
         runs[result.repeat_of or result.name, options].append(result)
-    merged = {cell.name: cell for cell in map(merge_repeats, runs.values())}
+    groups = [merge_repeats(own) for own in runs.values()]
+    merged = {cell.name: _with_baseline(cell, groups) for cell in groups}
     losses = _loss_verdicts(merged)
     cells = []
     for name, cell in merged.items():
@@ -51,6 +51,14 @@ def against_baseline(folders: Iterable[Result]) -> list[Result]:
         whole, last = losses.get(name, (None, None))
         cells.append(replace(cell, loss=whole, loss_last_tenth=last))
     return cells
+
+
+def _with_baseline(cell: Result, groups: Sequence[Result]) -> Result:
+    # If the baseline's repeats form several cells, compare with the one that shares most rounds.
+    rounds = {run.repeat for run in cell.runs}
+    own = [one for one in groups if cell.baseline and cell.baseline in (one.name, one.repeat_of)]
+    shared = [len(rounds & {run.repeat for run in one.runs}) for one in own]
+    return replace(cell, baseline=own[shared.index(max(shared))].name) if own else cell
 
 
 def merge_repeats(runs: Sequence[Result]) -> Result:

@@ -14,7 +14,7 @@ from cookbook.base.errors import InputError
 from cookbook.config.stack import load_stack
 from cookbook.results.columns import UNKNOWN, Table
 from cookbook.results.result import Result, RunResults
-from cookbook.run.record import CellRecord
+from cookbook.run.record import EXCLUDED, TOTAL_STEPS, CellRecord, of_speed
 
 _MOST_NODES = 4
 # Skip these facts of `environment.json`: they follow from options, which are compared anyway.
@@ -27,6 +27,8 @@ _KINDS = {
     "training.dataset_path": "the texts: ",
     "model.hf_assets_path": "the tokenizer: ",
 }
+# Options that change the loss, but not a step's speed.
+_OF_LOSS = ("optimizer.lr", "lr_scheduler.", "debug.seed", "data.shuffle_seed")
 # Options that decide which texts a step reads, besides the recipe and the number of tokens.
 _OF_TEXTS = (*_KINDS, "data.files", "data.text_key", "data.shuffle_seed", "training.seq_len")
 
@@ -81,10 +83,25 @@ def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
             yield f"{name}{where}: {first} in {one.run.run}, {second} in {other.run.run}"
 
 
+def speed_facts(asked: Mapping[str, str]) -> dict[str, str]:
+    """Return those of a cell's requested facts that can change a step's speed, without defaults."""
+    default = _defaults(asked.get("stack", UNKNOWN))
+    return {name: one for name, one in of_speed(asked).items() if one != default.get(name)}
+
+
+def repeated_facts(asked: Mapping[str, str]) -> dict[str, str]:
+    """Return those of a cell's requested facts that all its repeats share."""
+    of_loss = {name: one for name, one in asked.items() if name.startswith(_OF_LOSS)}
+    # A resume with more steps keeps the schedule: then both options say the same.
+    total = asked.get(TOTAL_STEPS) or asked.get("training.steps", "")
+    return {**speed_facts(asked), **of_loss, TOTAL_STEPS: total}
+
+
 def texts_of(record: CellRecord) -> tuple[object, ...]:
     """Return what decides which texts each step of an attempt reads."""
     tokens, asked = (record.tokens_per_step_per_gpu or 0) * record.world, asked_facts(record)
-    return record.recipe, tokens, *(_asked(asked, name) for name in _OF_TEXTS)
+    is_anew = "dataloader" in (record.options.get(EXCLUDED) or ())
+    return record.recipe, tokens, is_anew, *(_asked(asked, name) for name in _OF_TEXTS)
 
 
 def have_same_texts(one: Result, other: Result) -> bool:

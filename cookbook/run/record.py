@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,12 @@ class CellRecord:
         """The options that the user requested, without those that every script sets."""
         return {name: value for name, value in self.options.items() if name not in OF_SCRIPTS}
 
-    def asks_same(self, other: "CellRecord") -> bool:
-        same = ("nodes", "ranks_per_node", "asked_options")
-        return all(getattr(self, name) == getattr(other, name) for name in same)
+    def asks_same(self, other: "CellRecord", apart_from: Collection[str] = ()) -> bool:
+        one, two = (
+            {name: value for name, value in each.asked_options.items() if name not in apart_from}
+            for each in (self, other)
+        )
+        return one == two and self.nodes == other.nodes and self.world == other.world
 
     def as_yaml(self) -> str:
         seldom, content = ("files", "too_few_nodes", "profile"), dataclasses.asdict(self)
@@ -165,7 +168,7 @@ def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
         if old != new or of_speed(first.asked_options) != of_speed(asked.asked_options):
             record = replace(record, prediction=None)
     if first and attempts and first.cluster == asked.cluster:
-        is_same = asked.asks_same(first)
+        is_same, is_lasting = asked.asks_same(first), asked.asks_same(first, ONCE)
         published = first.published_tokens_per_second_per_gpu
         record = replace(
             first,
@@ -173,7 +176,7 @@ def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
             ranks_per_node=asked.ranks_per_node,
             options=first.options if is_same else asked.options,
             prediction=record.prediction,
-            published_tokens_per_second_per_gpu=published if is_same else None,
+            published_tokens_per_second_per_gpu=published if is_lasting else None,
             max_restarts=asked.max_restarts,
             environment=asked.environment,
             too_few_nodes=asked.too_few_nodes,
