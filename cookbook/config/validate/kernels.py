@@ -140,9 +140,10 @@ def whole_blocks(cell: Cell) -> Problems:
             continue
         short, what, hidden = "tp" if layout.ep == 1 else "etp", "experts", model.expert_hidden
         if ".linear." in name:
-            is_left_out = any(
-                part in "feed_forward.w1" for part in cell.options[f"{name}.filter_fqns"]
-            )
+            layers = (f"layers.{layer}.feed_forward." for layer in range(model.n_dense_layers))
+            modules = [f"{layer}w{number}" for layer in layers for number in (1, 2, 3)]
+            filters = cell.options[f"{name}.filter_fqns"]
+            is_left_out = all(any(part in module for part in filters) for module in modules)
             short, what, hidden = "tp", "dense layers", 0 if is_left_out else model.dense_hidden
         if (width := hidden / getattr(layout, short)) % _MULTIPLES[name]:
             reason = f"it cuts the {what} of {cell.options.model_title} to a width of {width:g}"
