@@ -66,9 +66,6 @@ def plan(arguments: argparse.Namespace) -> int:
         found = search(cells, documents, show)
     ranked = found.ranked()
     way = _walk(arguments.explain, base, ranked, documents) if arguments.explain else []
-    if arguments.output and ranked:
-        path = Path(arguments.output)
-        write_whole(path, report.render_recipe(path, ranked[0], base))
     if arguments.figure:
         write_output("--figure", arguments.figure, report.render_svg(found, base, own))
     if arguments.json:
@@ -76,10 +73,14 @@ def plan(arguments: argparse.Namespace) -> int:
     else:
         text = report.render_text(found, base, own, arguments.best, documents, len(cells), refused)
         print(text, end="")
-        if arguments.output and ranked:
-            print(f"wrote {shown_path(Path(arguments.output))}")
-        if way:
-            print(f"\n{report.render_walk(way)}", end="")
+    # Only now: a folder that cannot be written must not cost the table.
+    if arguments.output and ranked:
+        path = Path(arguments.output)
+        write_whole(path, report.render_recipe(path, ranked[0], base))
+        if not arguments.json:
+            print(f"wrote {shown_path(path)}")
+    if way and not arguments.json:
+        print(f"\n{report.render_walk(way)}", end="")
     return 0 if ranked and not found.interrupted else 1
 
 
