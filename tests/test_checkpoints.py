@@ -214,7 +214,8 @@ def test_where_none_is_whole_the_cell_starts_from_its_initial_weights(cell: Star
     # TorchTitan reads checkpoint.initial_load_path only where this folder is not there.
     assert not cell.saved.exists()
     assert len(list((cell.path / "checkpoint-damaged").iterdir())) == 2
-    cell.saved.mkdir()
+    (cell.path / "disk").mkdir()
+    cell.saved.symlink_to(cell.path / "disk")
     cell.start(attempt=1)
     assert not cell.saved.exists()
 
@@ -374,7 +375,7 @@ def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell:
     assert cell.folder.record.read_text() == first
     assert not any(one.record.exists() for one in cell.folder.attempts())
     save(cell.saved, 4)
-    cell.start("--checkpoint.load_step=4", attempt=2)
+    cell.start("--checkpoint.load_step=4", "--metrics.enable_wandb", attempt=2)
     assert read_record(cell.folder.record).published_tokens_per_second_per_gpu == 9.0
     for attempt in (3, 4):
         cell.start("--training.steps=30", attempt=attempt)

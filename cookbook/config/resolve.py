@@ -15,7 +15,7 @@ from cookbook.config.options import DEGREES, Options, Setting, Settings
 from cookbook.config.recipe import Overlay, Recipe, load_ep_backend, load_precision, load_recipe
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
-from cookbook.run.record import OF_SCRIPTS, ONCE, TOTAL_STEPS, CellRecord
+from cookbook.run.record import OF_SCRIPTS, ONCE, TOTAL_STEPS, WANDB, CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
@@ -85,7 +85,7 @@ def published_number(cell: Cell) -> float | None:
     as_published = merge_config(cell.recipe, cell.precision, cell.ep_backend, cell.cluster)
     names = {*cell.options.settings, *as_published.options.settings}
     # Do not compare what every job script sets itself (enable_wandb: if there is a W&B key).
-    names -= {*OF_SCRIPTS, "metrics.enable_wandb"}
+    names -= {*OF_SCRIPTS, WANDB}
     same = all(cell.options[name] == as_published.options[name] for name in names)
     return number if same else None
 

@@ -28,6 +28,8 @@ _OF_SWEEPS = ("stand_in_for", "baseline", "prediction", "repeat_of", "repeat")
 TOTAL_STEPS = "lr_scheduler.total_steps"
 # Options for the first load of a request: no later resume inherits them.
 LOAD_STEP, EXCLUDED = ONCE = ("checkpoint.load_step", "checkpoint.exclude_from_loading")
+# Every script sets this option if there is a W&B key, so it makes no request another one.
+WANDB = "metrics.enable_wandb"
 # Prefixes of options that change no step's speed. An interval does: of saves, validations or logs.
 _NOT_OF_SPEED = (
     *("training.steps", "lr_scheduler.", "optimizer.lr", "debug.seed", "data.shuffle_seed", *ONCE),
@@ -168,7 +170,7 @@ def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
         if old != new or of_speed(first.asked_options) != of_speed(asked.asked_options):
             record = replace(record, prediction=None)
     if first and attempts and first.cluster == asked.cluster:
-        is_same, is_lasting = asked.asks_same(first), asked.asks_same(first, ONCE)
+        is_same, is_lasting = asked.asks_same(first), asked.asks_same(first, (*ONCE, WANDB))
         published = first.published_tokens_per_second_per_gpu
         record = replace(
             first,

@@ -14,7 +14,14 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.config.options import Options, layout_of, options_of
 from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
-from cookbook.run.record import EXCLUDED, LOAD_STEP, CellRecord, attempt_records, earlier_record
+from cookbook.run.record import (
+    EXCLUDED,
+    LOAD_STEP,
+    WANDB,
+    CellRecord,
+    attempt_records,
+    earlier_record,
+)
 
 # Options that must not change if the data loader is to continue from its saved position.
 _OF_POSITION = (
@@ -53,7 +60,8 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
             saver = _saver(folder, step, newest)
             # `exclude_from_loading` is meant for the first load only. If an attempt with the same
             # options saved this checkpoint, that load is over: load all of the checkpoint.
-            excluded = [] if saver and saver.asks_same(record) else options[EXCLUDED]
+            is_same = saver is not None and saver.asks_same(record, (WANDB,))
+            excluded = [] if is_same else options[EXCLUDED]
             before = options_of(saver or newest)
             _check_model(options, before)
             _check_states(checkpoint, saved, excluded)
@@ -151,7 +159,8 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     """
     found = find_checkpoint(folder, record)
     options = options_of(record)
-    saved, steps = folder.checkpoints(record.options), options["training.steps"]
+    # The folder may be a link to another disk: move checkpoints there, not to this one.
+    saved, steps = folder.checkpoints(record.options).resolve(), options["training.steps"]
     attempt.path.mkdir(parents=True, exist_ok=True)
     # Move damaged checkpoints out of this folder. If one were only renamed, to `step-N-damaged`,
     # TorchTitan could still find `step-N` in its name, and try to load the folder `step-N`.
@@ -169,7 +178,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
         record.options[LOAD_STEP] = -1
         record.write(folder.record)
     # TorchTitan reads `initial_load_path` only if the checkpoint folder does not exist.
-    if saved.is_dir() and not saved.is_symlink() and not any(saved.iterdir()):
+    if saved.is_dir() and not any(saved.iterdir()):
         saved.rmdir()
     step = found.checkpoint.step if found.checkpoint else None
     resumption = status.Resumption(attempt.number, step, tuple(passed))
