@@ -73,7 +73,7 @@ def plan(arguments: argparse.Namespace) -> int:
     else:
         text = report.render_text(found, base, own, arguments.best, documents, len(cells), refused)
         print(text, end="")
-    # Only now: a folder that cannot be written must not cost the table.
+    # Write after printing: if the file cannot be written, the table is already on the screen.
     if arguments.output and ranked:
         path = Path(arguments.output)
         write_whole(path, report.render_recipe(path, ranked[0], base))

@@ -33,11 +33,11 @@ CONTEXT_GIB = 0.7
 # The buffers of one NCCL communicator, which PyTorch's allocator does not manage.
 NCCL_GROUP_GIB = 0.25
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
-# As shares of the GPU's memory: the largest predicted peak that counts as fitting, and the largest
-# that counts as tight. A tight cell may fit, because predictions are off by several percent.
+# The largest predicted peaks that fit or are tight, as shares of the GPU's memory. A tight cell may
+# fit, because predictions are off by several percent.
 MOST_FITS, MOST_TIGHT = 0.92, 1.05
-# With a pipeline, a predicted peak counts as fitting only up to this share of the GPU's memory. It
-# is lower than MOST_FITS, because one pipeline needed 12% more memory than predicted.
+# MOST_FITS for a cell with a pipeline. It is lower, because one such cell needed 12% more memory
+# than predicted.
 MOST_FITS_PIPELINE = 0.88
 
 

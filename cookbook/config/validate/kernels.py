@@ -8,7 +8,7 @@ from cookbook.config.stack import FLASH_ATTENTION, TORCHAO, TORCHTITAN
 RULES: list[Rule] = []
 CUSTOM_IMPORT = "experimental.custom_import"
 MX = frozenset({"quantize.grouped_mm.mx", "quantize.linear.mx"})
-# What the sides of the weights that a converter quantizes must be multiples of.
+# Each converter needs weights whose dimensions are multiples of this.
 _MULTIPLES = dict.fromkeys(MX, 32)
 _MULTIPLES |= {"quantize.grouped_mm.float8": 16, "quantize.linear.float8": 16}
 _PARALLELIZE = f"{TORCHTITAN}/models/llama4/infra/parallelize.py"

@@ -57,7 +57,7 @@ def expert_factors(experts: int, device: str) -> Tensor:
 def weighted_sum(x: Tensor, scores: Tensor, factors: Tensor) -> Tensor:
     """Return the output of an MoE layer in which each expert multiplies its tokens by a factor.
 
-    `x` is (..., features). The `scores` and `factors` of each token's experts are (..., top k).
+    Shapes: `x` (..., features); `scores` and `factors` (..., top k), one for each chosen expert.
     """
     return x * (scores * factors).sum(-1, keepdim=True)
 

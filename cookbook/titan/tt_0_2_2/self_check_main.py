@@ -42,7 +42,7 @@ def cell_of(words: Sequence[str], device: str) -> Cell:
         etp=options.expert_tensor_parallel_degree,
         world_size=dist.get_world_size(),
     )
-    # Reset this global setting, which converters of an earlier configuration may have changed.
+    # This alignment is global. The converters of an earlier configuration may have changed it.
     set_token_group_alignment_size_m(8)
     args = deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
     args.update_from_config(config)
