@@ -141,7 +141,6 @@ def test_a_recipe_says_where_it_runs_and_what_limits_it() -> None:
     text = render_recipe(Path("mine.yaml"), candidate(123.4, 56.7, cell=planned), base)
     assert "\nnodes: 16\nprecision: mxfp8\nep_backend: deepep\nstand_in: " in text
     assert "# 123 tokens/s/GPU, 57 GiB a GPU, limited by dense GEMMs (50% of a step).\n" in text
-    # Options of overlays and cluster stay theirs, and nothing differs from the recipe.
     assert not re.search(r"quantize|comm_backend|mixed_precision|# deepseek_v3_671b: ", text)
     # A recipe cannot change an overlay's option; `--set` can.
     changed = with_options(planned, {BATCH: 17, "quantize.grouped_mm.mx.fqns": ["experts", "wo"]})
@@ -194,7 +193,6 @@ def test_held_and_varied_values(search: Search, capsys: pytest.CaptureFixture[st
     words = ["--vary", f"{TP}=1,2", "--set", f"{BATCH}=2", "--documents", "300:200"]
     assert main([*ONE_NODE, *words, "--precision", "mxfp8", "--ep-backend", "deepep"]) == 0
     assert {cell.pair for cell in search.cells} == {"mxfp8+deepep"}
-    # The recipe stands beside the layouts that were found, with the held values.
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recipe")]
     assert re.search(r" EP 8 +2 .* mxfp8\+deepep ", row)
     held = {(cell.options[EP], cell.options[BATCH], cell.nodes) for cell in search.cells}
@@ -259,6 +257,8 @@ def test_the_line_in_a_planned_recipe_runs_its_layout(
     shown = yaml.safe_load(capsys.readouterr().out)["options"]
     planned = search.cells[0].options.values
     assert {name: shown.get(name) for name in planned} == planned
+    assert main(["plan", "debug", "--cluster", where, *fixed, "-o", "/proc/mine.yaml"]) == 1
+    assert "tokens/s/GPU" in capsys.readouterr().out
 
 
 def test_nothing_fits(search: Search, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
