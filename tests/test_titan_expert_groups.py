@@ -204,20 +204,20 @@ def kernels_against_operations() -> None:
                 same = partial(torch.testing.assert_close, rtol=rtol, atol=atol)
                 dot, take = (tokens, rows, plan.slots), (rows[:, :1], plan.slots)
                 same(triton_kernels.dot(*dot), expert_groups._dot(*dot))
-                same(triton_kernels.take(*take), expert_groups._at(*take))
+                same(triton_kernels.take(*take), expert_groups.take_at(*take))
                 same(
-                    triton_kernels.take(scores, plan.copies), expert_groups._at(scores, plan.copies)
+                    triton_kernels.take(scores, plan.copies), expert_groups.take_at(scores, plan.copies)
                 )
                 variants = ((scores, tokens.float()), (None, tokens), (None, None))
                 for weights, base in variants if case == "uneven" else variants[:1]:
                     other = torch.float32 if base is None else dtype
                     same(
                         triton_kernels.spread(tokens, weights, plan.copies, plan.slots, other),
-                        expert_groups._spread(tokens, weights, plan, other),
+                        expert_groups.move_rows(tokens, weights, plan, other),
                     )
                     same(
                         triton_kernels.collect(rows, weights, plan.slots, other, base),
-                        expert_groups._collect(rows, weights, plan, other, base),
+                        expert_groups.sum_rows(rows, weights, plan, other, base),
                     )
                 if case != "uneven":
                     continue
@@ -226,15 +226,15 @@ def kernels_against_operations() -> None:
                 same(triton_kernels.dot(sent[0], sent[1], plan.slots), expert_groups._dot(*dot))
                 same(
                     triton_kernels.take(sent[2], plan.copies),
-                    expert_groups._at(scores, plan.copies),
+                    expert_groups.take_at(scores, plan.copies),
                 )
                 same(
                     triton_kernels.spread(sent[0], sent[2], plan.copies, plan.slots, dtype),
-                    expert_groups._spread(tokens, scores, plan, dtype),
+                    expert_groups.move_rows(tokens, scores, plan, dtype),
                 )
                 same(
                     triton_kernels.collect(sent[1], sent[2], plan.slots, dtype, sent[0]),
-                    expert_groups._collect(rows, scores, plan, dtype, tokens),
+                    expert_groups.sum_rows(rows, scores, plan, dtype, tokens),
                 )
 
     # The kernels take 2048 at a time: once more, ragged.

@@ -134,12 +134,16 @@ EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8, _DEEPEP)
 
 def implied(options: Options) -> dict[str, str]:
     """Return the GEMM formats and the token dispatch that `options` select."""
+    own_fp8 = options["quantize.linear.float8.recipe_name"] == "power_of_two"
     formats = {
         "grouped_gemms": {
             "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],
-            "quantize.grouped_mm.float8": "fp8_rowwise",
+            "quantize.grouped_mm.float8": "fp8",
         },
-        "linear_layers": {"quantize.linear.mx": "mx", "quantize.linear.float8": "float8"},
+        "linear_layers": {
+            "quantize.linear.mx": "mx",
+            "quantize.linear.float8": "fp8" if own_fp8 else "float8",
+        },
     }
     found = dict[str, str]()
     for key, of in formats.items():

@@ -89,7 +89,7 @@ def plan_on_device(experts: Tensor, num_experts: int, alignment: int) -> GroupPl
     return GroupPlan(*_place(experts, sizes, ends, num_rows, sums), sizes, ends)
 
 
-def _spread(tokens: Tensor, scores: Tensor | None, plan: GroupPlan, dtype: torch.dtype) -> Tensor:
+def move_rows(tokens: Tensor, scores: Tensor | None, plan: GroupPlan, dtype: torch.dtype) -> Tensor:
     copies, slots = plan.copies, plan.slots
     if tokens.is_cuda:
         return _triton().spread(tokens, scores, copies, slots, dtype)
@@ -97,12 +97,12 @@ def _spread(tokens: Tensor, scores: Tensor | None, plan: GroupPlan, dtype: torch
     grouped = tokens.new_zeros(copies.numel(), tokens.shape[1], dtype=dtype)
     values = tokens[copies[real].long() // slots.shape[1]]
     if scores is not None:
-        values = values * _at(scores, copies[real]).unsqueeze(1)
+        values = values * take_at(scores, copies[real]).unsqueeze(1)
     grouped[real] = values.to(dtype)
     return grouped
 
 
-def _collect(
+def sum_rows(
     grouped: Tensor,
     scores: Tensor | None,
     plan: GroupPlan,
@@ -115,7 +115,7 @@ def _collect(
     real = copies >= 0
     values = _exact(grouped[real])
     if scores is not None:
-        values = values * _at(scores, copies[real]).unsqueeze(1)
+        values = values * take_at(scores, copies[real]).unsqueeze(1)
     tokens = values.new_zeros(slots.shape[0], grouped.shape[1])
     if base is not None:
         tokens += base
@@ -131,7 +131,7 @@ def _dot(tokens: Tensor, grouped: Tensor, slots: Tensor) -> Tensor:
     return products.masked_fill(slots < 0, 0)
 
 
-def _at(values: Tensor, places: Tensor) -> Tensor:
+def take_at(values: Tensor, places: Tensor) -> Tensor:
     if values.is_cuda:
         return _triton().take(values, places)
     flat = values.reshape(-1)
@@ -143,12 +143,12 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, plan: GroupPlan, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(*plan)
         ctx.dtype = tokens.dtype
-        return _spread(tokens, None, plan, dtype)
+        return move_rows(tokens, None, plan, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         plan = GroupPlan(*ctx.saved_tensors)
-        return _collect(grad.contiguous(), None, plan, ctx.dtype), None, None
+        return sum_rows(grad.contiguous(), None, plan, ctx.dtype), None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -166,14 +166,14 @@ class _Collect(torch.autograd.Function):
         ctx.dtype, ctx.base_dtype = grouped.dtype, None if base is None else base.dtype
         if not is_needed:
             return grouped.new_empty(plan.slots.shape[0], grouped.shape[1], dtype=dtype)
-        return _collect(grouped, scores, plan, dtype, base)
+        return sum_rows(grouped, scores, plan, dtype, base)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grouped, scores, *of_plan = ctx.saved_tensors
         plan = GroupPlan(*of_plan)
         grad = grad.contiguous()
-        grad_rows = _spread(grad, scores, plan, ctx.dtype)
+        grad_rows = move_rows(grad, scores, plan, ctx.dtype)
         grad_scores = None if scores is None else _dot(grad, grouped, plan.slots)
         grad_base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
         return grad_rows, grad_scores, None, None, grad_base, None
@@ -183,12 +183,12 @@ class _RowScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, plan: GroupPlan) -> Tensor:
         ctx.save_for_backward(plan.slots)
-        return _at(scores, plan.copies).unsqueeze(1)
+        return take_at(scores, plan.copies).unsqueeze(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (slots,) = ctx.saved_tensors
-        return _at(grad, slots), None
+        return take_at(grad, slots), None
 
 
 def spread(tokens: Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) -> Tensor:

@@ -18,6 +18,8 @@ from torchao.prototype.mx_formats.mx_linear import MXLinear
 from torchao.quantization.quantize_.common import KernelPreference
 from torchtitan.models.moe.moe import GroupedExperts
 
+from cookbook.titan.common import fp8
+from cookbook.titan.tt_0_2_2.float8 import FP8Linear
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 # If both of these are in `dispatches`, `observe_dispatch` returns `mxfp8` in their place.
@@ -59,9 +61,15 @@ def observe_model(model_parts: Iterable[nn.Module]) -> tuple[dict[str, frozenset
         if isinstance(module, MXLinear):
             linear.add("mx")
             emulated |= module.config.kernel_preference == KernelPreference.EMULATED
+        elif isinstance(module, FP8Linear):
+            linear.add("fp8")
+            emulated |= not fp8.has_kernels()
         elif isinstance(module, Float8Linear):
             linear.add("float8")
             emulated |= bool(module.config.emulate)
+        elif isinstance(module, GroupedExperts) and getattr(module, "cookbook_fp8", False):
+            grouped.add("fp8")
+            emulated |= not fp8.has_kernels()
         elif isinstance(module, GroupedExperts):
             for one in module.parameters(recurse=False):
                 weight = one._local_tensor if isinstance(one, DTensor) else one.data

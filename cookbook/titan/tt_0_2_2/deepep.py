@@ -38,7 +38,7 @@ from cookbook.titan.common import token_shard
 from cookbook.titan.common.expert_groups import collect, plan_groups, row_scores, spread
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
-from cookbook.titan.tt_0_2_2.row_kernels import experts_with_probs, mix_in
+from cookbook.titan.tt_0_2_2.row_kernels import Groups, experts_with_probs, mix_in, sum_of_experts
 
 # Run transfers asynchronously on DeepEP's stream and allocate their results there; DeepEP keeps the
 # tensors alive for both streams.
@@ -260,6 +260,8 @@ class SendingExperts(nn.Module):
     def _compute(self, rows: Tensor, experts: Tensor, scores: Tensor, counts: list[int]) -> Tensor:
         plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         activity.patches_applied.add("deepep-padded-groups")
+        if getattr(self, "cookbook_fp8", False):
+            return sum_of_experts(self, rows, Groups(scores=row_scores(scores, plan), plan=plan))
         grouped = spread(rows, plan)
         if not self.cookbook_score_activations:
             return collect(super().forward(grouped, plan.sizes), scores, plan)

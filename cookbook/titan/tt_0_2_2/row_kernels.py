@@ -24,7 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.models.moe.moe import MoE
 
+from cookbook.titan.common import fp8
 from cookbook.titan.common.expert_groups import (
+    GroupPlan,
     collect,
     join,
     plan_on_device,
@@ -34,19 +36,21 @@ from cookbook.titan.common.expert_groups import (
 )
 from cookbook.titan.common.token_shard import shard_of, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity
+from cookbook.titan.tt_0_2_2.float8 import expert_weights
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, exchange_counts
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 
 
 class Groups(SimpleNamespace):
-    """The scores and group boundaries of rows that are grouped by expert.
+    """How the rows of a layer are grouped by expert.
 
     Not a tuple or a dataclass: FSDP would cast the tensors to BF16, but scores must stay float32.
     """
 
     scores: Tensor  # (rows, 1) float32
-    sizes: Tensor  # (experts,) int32, number of rows of each expert
-    ends: Tensor  # (experts,) int32, end of each expert's padded group
+    plan: GroupPlan
+    base: Tensor | None = None  # (tokens, features), added to the sums
+    dtype: torch.dtype | None = None  # of the sums
 
 
 class RowExperts(nn.Module):
@@ -59,52 +63,70 @@ class RowExperts(nn.Module):
     cookbook_tp: DeviceMesh | None  # the ranks over which each expert is sharded
     cookbook_precisions: Precisions
 
-    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """Return the experts' outputs (rows, features), multiplied by the routing scores.
+    def forward(self, tokens: Tensor, groups: Groups) -> Tensor:
+        """Return each token's sum of its experts' outputs, multiplied by the routing scores.
 
-        In recomputation the values may be undefined, because no gradient needs them.
+        With EP the tokens are rows that are ordered by expert, and so is the result. In
+        recomputation the values may be undefined, because no gradient needs them.
         """
         if self.cookbook_ep is None:
-            return self._compute(rows, groups)
+            return sum_of_experts(self, tokens, groups)
         group, ranks = self.cookbook_ep.get_group(), self.cookbook_ep.size()
         if not self.cookbook_precisions.any:
             activity.dispatches.add("standard")
         with torch.no_grad():
-            received, (there, here) = exchange_counts(groups.sizes, group, ranks)
+            received, (there, here) = exchange_counts(groups.plan.sizes, group, ranks)
             # Rows arrive ordered by sending rank, then by expert.
             num_local = len(received) // ranks
-            experts = torch.arange(num_local, device=rows.device).repeat(ranks)
+            experts = torch.arange(num_local, device=tokens.device).repeat(ranks)
             experts = experts.repeat_interleave(received, output_size=sum(here))
             plan = plan_on_device(experts[:, None], num_local, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
-        arrived = self.cookbook_precisions.send(rows, here, there, group)
+        arrived = self.cookbook_precisions.send(tokens, here, there, group)
         scores = all_to_all_single_autograd(groups.scores, here, there, group)
-        own = Groups(scores=row_scores(scores, plan), sizes=plan.sizes, ends=plan.ends)
-        out = self._compute(spread(arrived, plan), own)
+        out = sum_of_experts(self, arrived, Groups(scores=row_scores(scores, plan), plan=plan))
         with not_saved():
-            out = collect(out, None, plan, is_needed=not in_recompute())
             if in_recompute():
-                return torch.empty_like(rows).requires_grad_()
+                return torch.empty_like(tokens).requires_grad_()
             return self.cookbook_precisions.receive(out, there, here, group)
 
-    def _compute(self, rows: Tensor, groups: Groups) -> Tensor:
-        experts: Any = self
-        if not hasattr(experts, "w1"):
-            # The self-check's experts have no `w1`, which the code below needs: use their forward.
-            return super().forward(rows, groups.sizes) * groups.scores.to(rows.dtype)
-        w1, w2, w3 = local_weights(experts)
-        ends, grouped = groups.ends, experts.use_grouped_mm
-        # Grouped GEMMs take only BF16, but FSDP may have cast the rows to float32.
-        dtype = torch.bfloat16 if grouped else rows.dtype
-        rows = rows.to(dtype)
-        if grouped and type(w1) not in (Tensor, nn.Parameter):
-            # Use the compiled path for quantized weights: it fuses the steps of TorchAO's FP8 cast.
-            return experts_with_probs(experts, rows, groups.scores, ends)
-        gate_up = group_products(rows, join(dtype, w1, w3), ends, grouped)
-        if w2.dtype != dtype:
-            w2 = join(dtype, w2)
-        activations = scored_swiglu(gate_up, groups.scores)
-        with last_product():
-            return group_products(activations, w2, ends, grouped)
+
+def sum_of_experts(experts: Any, tokens: Tensor, groups: Groups) -> Tensor:
+    """Return `base` plus each token's sum of its local experts' outputs, (tokens, features).
+
+    Outputs are multiplied by the routing scores, by way of the activations. In recomputation the
+    values may be undefined, because no gradient needs them.
+    """
+    plan, base, dtype = groups.plan, groups.base, groups.dtype
+    needed = not in_recompute()
+    if getattr(experts, "cookbook_fp8", False):
+        w1, w2, w3 = weights = local_weights(experts)
+        last = last_product() if needed else None
+        return fp8.experts(
+            tokens, groups.scores, base, (w1, w2, w3), expert_weights(experts, weights), plan, last,
+            dtype or torch.bfloat16,
+        )  # fmt: skip
+    use_grouped = getattr(experts, "use_grouped_mm", True)
+    rows = spread(tokens, plan, torch.bfloat16 if use_grouped else tokens.dtype)
+    out = _compute(experts, rows, groups.scores, plan)
+    with not_saved():
+        return collect(out, None, plan, needed, base, dtype or rows.dtype)
+
+
+def _compute(experts: Any, rows: Tensor, scores: Tensor, plan: GroupPlan) -> Tensor:
+    if not hasattr(experts, "w1"):
+        # The self-check's experts have no `w1`, which the code below needs: use their forward.
+        return super(RowExperts, experts).forward(rows, plan.sizes) * scores.to(rows.dtype)
+    w1, w2, w3 = local_weights(experts)
+    ends, grouped, dtype = plan.ends, experts.use_grouped_mm, rows.dtype
+    if grouped and type(w1) not in (Tensor, nn.Parameter):
+        # Use the compiled path for quantized weights: it fuses the steps of TorchAO's casts.
+        return experts_with_probs(experts, rows, scores, ends)
+    gate_up = group_products(rows, join(dtype, w1, w3), ends, grouped)
+    if w2.dtype != dtype:
+        w2 = join(dtype, w2)
+    activations = scored_swiglu(gate_up, scores)
+    with last_product():
+        return group_products(activations, w2, ends, grouped)
 
 
 class RowMoE(MoE):
@@ -130,11 +152,14 @@ class RowMoE(MoE):
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
         plan = plan_on_device(chosen, self.router.num_experts, alignment)
         dtype = torch.bfloat16 if getattr(experts, "use_grouped_mm", True) else x.dtype
-        groups = Groups(scores=row_scores(scores, plan), sizes=plan.sizes, ends=plan.ends)
+        groups = Groups(scores=row_scores(scores, plan), plan=plan, dtype=x.dtype)
+        activity.rows.add("kernels")
+        if experts.cookbook_ep is None:
+            groups.base = None if self.shared_experts is None else self.shared_experts(tokens)
+            return experts(mine, groups).view(x.shape)
         routed = experts(spread(mine, plan, dtype), groups)
         # Run the shared experts before anything waits for the routed rows.
         out = None if self.shared_experts is None else self.shared_experts(tokens)
-        activity.rows.add("kernels")
         needed = not in_recompute()
         if tp_mesh is None:
             return collect(routed, None, plan, needed, out, x.dtype).view(x.shape)

@@ -25,6 +25,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 from cookbook.base.family import Family, Model
 from cookbook.titan.common import varlen_attention
 from cookbook.titan.tt_0_2_2.checkpoint import save_when_ranks_agree
+from cookbook.titan.tt_0_2_2.float8 import replace_float8_converters
 from cookbook.titan.tt_0_2_2.loss_and_optimizer import watch_gradients
 from cookbook.titan.tt_0_2_2.mxfp8 import replace_mx_converters
 from cookbook.titan.tt_0_2_2.routing import TRAINED, chosen_routing
@@ -262,6 +263,7 @@ class CookbookArgs:
                 f"--job.custom_config_module={package}.job_config"
             )
         replace_mx_converters()
+        replace_float8_converters()
         save_when_ranks_agree()
         watch_gradients(job_config)
         choose_attention(self, job_config)

@@ -1,0 +1,175 @@
+"""FP8 training that quantizes each tensor once, where it is made: the converters for Hopper.
+
+TorchTitan's converter `quantize.grouped_mm.float8` wraps the experts' weights in TorchAO's tensor,
+which quantizes both operands of each grouped GEMM anew. Here it marks the experts instead, and the
+EP backends call `common/fp8.py` for them. `quantize.linear.float8` keeps TorchAO's recipes and gets
+another, `power_of_two`: `FP8Linear`, with the same scales as the experts.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torchtitan.components.quantization import FP8_GROUP_ALIGNMENT_SIZE, QuantizationConverter
+from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.components.quantization.utils import module_filter_fn
+from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.models.moe.utils import set_token_group_alignment_size_m
+from torchtitan.protocols import model_converter
+from torchtitan.tools.logging import logger
+
+from cookbook.titan.common import fp8
+from cookbook.titan.common.fp8 import Quantized, Weights
+
+POWER_OF_TWO = "power_of_two"
+
+
+class FP8GroupedMMConverter(QuantizationConverter):
+    """Marks the routed experts, so that their grouped GEMMs run in FP8."""
+
+    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+        super().__init__(job_config, parallel_dims)
+        fqns = job_config.quantize.grouped_mm.float8.fqns
+        self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
+        # A group's rows are the inner dimension of the weight gradient: whole 16-byte accesses.
+        set_token_group_alignment_size_m(FP8_GROUP_ALIGNMENT_SIZE)
+
+    def convert(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, GroupedExperts) and any(one in name for one in self.fqns):
+                module.cookbook_fp8 = True
+        logger.info(f"Grouped GEMMs of modules matching {self.fqns} use FP8")
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Do nothing: weights are quantized when their values have changed."""
+
+
+class FP8LinearConverter(QuantizationConverter):
+    """Makes linear layers `FP8Linear`, or TorchAO's for its own recipes."""
+
+    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+        super().__init__(job_config, parallel_dims)
+        options = job_config.quantize.linear.float8
+        self.titan = None
+        if options.recipe_name != POWER_OF_TWO:
+            self.titan = Float8LinearConverter(job_config, parallel_dims)
+        self.is_wanted = partial(module_filter_fn, filter_fqns=options.filter_fqns)
+
+    def convert(self, model: nn.Module) -> None:
+        if self.titan is not None:
+            self.titan.convert(model)
+            return
+        for name, module in model.named_modules():
+            if self.is_wanted(module, name):
+                module.__class__ = FP8Linear
+        logger.info("Linear layers use FP8 with power-of-two scales")
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        if self.titan is not None:
+            self.titan.post_optimizer_hook(model)
+
+
+def replace_float8_converters() -> None:
+    """Replace TorchTitan's FP8 converters in its registry."""
+    model_converter._registry_model_converter_cls.update(
+        {
+            "quantize.grouped_mm.float8": FP8GroupedMMConverter,
+            "quantize.linear.float8": FP8LinearConverter,
+        }
+    )
+
+
+def expert_weights(experts: Any, weights: list[Tensor]) -> Weights:
+    """Return the experts' weights w1, w2 and w3 in FP8, quantized once for each optimizer step."""
+    gate, down, up = (weight.detach() for weight in weights)
+    state = tuple((one.data_ptr(), one._version) for one in weights)
+    kept = experts.__dict__.get("cookbook_fp8_weights")
+    # A pipeline runs several microbatches, and recomputation runs the forward again.
+    if kept is None or kept[0] != state:
+        kept = state, fp8.quantize_weights(gate, up, down)
+        experts.__dict__["cookbook_fp8_weights"] = kept
+    quantized: Weights = kept[1]
+    return quantized
+
+
+@torch.library.custom_op("cookbook::fp8_quantize", mutates_args=())
+def _quantize(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values, scales, group_scales = fp8.quantize(rows.unsqueeze(0))
+    return values[0], scales[0], group_scales
+
+
+@_quantize.register_fake
+def _(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scales = rows.new_empty(len(rows), dtype=torch.float32)
+    return rows.new_empty(rows.shape, dtype=fp8.FP8), scales, scales.new_empty(1)
+
+
+@torch.library.custom_op("cookbook::fp8_transpose", mutates_args=())
+def _transpose(values: Tensor, scales: Tensor, group_scales: Tensor) -> Tensor:
+    return fp8.transpose(Quantized(values, scales, group_scales))[0]
+
+
+@_transpose.register_fake
+def _(values: Tensor, scales: Tensor, group_scales: Tensor) -> Tensor:
+    return values.new_empty(values.shape[1], values.shape[0])
+
+
+def _product(
+    left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Multiply FP8 matrices (m, inner) and (n, inner), each with scales for its rows or for all."""
+    if left.is_cuda:
+        return torch._scaled_mm(
+            left, right.t(), left_scales, right_scales.t(), out_dtype=dtype, use_fast_accum=True
+        )
+    product = (left.float() * left_scales) @ (right.float() * right_scales).t()
+    return product.to(dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        quantized, of_weight = _quantize(rows), _quantize(weight)
+        ctx.save_for_backward(*quantized, *of_weight)
+        ctx.dtypes = rows.dtype, weight.dtype
+        left, scales = quantized[0], quantized[1].unsqueeze(1)
+        return _product(left, of_weight[0], scales, of_weight[1].unsqueeze(1), torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        saved = ctx.saved_tensors
+        rows, weight = saved[:3], saved[3:]
+        given = _quantize(grad)
+        scales = weight[2].unsqueeze(1).expand(weight[0].shape[1], 1).contiguous()
+        by_rows = _product(
+            given[0], _transpose(*weight), given[1].unsqueeze(1), scales, torch.bfloat16
+        )
+        by_weight = _product(
+            _transpose(*given), _transpose(*rows), given[2].view(1, 1), rows[2].view(1, 1),
+            ctx.dtypes[1],
+        )  # fmt: skip
+        return by_rows.to(ctx.dtypes[0]), by_weight
+
+
+class FP8Linear(nn.Linear):
+    """A linear layer without bias whose three GEMMs run in FP8."""
+
+    def forward(self, x: Any) -> Any:
+        """Return x @ weight.T in BF16; under TP both are DTensors, as for `nn.Linear`."""
+        weight: Any = self.weight
+        if not isinstance(weight, DTensor):
+            return self._multiply(x, weight)
+        mesh, placements = weight.device_mesh, weight.placements
+        is_cut_by_rows = placements == (Shard(0),)
+        x_grad, out = ((Partial(),), Shard(-1)) if is_cut_by_rows else ((Shard(-1),), Partial())
+        local = self._multiply(
+            x.to_local(grad_placements=x_grad), weight.to_local(grad_placements=placements)
+        )
+        return DTensor.from_local(local, mesh, (out,), run_check=False)
+
+    def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return _Linear.apply(rows, weight).view(*x.shape[:-1], weight.shape[0])
