@@ -290,6 +290,6 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
 def test_fsdp_leaves_the_scores_in_float32() -> None:
     from torch.distributed.utils import _cast_forward_inputs
 
-    ends = torch.ones(2, dtype=torch.int32)
-    groups = Groups(scores=torch.ones(2, 1), sizes=ends, ends=ends)
+    plan = plan_groups(torch.zeros(2, 1, dtype=torch.int32), [2], 8)
+    groups = Groups(scores=torch.ones(2, 1), plan=plan)
     assert _cast_forward_inputs(torch.bfloat16, groups)[0][0].scores.dtype == torch.float32

@@ -24,7 +24,7 @@ HP = ("--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp",)
 CASES: dict[str, tuple[float | None, tuple[str, ...], list[tuple[str | None, str]]]] = {
     "bf16": (10.0, (), [("bf16", "bf16")]),
     "mxfp8, weight gradient in BF16": (10.0, (*MX_GROUPED, *HP), [("mxfp8_wgrad_with_hp", "bf16")]),
-    "float8": (9.0, FLOAT8, [("fp8_rowwise", "float8")]),
+    "float8": (9.0, FLOAT8, [("fp8", "fp8")]),
     "emulated": (None, (*MX_GROUPED, "--quantize.grouped_mm.mx.emulate"), [("mxfp8", "bf16")]),
     # The only dense layer, of which the filter leaves something, is on the first stage.
     "linear layers of one stage": (

@@ -257,7 +257,7 @@ class _Joined(torch.autograd.Function):
         experts, hidden, features = weights[0].shape
         joined = weights[0].new_empty(experts, len(weights) * hidden, features, dtype=dtype)
         for weight, part in zip(weights, joined.chunk(len(weights), dim=1), strict=True):
-            _cast(weight.contiguous(), part)
+            cast(weight.contiguous(), part)
         return joined
 
     @staticmethod
@@ -266,11 +266,12 @@ class _Joined(torch.autograd.Function):
         for part, dtype in zip(parts, ctx.dtypes, strict=True):
             # Copy even if the dtype is the same: a view would keep the whole joined gradient alive.
             grads.append(part.new_empty(part.shape, dtype=dtype))
-            _cast(part, grads[-1])
+            cast(part, grads[-1])
         return None, *grads
 
 
-def _cast(source: Tensor, target: Tensor) -> None:
+def cast(source: Tensor, target: Tensor) -> None:
+    """Write `source` (experts, rows, columns) to `target` in the dtype of `target`."""
     if source.is_cuda:
         _triton().cast(source, target)
     else:

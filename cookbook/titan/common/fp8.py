@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cookbook.titan.common.expert_groups import GroupPlan, move_rows, sum_rows, take_at
+from cookbook.titan.common.expert_groups import GroupPlan, cast, move_rows, sum_rows, take_at
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0
@@ -79,7 +79,8 @@ def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(FP8), scales
 
 
-def _group_maxima(scales: Tensor, groups: Tensor, count: int) -> Tensor:
+def group_maxima(scales: Tensor, groups: Tensor, count: int) -> Tensor:
+    """Return the largest of the rows' scales in each of `count` groups; `count` is no group."""
     here = groups < count
     maxima = scales.new_zeros(count)
     return maxima.scatter_reduce_(0, groups[here].long(), scales[here], "amax")
@@ -96,7 +97,7 @@ def activate(gate_up: Tensor, scores: Tensor, groups: Tensor, count: int) -> Qua
         return Quantized(*made, group_scales)
     gate, up = gate_up.float().chunk(2, dim=1)
     values, scales = _quantized(torch.nn.functional.silu(gate) * up * scores)
-    return Quantized(values, scales, _group_maxima(scales, groups, count))
+    return Quantized(values, scales, group_maxima(scales, groups, count))
 
 
 def gradient(
@@ -114,7 +115,7 @@ def gradient(
     scored = grad * scores
     by_gate = scored * up * sigmoid * (1 + gate * (1 - sigmoid))
     values, scales = _quantized(torch.cat([by_gate, scored * silu], dim=1))
-    found = Quantized(values, scales, _group_maxima(scales, groups, count))
+    found = Quantized(values, scales, group_maxima(scales, groups, count))
     here = (groups < count).unsqueeze(1)
     return found, (grad * silu * up).sum(1, keepdim=True).where(here, 0)
 
@@ -268,7 +269,10 @@ class _Experts(torch.autograd.Function):
         by_gate_up = weight_gradients(grad_t, given.group_scales, rows_t, one, plan.ends)
         by_gate, by_up = by_gate_up.chunk(2, dim=1)
         by_base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
-        of_weights = (by_gate.to(ctx.dtypes[1]), by_down.to(ctx.dtypes[2]), by_up.to(ctx.dtypes[3]))
+        of_weights = []
+        for found, dtype in zip((by_gate, by_down, by_up), ctx.dtypes[1:], strict=True):
+            of_weights.append(found.new_empty(found.shape, dtype=dtype))
+            cast(found, of_weights[-1])
         return by_tokens, by_scores, by_base, *of_weights, None, None, None, None
 
 

@@ -10,11 +10,13 @@ A scale is the factor that restores the values: `row.float() * scale`. A row tha
 the scale NaN. `fp8.py` has PyTorch equivalents for CPUs. Atomic maxima do not depend on the order.
 """
 
+from typing import Any
+
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.language import constexpr
+from torch.library import wrap_triton
 
 FP8 = torch.float8_e4m3fn
 
@@ -40,7 +42,7 @@ def _scale(k, largest):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _quantize_kernel(  # type: ignore[no-untyped-def]
-    rows, values, scales, group_scales, columns, part, stride, first, block: constexpr
+    rows, values, scales, group_scales, columns, part, stride, first, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     group = row // part
@@ -59,7 +61,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _activate_kernel(  # type: ignore[no-untyped-def]
-    gate_up, scores, groups, values, scales, group_scales, num_groups, hidden, block: constexpr
+    gate_up, scores, groups, values, scales, group_scales, num_groups, hidden, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     group = tl.load(groups + row)
@@ -91,7 +93,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     grad_scores,
     num_groups,
     hidden,
-    block: constexpr,
+    block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     group = tl.load(groups + row)
@@ -130,9 +132,9 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     num_groups,
     columns,
-    top_k: constexpr,
-    tile_rows: constexpr,
-    tile_columns: constexpr,
+    top_k: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
 ):
     part = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
@@ -159,6 +161,11 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     tl.store(transposed + out, tl.trans(value.to(tl.float8e4nv)), mask=there)
 
 
+def _traced(kernel: Any) -> Any:
+    # Triton's interpreter, which tests use, is not a function that PyTorch can trace.
+    return wrap_triton(kernel) if isinstance(kernel, triton.JITFunction) else kernel
+
+
 def _block(columns: int) -> int:
     return int(triton.next_power_of_2(columns))
 
@@ -175,7 +182,7 @@ def quantize(rows: Tensor, values: Tensor, scales: Tensor, group_scales: Tensor,
     """
     groups, part, columns = rows.shape
     block = _block(columns)
-    _quantize_kernel[(groups * part,)](
+    _traced(_quantize_kernel)[(groups * part,)](
         rows, values, scales, group_scales, columns, part, values.shape[1], first, block,
         num_warps=_warps(block),
     )  # fmt: skip
@@ -220,7 +227,7 @@ def transpose(
     groups: Tensor | None = None,
     copies: Tensor | None = None,
     top_k: int = 1,
-    tile: tuple[int, int, int] = (128, 64, 4),
+    tile: tuple[int, int, int] = (128, 128, 4),
 ) -> Tensor:
     """Return FP8 rows (parts, rows, columns) as (parts, columns, rows) under one scale a group.
 
@@ -234,7 +241,7 @@ def transpose(
     transposed = values.new_empty(parts, columns, num_rows)
     rows, width, warps = tile
     grid = triton.cdiv(num_rows, rows), triton.cdiv(columns, width), parts
-    _transpose_kernel[grid](
+    _traced(_transpose_kernel)[grid](
         values, scales, group_scales, copies, groups, transposed, num_rows, len(group_scales), columns, top_k,
         rows, width, num_warps=warps,
     )  # fmt: skip

@@ -171,7 +171,7 @@ BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "bf16": (BF16, BF16, BF16),
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
-    "fp8_rowwise": (FP8, FP8, FP8),
+    "fp8": (FP8, FP8, FP8),
     # Bounds for linear layers. Some `float8` recipes compute the weight gradient in BF16, so the
     # smallest plausible error of this gradient (`least`) is 0.
     "mx": (FP8, FP8, FP8),

@@ -95,26 +95,16 @@ def expert_weights(experts: Any, weights: list[Tensor]) -> Weights:
     return quantized
 
 
-@torch.library.custom_op("cookbook::fp8_quantize", mutates_args=())
+# Operators whose Triton kernels `torch.compile` sees: compiled layers launch them without Python.
+@torch.library.triton_op("cookbook::fp8_quantize", mutates_args=())
 def _quantize(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values, scales, group_scales = fp8.quantize(rows.unsqueeze(0))
-    return values[0], scales[0], group_scales
+    return values.squeeze(0), scales.squeeze(0), group_scales
 
 
-@_quantize.register_fake
-def _(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scales = rows.new_empty(len(rows), dtype=torch.float32)
-    return rows.new_empty(rows.shape, dtype=fp8.FP8), scales, scales.new_empty(1)
-
-
-@torch.library.custom_op("cookbook::fp8_transpose", mutates_args=())
+@torch.library.triton_op("cookbook::fp8_transpose", mutates_args=())
 def _transpose(values: Tensor, scales: Tensor, group_scales: Tensor) -> Tensor:
-    return fp8.transpose(Quantized(values, scales, group_scales))[0]
-
-
-@_transpose.register_fake
-def _(values: Tensor, scales: Tensor, group_scales: Tensor) -> Tensor:
-    return values.new_empty(values.shape[1], values.shape[0])
+    return fp8.transpose(Quantized(values, scales, group_scales)).squeeze(0)
 
 
 def _product(

@@ -5,6 +5,7 @@
   (pytorch/torchtitan#2972). Here a pipeline's gradients are divided by the same number.
 - With `loss.num_chunks` the output layer does not compute logits. It passes its input and weight to
   the loss function, which computes them one chunk at a time (`common/chunked_loss.py`).
+- A fused AdamW on a GPU clips the gradients while it updates the weights (`common/adamw.py`).
 - TorchTitan takes the optimizer step even if the gradient norm is not finite. Here its clipping
   function is patched to record the norm, and the optimizers' `step` is wrapped to skip the update
   of weights, moments and routing bias.
@@ -17,6 +18,7 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn as nn
@@ -32,6 +34,7 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers as titan_lr_s
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.tools.logging import logger
 
+from cookbook.titan.common.adamw import ClippingAdamW, can_clip
 from cookbook.titan.common.chunked_loss import VocabularyShard, chunked_cross_entropy
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.routing import moe_layers
@@ -156,11 +159,13 @@ class GradientWatch:
     limit = 0  # how many steps may be skipped: the option training.max_skipped_steps
     skipped = 0
     norm: Tensor | None = None
+    clipping: tuple[ClippingAdamW, ...] = ()  # the optimizers that scale gradients themselves
 
 
 def watch_gradients(job_config: Any) -> None:
     """Record the gradient norm of each step if the job sets `training.max_skipped_steps`."""
     GradientWatch.limit, GradientWatch.skipped = job_config.training.max_skipped_steps, 0
+    GradientWatch.clipping = ()
     dist_utils.clip_grad_norm_ = _clip_and_note if GradientWatch.limit else _clip
 
 
@@ -173,6 +178,11 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
     and fails at the next one.
     """
     optimizers = build_optimizers_with_moe_load_balancing(*args, **kwargs)
+    if all(can_clip(one) for one in optimizers):
+        for one in optimizers:
+            one.__class__ = ClippingAdamW
+        GradientWatch.clipping = tuple(optimizers)
+        dist_utils.clip_grad_norm_ = _clip_and_note
     load = optimizers.load_state_dict
 
     def load_moments(state: dict[str, Any]) -> None:
@@ -205,8 +215,16 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
 
 
 def _clip_and_note(*args: Any, **kwargs: Any) -> Tensor:
-    GradientWatch.norm = _clip(*args, **kwargs)
+    note = _hand_factor if GradientWatch.clipping else torch.nn.utils.clip_grads_with_norm_
+    with patch.object(torch.nn.utils, "clip_grads_with_norm_", note):
+        GradientWatch.norm = _clip(*args, **kwargs)
     return GradientWatch.norm
+
+
+def _hand_factor(_: Any, max_norm: float, total_norm: Tensor, *__: Any, **___: Any) -> None:
+    for optimizer in GradientWatch.clipping:
+        # PyTorch's own formula.
+        optimizer.factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
 
 
 def build_lr_schedulers(optimizers: Any, lr_scheduler_config: Any, training_steps: int) -> Any:

@@ -28,7 +28,14 @@ from torchtitan.protocols.model_converter import build_model_converters
 
 from cookbook.titan.common.token_shard import shard_of
 from cookbook.titan.common.varlen_attention import bounds_capacity
-from cookbook.titan.self_check import Error, KernelCase, products, rows, with_gradients
+from cookbook.titan.self_check import (
+    Error,
+    KernelCase,
+    low_precision,
+    products,
+    rows,
+    with_gradients,
+)
 from cookbook.titan.tt_0_2_2.activity import observe_model
 from cookbook.titan.tt_0_2_2.families import FAMILIES
 from cookbook.titan.tt_0_2_2.families.parts import FLASH_ATTENTION_4
@@ -181,6 +188,8 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
     avoid = _AVOID.get(kernel, "use precision bf16")
 
     def multiply(x: Tensor, weight: Tensor, offsets: Tensor, grad: Tensor) -> products.Products:
+        if kind == "fp8":
+            return low_precision.grouped_products(x, weight, offsets, grad)
         leaves: Any = [x.clone(), _experts(cell, weight.clone()).w1]
         out, dx, dw = with_gradients(
             lambda x, w: torch._grouped_mm(x, w.transpose(-2, -1), offs=offsets), leaves, grad
@@ -192,6 +201,12 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
         run = partial(products.grouped_errors, *sizes, kind, multiply, cell.device)
         shape = f"{experts} experts of {n} x {k}, about {num_rows:,} rows"
         yield KernelCase(kernel, shape, run, avoid)
+    if kind == "fp8":
+        few, top_k = min(experts, 8), min(3, cell.local_experts)
+        sizes = (cell.limits.linear_rows // 2, cell.model_args.dim, cell.expert_hidden, few, top_k)
+        run = partial(low_precision.layer_errors, *sizes, alignment, cell.device)
+        shape = "{:,} tokens of {}, {} experts of {}, top {}".format(*sizes[:2], few, *sizes[2::2])
+        yield KernelCase("experts fp8", shape, run, "use precision bf16")
 
 
 def _experts(cell: Cell, weight: Tensor) -> nn.Module:
