@@ -11,6 +11,8 @@ from cookbook.base.yamlfile import Words, YamlFile
 from cookbook.config.stack import Stack, load_stack
 from cookbook.run.record import CellRecord
 
+OVERRIDES = "model.overrides."
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -57,13 +59,26 @@ class Options:
         return self.stack.families.get(self["model.name"])
 
     @property
-    def model(self) -> Model | None:
+    def flavor(self) -> Model | None:
+        """The flavor that the options select, without their `model.overrides`."""
         return self.family.flavors.get(self["model.flavor"]) if self.family else None
+
+    @property
+    def overrides(self) -> dict[str, int]:
+        """The sizes that replace the flavor's, by TorchTitan's names (`moe_args.top_k`)."""
+        names = (name for name in self.settings if name.startswith(OVERRIDES))
+        found = {name.removeprefix(OVERRIDES): self[name] for name in names}
+        return {name: size for name, size in found.items() if size is not None}
+
+    @property
+    def model(self) -> Model | None:
+        family, flavor = self.family, self.flavor
+        return family.overridden(flavor, self.overrides) if family and flavor else None
 
     @property
     def model_title(self) -> str:
         name = self.family.title if self.family else self["model.name"]
-        return f"{name} {self['model.flavor']}"
+        return f"{name} {self['model.flavor']}" + " with overrides" * bool(self.overrides)
 
 
 def options_of(record: CellRecord) -> Options:

@@ -9,9 +9,10 @@ as TorchTitan's own mask.
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -179,6 +180,7 @@ class FamilyParts:
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
     has_pipelines: bool = True
+    shares_experts: bool = True
 
     @property
     def family(self) -> Family:
@@ -187,12 +189,18 @@ class FamilyParts:
         # TorchTitan can dequantize published weights only if the adapter overrides this method.
         adapter: Any = self.released().state_dict_adapter
         reads = adapter.get_hf_storage_reader is not StateDictAdapter.get_hf_storage_reader
-        facts = self.weights, reads, self.extra_layers, self.has_pipelines
-        return Family(self.name, self.title, flavors, *facts)
+        names = next(iter(self.flavors.values())).SIZES
+        facts = names, reads, self.extra_layers, self.has_pipelines, self.shares_experts
+        return Family(self.name, self.title, flavors, self.weights, *facts)
 
-    def config_json(self, flavor: str, seq_len: int, dtype: str) -> dict[str, Any]:
-        """Return Transformers' `config.json` for a flavor trained at sequence length `seq_len`."""
-        args = self.flavors[flavor]
+    def arguments(self, flavor: str, overrides: Mapping[str, int]) -> Any:
+        """Return a copy of a flavor's model arguments, with `overrides`."""
+        args = deepcopy(self.flavors[flavor])
+        args.override(overrides)
+        return args
+
+    def config_json(self, args: Any, seq_len: int, dtype: str) -> dict[str, Any]:
+        """Return Transformers' `config.json` for a model trained at sequence length `seq_len`."""
         return {
             "torch_dtype": dtype,
             "vocab_size": args.vocab_size,
@@ -224,34 +232,52 @@ def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) 
     return found
 
 
+# The model argument that each of these fields of `Model` is read from, in every family.
+SIZES = {
+    "dim": "dim",
+    "heads": "n_heads",
+    "expert_hidden": "moe_inter_dim",
+    "num_experts": "moe_args.num_experts",
+    "num_shared_experts": "moe_args.num_shared_experts",
+    "top_k": "moe_args.top_k",
+    "vocab": "vocab_size",
+    "n_layers": "n_layers",
+    "num_expert_groups": "moe_args.num_expert_groups",
+    "num_limited_groups": "moe_args.num_limited_groups",
+}
+
+
 class CookbookArgs:
     """A mixin that applies a job's options to TorchTitan's model arguments.
 
-    Each family's class must define two methods. `own_sizes()` returns the fields of `Model` that
-    every family computes differently, such as `kv_heads`. `transformers_config(seq_len)` returns
+    Each family's class must define SIZES, with more fields of `Model`, and two methods.
+    `own_sizes()` returns the fields that are not in SIZES. `transformers_config(seq_len)` returns
     the family's entries of `config.json` for a model trained at sequence length `seq_len`.
     """
+
+    SIZES: ClassVar[Mapping[str, str]]
 
     def sizes(self: Any) -> Model:
         moe = self.moe_args
         return Model(
-            dim=self.dim,
-            heads=self.n_heads,
-            expert_hidden=self.moe_inter_dim,
+            **{field: attrgetter(name)(self) for field, name in self.SIZES.items()},
             shared_hidden=self.moe_inter_dim * moe.num_shared_experts,
-            num_experts=moe.num_experts,
-            top_k=moe.top_k,
-            vocab=self.vocab_size,
             gate_bias=moe.gate_bias,
-            n_layers=self.n_layers,
-            num_expert_groups=moe.num_expert_groups,
-            num_limited_groups=moe.num_limited_groups,
             attn_type=self.attn_type,
             by_document=self.attn_mask_type == "block_causal",
             # Transformers' routers that score by softmax (DeepSeek-V2, Qwen3-MoE) have no bias.
             publishes_bias=moe.score_func == "sigmoid",
             **self.own_sizes(),
         )
+
+    def override(self: Any, overrides: Mapping[str, int]) -> None:
+        """Set the sizes in `overrides`, which are keyed by names such as `moe_args.top_k`."""
+        for name, value in overrides.items():
+            owner, _, field = name.rpartition(".")
+            setattr(attrgetter(owner)(self) if owner else self, field, value)
+        # TorchTitan's router takes 0 groups for a limit.
+        if self.moe_args.num_expert_groups == 0:
+            self.moe_args.num_expert_groups = self.moe_args.num_limited_groups = None
 
     def update_from_config(self: Any, job_config: Any, **kwargs: Any) -> None:
         """Apply the job's options and patches; TorchTitan calls this before building the model."""
@@ -261,6 +287,13 @@ class CookbookArgs:
                 f"--experimental.custom_import={package} needs the cookbook's options; add "
                 f"--job.custom_config_module={package}.job_config"
             )
+        overrides = asdict(job_config.model.overrides)
+        routed = overrides.pop("moe_args")
+        overrides |= {f"moe_args.{name}": value for name, value in routed.items()}
+        overrides = {name: value for name, value in overrides.items() if value is not None}
+        for name in overrides.keys() - self.SIZES.values():
+            raise refuse(f"model.overrides.{name}: {job_config.model.name} has no such size")
+        self.override(overrides)
         replace_mx_converters()
         save_when_ranks_agree()
         watch_gradients(job_config)
