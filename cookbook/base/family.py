@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """A layer's sizes, either in the full model or in one TP rank's shard of it."""
 
     dim: int
     heads: int
     kv_heads: int  # key/value heads; equal to `heads` with multi-head latent attention (MLA)
-    qk_norm: bool  # whether each head's queries and keys are normalized
-    q_lora: int  # width of the query latent; 0 if queries are projected directly
-    kv_lora: int  # width of the key/value latent; 0 without MLA
-    nope: int  # width of the part of a query or key head that has no rotary embedding
+    qk_norm: bool = False  # whether each head's queries and keys are normalized
+    q_lora: int = 0  # width of the query latent; 0 if queries are projected directly
+    kv_lora: int = 0  # width of the key/value latent; 0 without MLA
+    nope: int = 0  # width of the part of a query or key head that has no rotary embedding
     rope: int  # width of the part of a query or key head that has rotary embedding
     v_head: int
     dense_hidden: int
@@ -31,12 +31,12 @@ class Sizes:
     gate_bias: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Model(Sizes):
     """One flavor of a model family: its sizes, layers, expert groups and attention."""
 
     n_layers: int
-    n_dense_layers: int
+    n_dense_layers: int = 0
     num_shared_experts: int
     num_expert_groups: int | None
     num_limited_groups: int | None  # how many groups a token's experts may be in; None for any
@@ -64,8 +64,7 @@ class Family:
     flavors: Mapping[str, Model]
     # Tensor shapes in published checkpoints. A dimension is a `Model` field's name; None means any.
     weights: Mapping[str, Sequence[str | None]]
-    # TorchTitan's name of the model argument that each `Model` field is read from. Only these
-    # arguments can be overridden (`model.overrides`).
+    # TorchTitan's name of the model argument that a `Model` field is read from.
     sizes: Mapping[str, str]
     reads_quantized: bool  # whether TorchTitan can dequantize checkpoints published in FP8
     extra_layers: int = 0  # how many multi-token prediction layers published checkpoints have
@@ -87,65 +86,52 @@ class Family:
             model, shared_hidden=shared, num_expert_groups=groups, num_limited_groups=limited
         )
 
-    def impossible(
-        self, flavor: Model, overrides: Mapping[str, int]
-    ) -> Iterator[tuple[str, str, str]]:
-        """Yield (name, reason, remedy) for each of `overrides` that TorchTitan cannot build."""
-        known, model = sorted({*self.sizes.values()}), self.overridden(flavor, overrides)
-        is_small = False
-        for name, value in overrides.items():
-            least = 0 if name in _MAY_BE_ZERO else 1
-            if name not in known:
-                yield name, f"{self.title} has no such size", f"it has: {', '.join(known)}"
-            elif value < least:
-                is_small = True
-                yield name, f"found {value}, allowed: {least} and up", ""
+    def impossible(self, model: Model, overrides: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+        """Yield (name, reason) for each of `overrides` that makes `model` impossible."""
         if _LIMITED in overrides and model.num_expert_groups is None:
-            yield _LIMITED, "has no effect without groups", f"set {_GROUPS}"
-        for fields, reason in () if is_small else _relations(model):
-            names = [self.sizes[field] for field in fields if field in self.sizes]
-            # Blame a size that was overridden; the flavor's own are right.
-            if name := next((name for name in names if name in overrides), ""):
-                yield name, reason, ""
+            yield _LIMITED, f"has no effect without groups ({_GROUPS})"
+        for name, size in overrides.items():
+            least = 0 if name in _MAY_BE_ZERO else 1
+            if name not in self.sizes.values():
+                yield name, f"{self.title} has no such size"
+            elif size < least:
+                yield name, f"found {size}, allowed: {least} and up"
+                return
+        for fields, is_right, reason in _relations(model):
+            # Blame a size that is overridden: the flavor's own are right.
+            blamed = [n for n in map(self.sizes.get, fields) if n in overrides and not is_right]
+            yield from [(name, reason) for name in blamed[:1] if name]
 
     def unpublished(self, model: Model) -> str:
         """Return why no published format can hold `model`'s weights; empty if one can."""
         if bool(model.num_shared_experts) != self.shares_experts:
-            have = "have" if self.shares_experts else "have no"
-            return f"checkpoints of {self.title} {have} shared experts"
+            no = "" if self.shares_experts else "no "
+            return f"checkpoints of {self.title} have {no}shared experts"
         if (model.num_expert_groups or 1) > 1 and not model.publishes_bias:
             return "DeepSeek-V2's router ranks groups by their best expert, TorchTitan by two"
         return ""
 
 
-def _relations(model: Model) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the fields of each rule that a model's sizes break, and the reason."""
-    experts, top_k, dense = model.num_experts, model.top_k, model.n_dense_layers
-    if dense >= model.n_layers:
-        reason = f"{dense} dense layers of {model.n_layers} leave no layer with experts"
-        yield ("n_dense_layers", "n_layers"), reason
-    if model.heads % model.kv_heads:
-        reason = f"{model.kv_heads} key and value heads do not divide {model.heads} heads"
-        yield ("kv_heads", "heads"), reason
-    if model.rope % 2:
-        yield ("rope",), f"rotary embedding turns pairs of values, and {model.rope} is odd"
+def _relations(model: Model) -> Iterator[tuple[tuple[str, ...], bool, str]]:
+    """Yield each rule about sizes: their fields, whether they keep it, and the reason if not."""
+    experts, top_k = model.num_experts, model.top_k
+    layers = f"{model.n_dense_layers} dense layers of {model.n_layers} leave none with experts"
+    yield ("n_dense_layers", "n_layers"), model.n_dense_layers < model.n_layers, layers
+    heads = f"{model.kv_heads} key and value heads do not divide {model.heads} heads"
+    yield ("kv_heads", "heads"), model.heads % model.kv_heads == 0, heads
     for field in ("dim", "expert_hidden"):
-        if (width := getattr(model, field)) % 8:
-            yield (field,), f"{width}: grouped GEMMs need a multiple of 8 (16 bytes of BF16)"
-    if top_k > experts:
-        yield ("top_k", "num_experts"), f"a token cannot go to {top_k} of {experts} experts"
-    if (groups := model.num_expert_groups) is None:
-        return
-    fields, limited = ("num_expert_groups", "num_experts"), model.num_limited_groups or 0
-    if experts % groups or experts < 2 * groups:
-        yield fields, f"{groups} groups need a multiple of {groups} experts, at least two a group"
-    elif not 1 <= limited <= groups:
-        reason = f"a token's experts may be in {limited} of {groups} groups, allowed: 1 to {groups}"
-        yield ("num_limited_groups", *fields), reason
-    elif top_k > (within := experts // groups * limited):
-        reason = f"{limited} of {groups} groups have {within} of {experts} experts, and a token "
-        reason += f"goes to {top_k}; {_GROUPS}: 0 lifts the limit"
-        yield ("num_limited_groups", *fields, "top_k"), reason
+        width = getattr(model, field)
+        yield (field,), width % 8 == 0, f"{width}: grouped GEMMs need a multiple of 8 in BF16"
+    chosen = f"a token cannot go to {top_k} of {experts} experts"
+    yield ("top_k", "num_experts"), top_k <= experts, chosen
+    if groups := model.num_expert_groups:
+        fields, limited = ("num_expert_groups", "num_experts"), model.num_limited_groups or 0
+        sizes = f"{experts} experts do not make {groups} equal groups of at least two"
+        yield fields, experts % groups == 0 and experts >= 2 * groups, sizes
+        within = experts // groups * limited
+        limit = f"{limited} of {groups} groups have {within} experts, and a token goes to {top_k}; "
+        is_right = top_k <= within and limited <= groups
+        yield (("num_limited_groups", *fields, "top_k"), is_right, f"{limit}{_GROUPS}: 0 lifts it")
 
 
 def is_v_shaped(schedule: str) -> bool:

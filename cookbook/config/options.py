@@ -59,21 +59,15 @@ class Options:
         return self.stack.families.get(self["model.name"])
 
     @property
-    def flavor(self) -> Model | None:
-        """The flavor that the options select, without their `model.overrides`."""
-        return self.family.flavors.get(self["model.flavor"]) if self.family else None
-
-    @property
     def overrides(self) -> dict[str, int]:
         """The sizes that replace the flavor's, by TorchTitan's names (`moe_args.top_k`)."""
-        names = (name for name in self.settings if name.startswith(OVERRIDES))
-        found = {name.removeprefix(OVERRIDES): self[name] for name in names}
-        return {name: size for name, size in found.items() if size is not None}
+        found = {name: self[name] for name in self.settings if name.startswith(OVERRIDES)}
+        return {k.removeprefix(OVERRIDES): size for k, size in found.items() if size is not None}
 
     @property
     def model(self) -> Model | None:
-        family, flavor = self.family, self.flavor
-        return family.overridden(flavor, self.overrides) if family and flavor else None
+        flavor = self.family and self.family.flavors.get(self["model.flavor"])
+        return self.family.overridden(flavor, self.overrides) if self.family and flavor else None
 
     @property
     def model_title(self) -> str:

@@ -106,15 +106,11 @@ def _check_model(options: Options, before: Options) -> None:
     # PyTorch would load what the two models have in common, and say nothing.
     sizes = sorted({*options.overrides, *before.overrides})
     for option in ("model.name", "model.flavor", *(f"{OVERRIDES}{size}" for size in sizes)):
-        now, saved = options[option], before[option]
-        if now != saved:
-            found = f"found {now}, and the checkpoint is of {saved}"
-            remedy = "leave it out, or start a new run"
-            if now is None:
-                remedy = f"set it to {saved}, or start a new run"
-            elif saved is None:
-                found = f"found {now}, and the checkpoint is of the flavor as it is"
-            raise InputError(option, found, remedy)
+        if options[option] != (saved := before[option]):
+            shown = "the flavor as it is" if saved is None else saved
+            found = f"found {options[option]}, and the checkpoint is of {shown}"
+            remedy = "leave it out" if option in options else f"set it to {saved}"
+            raise InputError(option, found, f"{remedy}, or start a new run")
 
 
 def _check_states(

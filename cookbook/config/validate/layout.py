@@ -94,9 +94,9 @@ def impossible(options: Options) -> Problems:
             _, reason, remedy = unknown(option, found, names)
             reason = reason if option in options else f"is not set; {reason.partition(', ')[2]}"
             yield option, f"{family.title}: {reason}" if family else reason, remedy
-    if family and options.flavor:
-        for name, reason, remedy in family.impossible(options.flavor, options.overrides):
-            yield f"{OVERRIDES}{name}", reason, remedy
+    if family and options.model:
+        for name, reason in family.impossible(options.model, options.overrides):
+            yield f"{OVERRIDES}{name}", reason, ""
     for option in (*DEGREES.values(), _BATCH):
         is_auto = option == DEGREES["dp_shard"]
         if options[option] < 1 and not (is_auto and options[option] == -1):

@@ -10,6 +10,7 @@ an interrupted export resumes at the first missing file.
 import json
 import shutil
 import sys
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,8 +50,10 @@ class Request:
 
     @property
     def args(self) -> Any:
-        """The arguments of the checkpoint's model."""
-        return FAMILIES[self.model].arguments(self.flavor, self.overrides)
+        """A copy of the model's arguments."""
+        args = deepcopy(FAMILIES[self.model].flavors[self.flavor])
+        args.override(self.overrides)
+        return args
 
 
 class Part(NamedTuple):

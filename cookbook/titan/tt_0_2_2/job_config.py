@@ -102,23 +102,11 @@ class Overrides:
     n_kv_heads: int | None = None
     """Qwen3-MoE: the number of key and value heads."""
 
-    head_dim: int | None = None
-    """Qwen3-MoE: the width of a head."""
-
     q_lora_rank: int | None = None
     """DeepSeek-V3: the width of the query latent; 0 to project queries directly."""
 
     kv_lora_rank: int | None = None
     """DeepSeek-V3: the width of the key and value latent."""
-
-    qk_nope_head_dim: int | None = None
-    """DeepSeek-V3: the width of a query or key head's part without rotary embedding."""
-
-    qk_rope_head_dim: int | None = None
-    """DeepSeek-V3: the width of a query or key head's part with rotary embedding."""
-
-    v_head_dim: int | None = None
-    """DeepSeek-V3: the width of a value head."""
 
     vocab_size: int | None = None
     """The number of tokens in the vocabulary."""

@@ -22,20 +22,9 @@ from cookbook.titan.tt_0_2_2.families.parts import (
 
 
 class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):
-    SIZES: ClassVar = {
-        **SIZES,
-        "kv_heads": "n_heads",
-        "q_lora": "q_lora_rank",
-        "kv_lora": "kv_lora_rank",
-        "nope": "qk_nope_head_dim",
-        "rope": "qk_rope_head_dim",
-        "v_head": "v_head_dim",
-        "dense_hidden": "inter_dim",
-        "n_dense_layers": "n_dense_layers",
-    }
-
-    def own_sizes(self) -> dict[str, Any]:
-        return {"qk_norm": False}
+    SIZES: ClassVar = SIZES | {"kv_heads": "n_heads", "n_dense_layers": "n_dense_layers"}
+    SIZES |= {"q_lora": "q_lora_rank", "kv_lora": "kv_lora_rank", "dense_hidden": "inter_dim"}
+    SIZES |= {"nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "v_head": "v_head_dim"}
 
     def transformers_config(self, seq_len: int) -> dict[str, Any]:
         """Return `config.json` entries of DeepSeek-V3, or of V2 if the router scores by softmax."""

@@ -9,10 +9,10 @@ as TorchTitan's own mask.
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -193,12 +193,6 @@ class FamilyParts:
         facts = names, reads, self.extra_layers, self.has_pipelines, self.shares_experts
         return Family(self.name, self.title, flavors, self.weights, *facts)
 
-    def arguments(self, flavor: str, overrides: Mapping[str, int]) -> Any:
-        """Return a copy of a flavor's model arguments, with `overrides`."""
-        args = deepcopy(self.flavors[flavor])
-        args.override(overrides)
-        return args
-
     def config_json(self, args: Any, seq_len: int, dtype: str) -> dict[str, Any]:
         """Return Transformers' `config.json` for a model trained at sequence length `seq_len`."""
         return {
@@ -223,59 +217,44 @@ def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) 
 
     `shorter={"16B": 8}` adds the flavor `16B_8layers`, a copy of `16B` with only 8 layers.
     """
-    found = {
-        name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
-        for name, args in released.items()
-    }
+    found = {name: kind(**deepcopy(vars(args))) for name, args in released.items()}
     for name, n_layers in shorter.items():
         found[f"{name}_{n_layers}layers"] = replace(deepcopy(found[name]), n_layers=n_layers)
     return found
 
 
 # The model argument that each of these fields of `Model` is read from, in every family.
-SIZES = {
-    "dim": "dim",
-    "heads": "n_heads",
-    "expert_hidden": "moe_inter_dim",
-    "num_experts": "moe_args.num_experts",
-    "num_shared_experts": "moe_args.num_shared_experts",
-    "top_k": "moe_args.top_k",
-    "vocab": "vocab_size",
-    "n_layers": "n_layers",
-    "num_expert_groups": "moe_args.num_expert_groups",
-    "num_limited_groups": "moe_args.num_limited_groups",
-}
+SIZES = {"n_layers": "n_layers", "dim": "dim", "heads": "n_heads", "vocab": "vocab_size"}
+SIZES |= {"expert_hidden": "moe_inter_dim", "attn_type": "attn_type"}
+_ROUTED = ("num_experts", "num_shared_experts", "top_k", "num_expert_groups", "num_limited_groups")
+SIZES |= {name: f"moe_args.{name}" for name in (*_ROUTED, "gate_bias")}
 
 
 class CookbookArgs:
     """A mixin that applies a job's options to TorchTitan's model arguments.
 
-    Each family's class must define SIZES, with more fields of `Model`, and two methods.
-    `own_sizes()` returns the fields that are not in SIZES. `transformers_config(seq_len)` returns
-    the family's entries of `config.json` for a model trained at sequence length `seq_len`.
+    Each family's class must define SIZES, with more fields of `Model`, and a method:
+    `transformers_config(seq_len)` returns the family's entries of `config.json` for a model trained
+    at sequence length `seq_len`.
     """
 
-    SIZES: ClassVar[Mapping[str, str]]
-
     def sizes(self: Any) -> Model:
-        moe = self.moe_args
         return Model(
             **{field: attrgetter(name)(self) for field, name in self.SIZES.items()},
-            shared_hidden=self.moe_inter_dim * moe.num_shared_experts,
-            gate_bias=moe.gate_bias,
-            attn_type=self.attn_type,
+            shared_hidden=self.moe_inter_dim * self.moe_args.num_shared_experts,
             by_document=self.attn_mask_type == "block_causal",
             # Transformers' routers that score by softmax (DeepSeek-V2, Qwen3-MoE) have no bias.
-            publishes_bias=moe.score_func == "sigmoid",
-            **self.own_sizes(),
+            publishes_bias=self.moe_args.score_func == "sigmoid",
         )
 
     def override(self: Any, overrides: Mapping[str, int]) -> None:
         """Set the sizes in `overrides`, which are keyed by names such as `moe_args.top_k`."""
-        for name, value in overrides.items():
+        for name, size in overrides.items():
+            if name not in self.SIZES.values():
+                raise refuse(f"model.overrides.{name}: the model has no such size")
             owner, _, field = name.rpartition(".")
-            setattr(attrgetter(owner)(self) if owner else self, field, value)
-        # TorchTitan's router takes 0 groups for a limit.
+            setattr(getattr(self, owner, self), field, size)
+        # TorchTitan's router would take 0 groups for a limit.
         if self.moe_args.num_expert_groups == 0:
             self.moe_args.num_expert_groups = self.moe_args.num_limited_groups = None
 
@@ -287,13 +266,9 @@ class CookbookArgs:
                 f"--experimental.custom_import={package} needs the cookbook's options; add "
                 f"--job.custom_config_module={package}.job_config"
             )
-        overrides = asdict(job_config.model.overrides)
-        routed = overrides.pop("moe_args")
-        overrides |= {f"moe_args.{name}": value for name, value in routed.items()}
-        overrides = {name: value for name, value in overrides.items() if value is not None}
-        for name in overrides.keys() - self.SIZES.values():
-            raise refuse(f"model.overrides.{name}: {job_config.model.name} has no such size")
-        self.override(overrides)
+        sizes = asdict(job_config.model.overrides)
+        sizes |= {f"moe_args.{name}": size for name, size in sizes.pop("moe_args").items()}
+        self.override({name: size for name, size in sizes.items() if size is not None})
         replace_mx_converters()
         save_when_ranks_agree()
         watch_gradients(job_config)

@@ -24,15 +24,8 @@ from cookbook.titan.tt_0_2_2.families.parts import (
 
 
 class ModelArgs(CookbookArgs, Qwen3ModelArgs):
-    # Without `hidden_dim`, the width of dense layers: a model with experts has none.
-    SIZES: ClassVar = {**SIZES, "kv_heads": "n_kv_heads", "rope": "head_dim", "v_head": "head_dim"}
-
-    def own_sizes(self) -> dict[str, Any]:
-        return {
-            "qk_norm": self.qk_norm,
-            **dict.fromkeys(("q_lora", "kv_lora", "nope", "n_dense_layers"), 0),
-            "dense_hidden": self.hidden_dim,
-        }
+    SIZES: ClassVar = SIZES | {"kv_heads": "n_kv_heads", "qk_norm": "qk_norm"}
+    SIZES |= {"rope": "head_dim", "v_head": "head_dim", "dense_hidden": "hidden_dim"}
 
     def transformers_config(self, seq_len: int) -> dict[str, Any]:
         return {
