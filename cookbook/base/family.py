@@ -80,11 +80,8 @@ class Family:
             return model
         model = replace(model, **found)
         shared = model.expert_hidden * model.num_shared_experts
-        groups = model.num_expert_groups or None
-        limited = model.num_limited_groups if groups else None
-        return replace(
-            model, shared_hidden=shared, num_expert_groups=groups, num_limited_groups=limited
-        )
+        none: dict[str, Any] = dict.fromkeys(("num_expert_groups", "num_limited_groups"))
+        return replace(model, shared_hidden=shared, **({} if model.num_expert_groups else none))
 
     def impossible(self, model: Model, overrides: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         """Yield (name, reason) for each of `overrides` that makes `model` impossible."""
