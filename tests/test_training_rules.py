@@ -46,6 +46,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, weights("nothing"), "nothing is not there"),
     (DRY_RUN, weights("other-layers"), "has 27 layers, DeepSeek-V3 debugmodel has 6"),
     (DRY_RUN, weights("other-vocabulary"), "is [99, 256], DeepSeek-V3 debugmodel has"),
+    (
+        DRY_RUN,
+        LOAD | {f"{OVERRIDES}moe_args.num_experts": 4},
+        "is [8, 256], DeepSeek-V3 debugmodel with overrides has [4",
+    ),
     (DRY_RUN, weights("other-family"), "has no model.layers.0.self_attn.kv_b_proj.weight"),
     (DRY_RUN, weights("quantized"), "FP8, whose raw values would be trained on; set it to true"),
     (QWEN3, weights("quantized") | FP8, "FP8, and TorchTitan dequantizes no weights of Qwen3-MoE"),
@@ -123,6 +128,7 @@ def shapes_of(**changes: Any) -> dict[str, list[int]]:
         "model.embed_tokens.weight": [model.vocab, model.dim],
         "model.layers.0.self_attn.kv_b_proj.weight": [256, model.kv_lora],
         "model.layers.0.mlp.gate_proj.weight": [model.dense_hidden, model.dim],
+        "model.layers.1.mlp.gate.weight": [model.num_experts, model.dim],
     }
 
 

@@ -54,7 +54,6 @@ class Model(Sizes):
 
 _GROUPS = "moe_args.num_expert_groups"
 _MAY_BE_ZERO = ("n_dense_layers", "q_lora_rank", "moe_args.num_shared_experts", _GROUPS)
-_LIMITED = "moe_args.num_limited_groups"
 
 
 @dataclass(frozen=True)
@@ -85,13 +84,12 @@ class Family:
 
     def impossible(self, model: Model, overrides: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         """Yield (name, reason) for each of `overrides` that makes `model` impossible."""
-        if _LIMITED in overrides and model.num_expert_groups is None:
-            yield _LIMITED, f"has no effect without groups ({_GROUPS})"
+        if (limited := "moe_args.num_limited_groups") in overrides and not model.num_expert_groups:
+            yield limited, f"has no effect without groups ({_GROUPS})"
         for name, size in overrides.items():
-            least = 0 if name in _MAY_BE_ZERO else 1
             if name not in self.sizes.values():
                 yield name, f"{self.title} has no such size"
-            elif size < least:
+            elif size < (least := 0 if name in _MAY_BE_ZERO else 1):
                 yield name, f"found {size}, allowed: {least} and up"
                 return
         for fields, is_right, reason in _relations(model):

@@ -112,6 +112,7 @@ DEEPSEEK_V3 = FamilyParts(
         "model.embed_tokens.weight": ("vocab", "dim"),
         "model.layers.0.self_attn.kv_b_proj.weight": (None, "kv_lora"),
         "model.layers.0.mlp.gate_proj.weight": ("dense_hidden", "dim"),
+        "model.layers.{n_dense_layers}.mlp.gate.weight": ("num_experts", "dim"),
     },
     # Published weights have one more layer, for multi-token prediction.
     extra_layers=1,
