@@ -148,6 +148,7 @@ def test_published_layouts_pass(recipe: str, precision: str, ep_backend: str) ->
         ({}, [("error", "experimental.custom_import"), ("warning", "experimental.custom_import")]),
         ({"loss.num_chunks": 8}, [("error", "loss.num_chunks")]),
         ({"model.attention": "flash_attention_4"}, [("error", "model.attention")]),
+        ({"model.overrides.n_layers": 32}, [("error", "model.overrides.n_layers")]),
     ],
 )
 def test_options_that_need_the_hooks(options: dict[str, Any], found: list[tuple[str, str]]) -> None:

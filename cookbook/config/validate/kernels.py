@@ -1,7 +1,7 @@
 """Rules about the GPUs and options that precisions, EP backends and attention kernels require."""
 
 from cookbook.config.cell import ATTENTION, OF_HOOKS, Cell, Problems, Rule, rule
-from cookbook.config.options import DEGREES
+from cookbook.config.options import DEGREES, OVERRIDES
 from cookbook.config.recipe import implied
 from cookbook.config.stack import FLASH_ATTENTION, TORCHAO, TORCHTITAN
 
@@ -97,7 +97,7 @@ def hooks_are_on(cell: Cell) -> Problems:
     if cell.exchange.has_own_layer and (cell.layout.tp > 1 or uses_mx):
         reason = f"without the hooks {title} counts tokens per TP rank and pads no MXFP8 groups"
         yield CUSTOM_IMPORT, reason, remedy
-    for name in OF_HOOKS:
+    for name in (*OF_HOOKS, *(f"{OVERRIDES}{size}" for size in cell.options.overrides)):
         if cell.options[name] != cell.options.stack.options[name].default:
             yield name, "only the cookbook's hooks have this option", remedy
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from cookbook.base.family import is_v_shaped
 from cookbook.config.cell import ERROR, Cell, Finding, Problems, Rule, rule, unknown
-from cookbook.config.options import DEGREES, Layout, Options, Setting, layout_of
+from cookbook.config.options import DEGREES, OVERRIDES, Layout, Options, Setting, layout_of
 from cookbook.config.recipe import COMM_BACKEND, EXCHANGES, STANDARD
 from cookbook.config.stack import PIPELINING, TORCHTITAN
 
@@ -83,7 +83,7 @@ def _problems(options: Options, world: int) -> list[_Problem]:
 
 
 def impossible(options: Options) -> Problems:
-    """Yield values that no job may have: unknown models, and degrees or batches below 1."""
+    """Yield values that no job may have: unknown models or sizes, degrees or batches below 1."""
     family, refused = options.family, options.stack.refused_families
     known = {"model.name": options.stack.families, "model.flavor": family and family.flavors}
     for option, names in known.items():
@@ -94,6 +94,9 @@ def impossible(options: Options) -> Problems:
             _, reason, remedy = unknown(option, found, names)
             reason = reason if option in options else f"is not set; {reason.partition(', ')[2]}"
             yield option, f"{family.title}: {reason}" if family else reason, remedy
+    if family and options.model:
+        for name, reason in family.impossible(options.model, options.overrides):
+            yield f"{OVERRIDES}{name}", reason, ""
     for option in (*DEGREES.values(), _BATCH):
         is_auto = option == DEGREES["dp_shard"]
         if options[option] < 1 and not (is_auto and options[option] == -1):

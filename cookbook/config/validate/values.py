@@ -195,7 +195,9 @@ def formats(cell: Cell) -> Problems:
         yield f"{in_hf}_quantized", "is for published weights", f"set {in_hf}: true"
     if options[in_hf] and not options[alone]:
         yield alone, "is false, and published weights hold the model alone", "set it to true"
-    if options[save] and model:
+    if options[save] and model and (why := options.family and options.family.unpublished(model)):
+        yield save, f"no published format: {why}", "leave it out"
+    elif options[save] and model:
         # Size of the routed experts' FP32 weights in GB, as an estimate of the whole model's size.
         layers = model.n_layers - model.n_dense_layers
         size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9
