@@ -1,5 +1,6 @@
 """FP8 experts, linear layers and the AdamW that clips: against references, and as Triton kernels."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def adamw_against_pytorch() -> None:
         for left, right in zip(*both, strict=True):
             assert torch.allclose(left, right, rtol=0, atol=2e-6)
         if step == 2:
-            ours.load_state_dict(theirs.state_dict())
+            ours.load_state_dict(deepcopy(theirs.state_dict()))
     assert ours.state[both[1][0]]["step"] == 6
 
 
