@@ -153,10 +153,10 @@ class FP8Linear(nn.Linear):
         if not isinstance(weight, DTensor):
             return self._multiply(x, weight)
         mesh, placements = weight.device_mesh, weight.placements
-        is_cut_by_rows = placements == (Shard(0),)
-        x_grad, out = ((Partial(),), Shard(-1)) if is_cut_by_rows else ((Shard(-1),), Partial())
+        last = Shard(x.dim() - 1)
+        x_grad, out = (Partial(), last) if placements == (Shard(0),) else (last, Partial())
         local = self._multiply(
-            x.to_local(grad_placements=x_grad), weight.to_local(grad_placements=placements)
+            x.to_local(grad_placements=(x_grad,)), weight.to_local(grad_placements=placements)
         )
         return DTensor.from_local(local, mesh, (out,), run_check=False)
 
