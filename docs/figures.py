@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from bench import convergence, memory, step_times
-from bench.gradient_table import BOUNDS, GRADIENTS, rounding_of, worst
+from bench.fits import memory, step_times
+from bench.proofs import convergence
+from bench.proofs.gradient_table import BOUNDS, GRADIENTS, rounding_of, worst
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import BAND, INK, QUIET, draw_figure
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import convergence, gradient_table, memory, step_times
+from bench.fits import memory, step_times
+from bench.proofs import convergence, gradient_table
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
