@@ -18,7 +18,7 @@ from cookbook.observe.history import collect_history
 from cookbook.observe.metrics import Phase, Tail
 from cookbook.results import compare
 from cookbook.results.collect import collect_results
-from cookbook.results.result import render_json
+from cookbook.results.columns import render_json
 from cookbook.run import slurm
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
@@ -260,16 +260,17 @@ def show_report(arguments: argparse.Namespace) -> int:
 def print_report(run: Run, form: str) -> dict[str, str]:
     """Print the results in the format `form`, save them as files, and return the cells' states."""
     # Import lazily: `run --dry-run` and `status` must not wait for NumPy.
-    from cookbook.results.report import FIGURES, MARKDOWN, PAGE, render_markdown, save_report
+    from cookbook.results.report import MARKDOWN, PAGE, render_markdown, save_report
 
     states = cell_states(run)
     results = collect_results(run, states)
-    # Print the text first, because drawing the charts takes seconds.
-    if form != "html":
-        text = render_json(results) if form == "json" else render_markdown(results)
-        print(text, end="", flush=True)
+    if form == "json":
+        print(render_json(results), end="")
+        return {state.cell: state.state for state in states}
+    if form == "md":
+        print(render_markdown(results), end="", flush=True)
     try:
-        missing = save_report(run, results)
+        save_report(run, results)
     except OSError as error:
         if form == "html":
             raise
@@ -280,11 +281,8 @@ def print_report(run: Run, form: str) -> dict[str, str]:
         page = shown_path(run.folder / PAGE)
         if form == "html":
             print(page)
-        elif form == "md":
-            beside = MARKDOWN if missing else f"{MARKDOWN} and {FIGURES}/"
-            print(f"\nAs a page: {page}, with {beside} beside it")
-        if missing:
-            print(f"submit.py: {missing}", file=sys.stderr)
+        else:
+            print(f"\nAs a page: {page}, with {MARKDOWN} beside it")
     return {state.cell: state.state for state in states}
 
 
@@ -303,9 +301,12 @@ def show_comparison(arguments: argparse.Namespace) -> int:
         comparison = compare.compare_with_published(first, arguments.tolerance)
     else:
         comparison = compare.compare_runs(first, others[0], arguments.tolerance)
-    if not comparison.slower and not any(row.speed or row.loss for row in comparison.rows):
+    if not comparison.slower and not any(
+        row.judged.speed or row.judged.loss for row in comparison.rows
+    ):
         missing = "no cell is exactly as published" if arguments.other else "no cell is in both"
-        reasons = [row.incomparable for row in comparison.rows if row.incomparable] or [missing]
+        found = (row.judged.incomparable for row in comparison.rows)
+        reasons = [reason for reason in found if reason] or [missing]
         place = f"compare {' and '.join(run.name for run in runs)}"
         raise InputError(place, f"there is nothing to compare: {reasons[0]}")
     render = compare.comparison_json if arguments.json else compare.comparison_markdown

@@ -48,14 +48,6 @@ def cell_request(arguments: argparse.Namespace) -> CellRequest:
     )
 
 
-def check_figure(name: str) -> None:
-    """Raise InputError before the work starts if the figure could not be written at the end."""
-    if not name.endswith(".svg"):
-        raise InputError("--figure", f"found {name!r}, allowed: a file that ends with .svg")
-    if not Path(name).absolute().parent.is_dir():
-        raise InputError("--figure", f"{shown_path(Path(name).parent)} is no folder")
-
-
 def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644) -> None:
     """Write `content` to the file `name`: atomically, or in place if it is a device or a pipe."""
     path = Path(name)

@@ -78,7 +78,6 @@ def build_parser() -> argparse.ArgumentParser:
     walk = "walk from one layout to another, term by term; 0 is the recipe (0,1)"
     plan.add_argument("--explain", metavar="FROM,TO", nargs="?", const="0,1", help=walk)
     plan.add_argument("-o", "--output", metavar="FILE.yaml", help="write the first as a recipe")
-    plan.add_argument("--figure", metavar="FILE.svg", help="draw memory against speed")
     line = verb("check-line", "validate an sbatch command without submitting it", "run:check_line")
     typed = "as you would type it: PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh ..."
     line.add_argument("line", metavar="LINE", nargs=argparse.REMAINDER, help=typed)
@@ -128,7 +127,6 @@ def build_parser() -> argparse.ArgumentParser:
     of = "a recipe, trained for a few steps; or RUN, RUN/CELL, a folder, or rank0_trace.json"
     profile.add_argument("target", metavar="RECIPE-or-TRACE", help=of)
     profile.add_argument("--ranks", metavar="R,R,...", help="ranks whose traces to read, or: all")
-    profile.add_argument("--figure", metavar="FILE.svg", help="also draw it")
     untried = "skip the memory prediction and TorchTitan's build, but not the rules"
     for launched in (run, sweep, profile):
         launched.set_defaults(repeat=1, one_allocation=False)

@@ -1,27 +1,21 @@
-"""A run's charts, as data for the script in the HTML report and as Matplotlib images.
+"""A run's charts, as data for the script in the HTML report.
 
 To add a chart, add a function to CHARTS. It returns a Chart, or None if there is nothing to plot.
 """
-
-from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from cookbook.base.tables import BAND, INK, QUIET, draw_figure
 from cookbook.results.columns import gain_text, tokens_text
 from cookbook.results.result import Result, RunResults
 from cookbook.results.run_differences import have_same_texts
 from cookbook.results.verdicts import LEVEL, MARGIN, STALL
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _FEW_STEPS = 200
 _MOST_POINTS = 400
@@ -108,7 +102,7 @@ def charts_of(results: RunResults) -> list[Chart]:
     while len(words) > 1 and min(map(len, words)) > 1 and len({own[0] for own in words}) == 1:
         words = [own[1:] for own in words]
     cells = [
-        _Cell(cell, number, "-".join(own), by_name.get(cell.baseline or ""))
+        _Cell(cell, number, "-".join(own), by_name.get(cell.judged.baseline or ""))
         for number, (cell, own) in enumerate(zip(results.cells, words, strict=True))
     ]
     found = [make(cells, results.unit) for make in CHARTS]
@@ -132,17 +126,18 @@ def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def _bar(cell: _Cell) -> Bar:
-    result, speed = cell.result, cell.result.speed
-    tokens, published = result.tokens_per_second_per_gpu, result.published_tokens_per_second_per_gpu
-    base = cell.base.tokens_per_second_per_gpu if cell.base else None
-    gain = gain_text(result.speedup) if result.speedup else ""
+    result, measured, speed = cell.result, cell.result.measured, cell.result.judged.speed
+    tokens = measured.tokens_per_second_per_gpu
+    published = result.record.published_tokens_per_second_per_gpu
+    base = cell.base.measured.tokens_per_second_per_gpu if cell.base else None
+    gain = gain_text(result.judged.speedup) if result.judged.speedup else ""
     words = (tokens_text(tokens), "baseline" if result.is_baseline else gain) if tokens else ()
-    note = "" if result.status == FINISHED else result.status or "status unknown"
-    if result.emulated and result.status != REFUSED:
+    note = "" if measured.status == FINISHED else measured.status or "status unknown"
+    if measured.emulated and measured.status != REFUSED:
         note = "emulated, speed means nothing"
-    elif result.status in (QUEUED, RUNNING) and result.steps is not None:
-        total = f" of {result.total_steps:,}" if result.total_steps else ""
-        note = f"so far, {result.steps:,}{total} steps"
+    elif measured.status in (QUEUED, RUNNING) and measured.steps is not None:
+        total = f" of {result.record.steps:,}" if result.record.steps else ""
+        note = f"so far, {measured.steps:,}{total} steps"
     text = ", ".join(word for word in (*words, note) if word)
     return Bar(
         label=cell.label,
@@ -151,14 +146,14 @@ def _bar(cell: _Cell) -> Bar:
         value=tokens,
         low=speed.low * base if speed and speed.low and base else None,
         high=speed.high * base if speed and speed.high and base else None,
-        base=base if tokens and not (result.is_baseline or result.emulated) else None,
+        base=base if tokens and not (result.is_baseline or measured.emulated) else None,
         published=published,
         published_text=f"published {tokens_text(published)}" if published else "",
     )
 
 
 def _finite_losses(result: Result, kind: str = "loss") -> dict[int, float]:
-    found = ((one.step, getattr(one, kind)) for one in result.curve)
+    found = ((one.step, getattr(one, kind)) for one in result.measured.curve)
     return {step: loss for step, loss in found if loss is not None and np.isfinite(loss)}
 
 
@@ -207,13 +202,16 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
     lines = []
     for cell in cells:
         for number, run in enumerate(cell.result.runs, 1):
-            if not (seconds := run.seconds):
+            measured = run.measured
+            if not (seconds := measured.seconds):
                 continue
-            label = f"{cell.label}, repeat {run.repeat}" if cell.result.repeats else cell.label
+            label = (
+                f"{cell.label}, repeat {run.record.repeat}" if cell.result.repeats else cell.label
+            )
             line = cell.line(thin(seconds), label, number > 1)
-            stalls = run.throughput.stalls if run.throughput else ()
+            stalls = measured.throughput.stalls if measured.throughput else ()
             marks = tuple((float(at), seconds[at]) for at in stalls if at in seconds)
-            steps = pairwise(run.curve)
+            steps = pairwise(measured.curve)
             rules = tuple(float(after.step) for one, after in steps if one.attempt != after.attempt)
             lines.append(replace(line, marks=marks, rules=rules))
     caption = "Seconds of every logged step."
@@ -234,7 +232,7 @@ def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
     """Chart the ratio of the busiest expert's load to the mean, in the median and worst layers."""
     lines = []
     for cell in cells:
-        if load := {one.step: one.busiest_over_mean for one in cell.result.loads}:
+        if load := {one.step: one.busiest_over_mean for one in cell.result.measured.loads}:
             median = {step: statistics.median(of_layers) for step, of_layers in load.items()}
             most = {step: max(of_layers) for step, of_layers in load.items()}
             worst = f"{cell.label}, worst layer"
@@ -254,8 +252,6 @@ CHARTS: tuple[Callable[[Sequence[_Cell], str], Chart | None], ...] = (
     step_time,
     router_load,
 )
-
-NAMES = [make.__name__.replace("_", "-") for make in CHARTS]
 
 
 def _chart(name: str, title: str, caption: str, unit: str, lines: Sequence[Line]) -> Chart | None:
@@ -288,48 +284,3 @@ def thin(values: Mapping[int, float]) -> Mapping[int, float]:
     for part in np.array_split([*values], _MOST_POINTS // 2):
         kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
     return {step: value for step, value in values.items() if step in kept}
-
-
-def draw_chart(chart: Chart) -> dict[str, bytes]:
-    """Return the chart as `svg` and `png`; raise ModuleNotFoundError if Matplotlib is missing."""
-    if chart.bars:
-        height = 1.0 + 0.6 * len(chart.bars)
-        return draw_figure(chart.name, height, lambda axes: _draw_bars(axes, chart), grid="x")
-    return draw_figure(chart.name, 3.6, lambda axes: _draw_lines(axes, chart), legend="linecolor")
-
-
-def _draw_bars(axes: Axes, chart: Chart) -> None:
-    axes.set(xlim=(0, chart.high), ylim=(len(chart.bars) - 0.4, -0.7), yticks=[])
-    axes.set_xlabel(chart.unit, color=QUIET)
-    for row, bar in enumerate(chart.bars):
-        colour = COLOURS[bar.colour][0]
-        axes.text(0, row - 0.32, bar.label, color=colour, weight="bold")
-        axes.text(chart.high, row - 0.32, bar.text, color=INK, horizontalalignment="right")
-        axes.barh(row, bar.value or 0.0, 0.42, color=colour)
-        if bar.value and bar.low and bar.high:
-            errors = [[max(bar.value - bar.low, 0.0)], [max(bar.high - bar.value, 0.0)]]
-            axes.errorbar(bar.value, row, xerr=errors, ecolor=INK, capsize=3)
-        if bar.base:
-            axes.plot([bar.base] * 2, [row - 0.3, row + 0.3], color=INK, linestyle=":")
-        if bar.published:
-            axes.barh(row + 0.3, bar.published, 0.1, color=colour, alpha=0.5)
-
-
-def _draw_lines(axes: Axes, chart: Chart) -> None:
-    axes.set_ylim(chart.low, chart.high)
-    axes.set_ylabel(chart.unit, color=QUIET)
-    axes.set_xlabel("step", color=QUIET)
-    axes.margins(x=0)
-    if chart.band:
-        axes.axhspan(-chart.band, chart.band, color=BAND, zorder=0)
-        axes.axhline(0, color=QUIET, linewidth=1)
-    for line in chart.lines:
-        style: Any = {"color": COLOURS[line.colour][0], "alpha": 0.4 if line.is_pale else 1.0}
-        marker = "o" if len(line.x) == 1 else None
-        dashes = "--" if line.is_dashed else "-"
-        label = None if line.is_pale else line.label
-        axes.plot(line.x, line.y, dashes, linewidth=1.4, marker=marker, label=label, **style)
-        for x, y in line.marks:
-            axes.plot(x, min(y, chart.high), "^", markersize=5, **style)
-        for x in line.rules:
-            axes.axvline(x, linestyle="--", linewidth=1, **style)
