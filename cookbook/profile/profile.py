@@ -152,6 +152,8 @@ HOST = "idle: the host had launched nothing"
 QUEUED = "idle: launched, not yet started"
 # The report names unknown kernels if they take more than this share of a step.
 _MOST_UNKNOWN = 0.05
+# Fields of a rank that the JSON report leaves out.
+_NOT_REPORTED = {"unknown", "gpu", "on_gpu", "calls", "called_us"}
 _LEAST_CAUSE = 0.001
 _MOST_CAUSES = 5
 
@@ -244,8 +246,7 @@ def _notes(profile: Profile) -> Iterator[str]:
 
 def render_json(profile: Profile) -> str:
     """Return one JSON object; times are in milliseconds per step, and unknown values are null."""
-    names = [one.name for one in fields(RankProfile)]
-    keys = names[: names.index("longest_kernels") + 1]
+    keys = [one.name for one in fields(RankProfile) if one.name not in _NOT_REPORTED]
     content = {
         "source": profile.source,
         "device": profile.device,
