@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cookbook.results.report import save_report
+from cookbook.results.page import save_report
 from tests.made_up_run import DRAWN, make_run, results_of
 
 if TYPE_CHECKING:

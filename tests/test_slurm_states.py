@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.cli.main import main
-from cookbook.results import report as reports
+from cookbook.results import page as reports
 from cookbook.run.states import cell_states
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm

@@ -19,6 +19,7 @@ from cookbook.observe.metrics import Phase, Tail
 from cookbook.results import compare
 from cookbook.results.collect import collect_results
 from cookbook.results.columns import render_json
+from cookbook.results.result import RunResults
 from cookbook.run import slurm
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
@@ -253,20 +254,37 @@ def wait_for(run: Run, cells: Sequence[CellFolder] | None = None) -> int:
 
 
 def show_report(arguments: argparse.Namespace) -> int:
-    print_report(find_run(arguments.run), arguments.format)
+    if not arguments.all:
+        print_report(find_run(arguments.run), arguments.format or "md")
+        return 0
+    if arguments.run or arguments.format not in (None, "html"):
+        raise InputError("--all", "is one page over all runs", "leave out RUN and --format")
+    from cookbook.results.page import save_all
+
+    found = dict[Run, RunResults]()
+    for name in reversed(run_names()):
+        try:
+            run = find_run(name)
+            found[run] = collect_results(run, cell_states(run))
+        except InputError as error:
+            print(f"submit.py: left out: {error}", file=sys.stderr)
+    if not found:
+        raise InputError(shown_path(runs_folder()), "has no run", "start one")
+    print(shown_path(save_all(found, runs_folder())))
     return 0
 
 
 def print_report(run: Run, form: str) -> dict[str, str]:
     """Print the results in the format `form`, save them as files, and return the cells' states."""
-    # Import lazily: `run --dry-run` and `status` must not wait for NumPy.
-    from cookbook.results.report import MARKDOWN, PAGE, render_markdown, save_report
-
     states = cell_states(run)
     results = collect_results(run, states)
     if form == "json":
         print(render_json(results), end="")
         return {state.cell: state.state for state in states}
+    # Import lazily: commands that draw nothing must not wait for NumPy.
+    from cookbook.results.page import MARKDOWN, PAGE, save_report
+    from cookbook.results.report import render_markdown
+
     if form == "md":
         print(render_markdown(results), end="", flush=True)
     try:

@@ -104,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
     report = verb("report", "print the results of a run, and make its page", "follow:show_report")
     for followed in (status, cancel, report):
         followed.add_argument("run", metavar="RUN", nargs="?", help="by default the newest")
-    report.add_argument("--format", choices=("md", "json", "html"), default="md")
+    report.add_argument("--format", choices=("md", "json", "html"), help="by default md")
+    flag(report, "--all", text="one page over all runs: table and curves, in the folder of runs")
     export = verb("export", "write a cell's weights for transformers", "training:export_weights")
     export.add_argument("cell", metavar="RUN/CELL")
     export.add_argument("--to", metavar="FOLDER", required=True, help="a new folder")

@@ -1,33 +1,21 @@
-"""The report of a run as Markdown and as an HTML page: headlines, conditions, tables, notes."""
+"""The report of a run in words: headlines, conditions, notes, and the table of its cells."""
 
-import html
-import json
-import re
 import statistics
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
-import jinja2
-from markupsafe import Markup
-
-from cookbook.base.files import write_whole
-from cookbook.base.paths import TEMPLATES
 from cookbook.observe.metrics import StepMetrics
 from cookbook.results import verdicts
 from cookbook.results.asked import UNKNOWN, routing_of, sequence_length
-from cookbook.results.charts import COLOURS, Chart, charts_of
 from cookbook.results.columns import (
     CELLS,
-    Table,
     gain_text,
     report_tables,
     tokens_text,
 )
 from cookbook.results.result import Result, RunResults, masks_differ, unlike
-from cookbook.results.run_differences import Conditions, configuration, environment
-from cookbook.run.run import Run
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
 # The usual relative error of a predicted throughput. Report cells that fall short by more.
@@ -57,8 +45,28 @@ def partly_finished(results: RunResults) -> str | None:
 
 
 def headlines(results: RunResults) -> list[str]:
-    """Sum up the run in at most three sentences."""
-    return [*_fastest(results), *_not_compared(results.cells), *_losses(results.cells)]
+    """Sum up the run in at most three sentences, or each cell if nothing is compared."""
+    compared = [*_fastest(results), *_not_compared(results.cells), *_losses(results.cells)]
+    return compared or [*_trained(results)][:3]
+
+
+def _trained(results: RunResults) -> Iterator[str]:
+    for cell in results.cells:
+        measured, total = cell.measured, cell.record.steps
+        if not (curve := measured.curve):
+            continue
+        done = f"{measured.steps:,}"
+        if total and measured.status != FINISHED:
+            done += f" of {total:,}"
+        parts = [f"{cell.name}: {done} steps"]
+        known = [attempt.seconds for attempt in measured.history.attempts if attempt.seconds]
+        if seconds := sum(known) or (curve[-1].time or 0.0) - (curve[0].time or 0.0):
+            parts[0] += f" in {timedelta(seconds=round(seconds))}"
+        if curve[0].loss is not None and measured.final_loss is not None:
+            parts.append(f"loss {curve[0].loss:.4f} -> {measured.final_loss:.4f}")
+        if measured.validation_loss is not None:
+            parts.append(f"validation loss {measured.validation_loss:.4f}")
+        yield f"{', '.join(parts)}."
 
 
 def _fastest(results: RunResults) -> Iterator[str]:
@@ -273,61 +281,3 @@ def _troubled_steps(curve: Sequence[StepMetrics]) -> Iterator[str]:
     if spikes:
         more = f" and {len(spikes) - 3} more" if len(spikes) > 3 else ""
         yield f"the loss spikes: {', '.join(spikes[:3])}{more}"
-
-
-MARKDOWN, PAGE = "report.md", "report.html"
-
-
-def save_report(run: Run, results: RunResults) -> None:
-    """Write report.md and report.html into the run's folder; may raise OSError."""
-    parts = [render_markdown(results).rstrip("\n")]
-    tables = report_tables(results)
-    for name, table in tables.items():
-        if name != CELLS:
-            parts += [f"## {table.title}", table.markdown(), table.legend]
-    conditions = {"Configuration": configuration(results), "Environment": environment(results)}
-    for title, found in conditions.items():
-        parts.append(f"## {title}")
-        if found.differing is not None:
-            parts += ["Where cells differ:", found.differing.markdown()]
-        if found.shared:
-            parts += ["What all cells share:", Table(("", "value"), found.shared, "ll").markdown()]
-    write_whole(run.folder / MARKDOWN, "\n\n".join(filter(None, parts)) + "\n")
-    write_whole(run.folder / PAGE, _render_page(results, charts_of(results), tables, conditions))
-
-
-def _render_page(
-    results: RunResults,
-    charts: Sequence[Chart],
-    tables: Mapping[str, Table],
-    conditions: Mapping[str, Conditions],
-) -> str:
-    jinja = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # Names such as `model.flash_attention` may wrap after punctuation.
-    jinja.filters["breakable"] = lambda text: Markup(
-        re.sub(r"([._/-])", r"\1<wbr>", html.escape(text, quote=True))
-    )
-    known = facts(results)
-    alerts = [fact for fact in known if fact.startswith(("WARNING: ", "partly finished: "))]
-    sources = {cell.record.published_source for cell in results.cells} - {None}
-    return jinja.get_template("report.html.j2").render(
-        run=results.run.run,
-        alerts=alerts,
-        headlines=headlines(results),
-        notes=notes(results),
-        facts=[fact for fact in known if fact not in alerts],
-        charts=charts,
-        # Escape `<`: `</script>` in a text would close the script element that holds the JSON.
-        chart_data=Markup(json.dumps([asdict(chart) for chart in charts]).replace("<", "\\u003c")),
-        tables=tables,
-        source=sources.pop() if len(sources) == 1 else None,
-        conditions=conditions,
-        colours={cell.name: number % len(COLOURS) for number, cell in enumerate(results.cells)},
-        cell_colours=COLOURS,
-    )
