@@ -56,7 +56,7 @@ def _trained(results: RunResults) -> Iterator[str]:
         if not (curve := measured.curve):
             continue
         done = f"{measured.steps:,}"
-        if total and measured.status != FINISHED:
+        if total and measured.steps and measured.steps < total:
             done += f" of {total:,}"
         parts = [f"{cell.name}: {done} steps"]
         known = [attempt.seconds for attempt in measured.history.attempts if attempt.seconds]
