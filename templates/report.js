@@ -132,7 +132,8 @@ const draw = (box, chart) => {
     add(svg, "line", { class: value === 0 ? "zero" : "grid", x1: left, x2: right, y1: down(value), y2: down(value) });
     add(svg, "text", { x: left - 6, y: down(value) + 4, "text-anchor": "end" }, text);
   }
-  for (const [value] of ticks(first, last, width < 500 ? 4 : 7, axis.value !== "time")) {
+  const unit = axis.value === "time" ? [3600, 60, 1].find((one) => last - first > 2 * one) ?? 1 : 1;
+  for (const value of ticks(first / unit, last / unit, width < 500 ? 4 : 7, true).map(([count]) => count * unit)) {
     const anchor = across(value) > right - 16 ? "end" : across(value) < left + 8 ? "start" : "middle";
     add(svg, "text", { x: across(value), y: bottom + 18, "text-anchor": anchor }, shownAlong(value));
   }

@@ -19,7 +19,7 @@ from tests.made_up_run import (
     make_run,
     results_of,
 )
-from tests.submit import submit
+from tests.submit import listing, submit
 
 BASE = "671b-bf16-standard"
 
@@ -39,6 +39,13 @@ def test_the_printed_report_begins_the_file_and_says_where_the_page_is(full: Pat
     text = (full / "report.md").read_text()
     assert text.startswith(printed) and printed.startswith(f"# {full.name}")
     assert where.startswith(f"{shown_path(full / 'report.html')}, ")
+
+
+def test_json_draws_and_writes_nothing(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=60)
+    before = listing(folder)
+    answer = submit("report", "--format", "json", runs=tmp_path)
+    assert len(json.loads(answer.stdout)["cells"]) == 4 and listing(folder) == before
 
 
 def test_the_page_needs_nothing_else(full: Path) -> None:

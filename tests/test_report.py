@@ -223,6 +223,18 @@ def test_why_a_cell_has_no_speed_up(base: Result | None, cell: dict[str, Any], r
     assert re.search(reason, line), line
 
 
+def test_a_run_in_which_nothing_is_compared_says_what_was_trained(tmp_path: Path) -> None:
+    run = Run(tmp_path, baseline=None)
+    log = metrics_line(1) + metrics_line(2, loss="3.25").replace("18:29:22", "19:30:24")
+    write_metrics(run.add("base", log, state="running"), [7.0, 6.5], {2: 6.75})
+    run.add("other", log)
+    run.add("waits", state="queued")
+    assert headlines(run.collect()) == [
+        "base: 2 of 20 steps, loss 7.0000 -> 6.5000, validation loss 6.7500.",
+        "other: 2 of 20 steps in 1:01:02, loss 3.5000 -> 3.2500.",
+    ]
+
+
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four cells of 1,500 steps."""
