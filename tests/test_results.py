@@ -52,15 +52,8 @@ def test_a_run_that_was_profiled_is_said_to_be(run: Run) -> None:
 def test_the_figures_of_a_real_run_on_two_h200(run: Run) -> None:
     run.add("base", (LOGS / "h200_stall.log").read_text())
     cell = run.only().measured
-    assert (cell.steps, cell.final_loss, cell.memory_gib) == (
-        13,
-        8.97069,
-        57.70,
-    )
-    assert (cell.attention, cell.mean_attended_length) == (
-        "flash_attention_4",
-        2343.0,
-    )
+    assert (cell.steps, cell.final_loss, cell.memory_gib) == (13, 8.97069, 57.70)
+    assert (cell.attention, cell.mean_attended_length) == ("flash_attention_4", 2343.0)
     assert cell.throughput is not None
     # Three steps of warm-up, of which the first one has 707 tokens/s; then one of 25,070.
     assert (cell.throughput.warm_up_steps, cell.throughput.num_steps) == (3, 10)
@@ -99,12 +92,9 @@ def test_attention_by_a_reference_gets_no_speedup(run: Run) -> None:
     run.add("base", log_of(attention="flex"))
     run.add("reference", log_of(attention="flash_attention_4_reference"))
     run.add("kernels", log_of(attention="flash_attention_4"))
-    base, reference, kernels = run.collect().cells
-    assert (base.judged.speedup, reference.judged.speedup, kernels.judged.speedup) == (
-        1.0,
-        None,
-        1.0,
-    )
+    cells = run.collect().cells
+    _, reference, kernels = cells
+    assert [cell.judged.speedup for cell in cells] == [1.0, None, 1.0]
     assert reference.measured.emulated and not kernels.measured.emulated
     assert reference.measured.reason == (
         "attention by a reference: the throughput says nothing about FlashAttention-4"
@@ -226,10 +216,8 @@ def test_speed_and_memory_stand_beside_the_newest_options(
     run.add("other", steady_log(600))
     base, other = (results := run.collect()).cells
     one = base.repeats[0]
-    assert (one.measured.tokens_per_second_per_gpu, one.measured.tflops_per_gpu) == (
-        speed,
-        speed / 100,
-    )
+    assert one.measured.tokens_per_second_per_gpu == speed
+    assert one.measured.tflops_per_gpu == speed / 100
     assert one.measured.memory_gib == memory and len(one.measured.curve) == 40
     assert base.measured.throughput is not None and base.measured.throughput.num_steps == measured
     assert other.judged.speedup == pytest.approx(600 / speed)
@@ -350,9 +338,8 @@ def test_a_repeat_that_was_resumed_with_other_options_is_a_cell_of_its_own(
     replace(read_record(path), options=other).write(path)
     _, fast, alone = (results := run.collect()).cells
     assert ([one.name for one in fast.repeats], alone.name) == (["fast", "fast-r3"], "fast-r2")
-    assert (
-        fast.judged.speedup == pytest.approx((1.5 * 1.525) ** 0.5) and alone.judged.speedup == 1.5
-    )
+    assert fast.judged.speedup == pytest.approx((1.5 * 1.525) ** 0.5)
+    assert alone.judged.speedup == 1.5
     said = "fast-r2: a cell of its own, because it ran with other options than fast"
     assert said in notes(results)
     # With a round of the baseline alone, compare the others. An explicit default is no difference.
@@ -385,17 +372,11 @@ def test_losses_of_repeats_are_judged_by_how_far_these_are_apart(run: Run) -> No
     add_repeats(run, "near", 100, 100, losses=(3.0, 3.001))
     add_repeats(run, "far", 100, 100, losses=(3.1, 3.101))
     cells = {cell.name: cell for cell in run.collect().cells}
-    near, far = cells["near"], cells["far"]
-    assert (
-        near.judged.loss is not None
-        and far.judged.loss is not None
-        and far.judged.loss_last_tenth is not None
-    )
-    assert (near.judged.loss.verdict, near.judged.loss.runs) == ("equivalent", 2)
-    assert (far.judged.loss.verdict, far.judged.loss_last_tenth.verdict) == (
-        "different",
-        "different",
-    )
+    near, far = cells["near"].judged.loss, cells["far"].judged.loss
+    last = cells["far"].judged.loss_last_tenth
+    assert near is not None and far is not None and last is not None
+    assert (near.verdict, near.runs) == ("equivalent", 2)
+    assert (far.verdict, last.verdict) == ("different", "different")
     assert cells["base"].judged.loss is None
 
 

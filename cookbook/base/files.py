@@ -46,10 +46,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def json_text(value: object) -> str:
-    """Format `value` as indented JSON with a final newline; NaN and infinity become null.
-
-    Dataclasses become objects.
-    """
+    """Format `value`, with dataclasses, as indented JSON; NaN and infinity become null."""
     text = json.dumps(value, default=dataclasses.asdict)
     finite = json.loads(text, parse_constant=lambda _: None)
     return json.dumps(finite, indent=2) + "\n"

@@ -158,13 +158,13 @@ _LEAST_CAUSE = 0.001
 _MOST_CAUSES = 5
 
 
-def step_parts(rank: RankProfile) -> list[tuple[str, float]]:
-    """Return the title and milliseconds of each part of a step."""
-    parts = []
+def step_parts(rank: RankProfile) -> dict[str, float]:
+    """Return the milliseconds of each part of a step by its title, and at the end of the step."""
+    parts = {}
     for category in CATEGORIES:
         exposed = ", exposed" if category.kind == COMMUNICATION else ""
-        parts.append((category.title + exposed, rank.counted_ms(category.name)))
-    return [*parts, (HOST, rank.idle.host_ms), (QUEUED, rank.idle.queued_ms)]
+        parts[category.title + exposed] = rank.counted_ms(category.name)
+    return parts | {HOST: rank.idle.host_ms, QUEUED: rank.idle.queued_ms, "step": rank.step_ms}
 
 
 def render_text(profile: Profile, width: int | None = None) -> str:
@@ -176,12 +176,12 @@ def render_text(profile: Profile, width: int | None = None) -> str:
     rows = [["ms a step, share"]]
     for rank, role in shown:
         rows[0] += [profile.name(rank), role]
-    parts = ([*step_parts(rank), ("step", rank.step_ms)] for rank, _ in shown)
-    for part in zip(*parts, strict=True):
-        if any(ms for _, ms in part) or part[0][0] == HOST:
-            rows.append([part[0][0]])
-            for (rank, _), (_, ms) in zip(shown, part, strict=True):
-                rows[-1] += [f"{ms:,.1f}", f"{ms / rank.step_ms:.1%}"]
+    parts = [step_parts(rank) for rank, _ in shown]
+    for title in parts[0]:
+        if title == HOST or any(part[title] for part in parts):
+            rows.append([title])
+            for part in parts:
+                rows[-1] += [f"{part[title]:,.1f}", f"{part[title] / part['step']:.1%}"]
     blocks = [
         f"{profile.source}: {steps if first.steps else 'the whole trace'}, {profile.device}",
         text_table(rows, align="l" + "rr" * len(shown)),

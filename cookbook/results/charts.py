@@ -1,6 +1,6 @@
 """A run's charts, as data for the script on the page.
 
-To add a curve over steps, add a line to SERIES; to add another chart, a function to CHARTS. It
+To add a curve over steps, add a line to OTHERS; to add another chart, a function to CHARTS. It
 returns a Chart, or None if there is nothing to plot.
 """
 
@@ -170,19 +170,15 @@ class _Series(NamedTuple):
     is_noisy: bool = True
 
 
+_VALIDATED = "The loss on the same validation batches each time."
 LOSS = _Series("loss", "Loss", "The loss of every logged step.", "loss", lambda one: one.loss)
-SERIES = (
-    LOSS,
+VALIDATION_LOSS = _Series(
+    "validation-loss", "Validation loss", _VALIDATED, "loss", lambda one: one.validation_loss, False
+)
+OTHERS = (
+    _Series("grad-norm", "Gradient norm", "Before clipping.", "norm", lambda one: one.grad_norm),
     _Series(
-        *("validation-loss", "Validation loss"),
-        "The loss on the same validation batches each time.",
-        *("loss", lambda one: one.validation_loss),
-        is_noisy=False,
-    ),
-    _Series(*("grad-norm", "Gradient norm", "Before clipping.", "norm"), lambda one: one.grad_norm),
-    _Series(
-        *("learning-rate", "Learning rate", "Of every logged step.", ""),
-        *(lambda one: one.lr, False),
+        "learning-rate", "Learning rate", "Of each logged step.", "", lambda one: one.lr, False
     ),
 )
 
@@ -195,12 +191,10 @@ def _finite(result: Result, series: _Series) -> dict[int, float]:
 def _curves(series: _Series) -> Callable[[Sequence[_Cell], str], Chart | None]:
     def make(cells: Sequence[_Cell], unit: str) -> Chart | None:
         found = [(cell, values) for cell in cells if (values := _finite(cell.result, series))]
-        caption, lines = series.caption, list[Line]()
-        for cell, values in found:
-            drawn = running_mean(values, cell.points) if series.is_noisy else values
-            lines.append(cell.line(thin(drawn, cell.points)))
+        caption, mean = series.caption, running_mean if series.is_noisy else thin
         if series.is_noisy and any(len(values) > _FEW_STEPS for _, values in found):
             caption = "The running mean over a fortieth of the logged steps."
+        lines = [cell.line(thin(mean(values, cell.points), cell.points)) for cell, values in found]
         return _chart(series.name, series.title, caption, series.unit, lines)
 
     return make
@@ -276,10 +270,9 @@ def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
     return _chart("router-load", "Router load", caption, "times the mean", lines)
 
 
-_LOSS, *_OTHERS = map(_curves, SERIES)
 CHARTS: tuple[Callable[[Sequence[_Cell], str], Chart | None], ...] = (
-    *(throughput, _LOSS, _OTHERS[0], loss_difference, step_time, router_load),
-    *_OTHERS[1:],
+    *(throughput, _curves(LOSS), _curves(VALIDATION_LOSS), loss_difference, step_time, router_load),
+    *map(_curves, OTHERS),
 )
 
 

@@ -201,10 +201,6 @@ def _difference(found: LossVerdict) -> str:
     return UNKNOWN if found.difference is None else f"{found.difference:+.4f}"
 
 
-def _margin(found: LossVerdict) -> str:
-    return UNKNOWN if found.limit is None else f"±{found.limit:.4f}"
-
-
 def _tokens(row: Result) -> float | None:
     return row.measured.tokens_per_second_per_gpu
 
@@ -271,7 +267,7 @@ COLUMNS: tuple[Column[Any], ...] = (
     Column("loss, last tenth", (COMPARE,), lambda r: r.judged.loss_last_tenth, _judged, align="l"),
     Column("difference", (LOSSES,), lambda r: r.judged.loss, _difference),
     Column(_LOSS_LEVEL, (LOSSES,), lambda r: r.judged.loss, _SIGNED_SPAN),
-    Column("margin", (LOSSES,), lambda r: r.judged.loss, _margin),
+    Column("margin", (LOSSES,), lambda r: r.judged.loss and r.judged.loss.limit, "±{:.4f}"),
     Column("verdict", (LOSSES,), lambda r: r.judged.loss, _judged, align="l"),
     Column(_LAST + "difference", (LOSSES,), lambda r: r.judged.loss_last_tenth, _difference),
     Column(_LAST + _LOSS_LEVEL, (LOSSES,), lambda r: r.judged.loss_last_tenth, _SIGNED_SPAN),
