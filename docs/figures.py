@@ -1,18 +1,19 @@
 """The figures that open the evidence pages, from the data beside them."""
 
+from __future__ import annotations
+
 import io
 import json
 from collections.abc import Callable
-from typing import Any
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from bench.fits import memory, step_times
 from bench.proofs import convergence
 from bench.proofs.gradient_table import BOUNDS, GRADIENTS, rounding_of, worst
 from cookbook.base.paths import ROOT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 INK, QUIET, GRID, BAND = "#1b2026", "#5d6670", "#e3e6e9", "#edf0f2"
 
@@ -26,6 +27,10 @@ def _draw(name: str, height: float, paint: Callable[[Axes], None]) -> str:
 
     `name` seeds the SVG's ids. `height` is in inches; the width is 7.6.
     """
+    # Import lazily: the driver's tests, which draw nothing, run without Matplotlib.
+    import matplotlib
+    from matplotlib.figure import Figure
+
     # Draw `$` as it is: Matplotlib would otherwise read it as the start of a formula.
     style: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": name}
     with matplotlib.rc_context(style):
