@@ -281,7 +281,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
     if form == "json":
         print(render_json(results), end="")
         return {state.cell: state.state for state in states}
-    # Import lazily: commands that draw nothing must not wait for NumPy.
+    # Import lazily: what draws nothing must not wait for Jinja.
     from cookbook.results.page import MARKDOWN, PAGE, save_report
     from cookbook.results.report import render_markdown
 

@@ -54,10 +54,6 @@ class History:
     effective: float | None = None
 
     @property
-    def restarts(self) -> int:
-        return max(len(self.attempts) - 1, 0)
-
-    @property
     def lines(self) -> list[str]:
         """Lines to show the user; empty for a single attempt that has not failed."""
         ended_well = all(one.cause in (None, Cause.FINISHED) for one in self.attempts)

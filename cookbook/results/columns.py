@@ -255,7 +255,7 @@ COLUMNS: tuple[Column[Any], ...] = (
     Column("validation loss", _ALL, lambda r: r.measured.validation_loss, "{:.4f}"),
     Column("status", (CELLS, REPEATS), _status, align="l"),
     Column("steps", (CELLS,), _steps),
-    Column("restarts", (REPEATS,), lambda r: r.measured.history.restarts, "{:,}"),
+    Column("restarts", (REPEATS,), lambda r: max(len(r.measured.history.attempts) - 1, 0), "{:,}"),
     Column("TFLOPs/{unit}", (CELLS,), lambda r: r.measured.tflops_per_gpu, _tflops),
     Column("MFU", (CELLS,), lambda r: r.measured.mfu, "{:.1f}%"),
     Column("memory GiB", (CELLS,), lambda r: r.measured.memory_gib, "{:.2f}"),
