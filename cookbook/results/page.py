@@ -103,7 +103,7 @@ def _render_page(
         re.sub(r"([._/-])", r"\1<wbr>", html.escape(text, quote=True))
     )
     # Indents and comments of the script and the style sheet are a tenth of a page.
-    jinja.filters["lean"] = lambda text: re.sub(r"(?m)^\s+|^//.*\n|^/\*.*\*/\n", "", text)
+    jinja.filters["lean"] = lambda text: re.sub(r"(?m)^\s*(//.*|/\*.*\*/)\n|^\s+", "", text)
     empty: dict[str, Any] = dict.fromkeys(("alerts", "headlines", "notes", "facts"), ())
     return jinja.get_template("report.html.j2").render(
         **empty | {"source": None, "conditions": {}} | parts,
