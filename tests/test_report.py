@@ -13,7 +13,7 @@ from cookbook.cli.main import main
 from cookbook.config.sweep import load_sweep
 from cookbook.predict.step import StepTime
 from cookbook.results.charts import charts_of
-from cookbook.results.columns import CELLS, render_json, report_tables
+from cookbook.results.columns import CELLS, FIELDS, render_json, report_tables
 from cookbook.results.measured import Measured
 from cookbook.results.report import facts, headlines, notes, render_markdown
 from cookbook.results.result import Judged, Result, RunResults
@@ -143,6 +143,23 @@ def test_json_has_the_promised_fields_and_null_for_the_unknown() -> None:
     assert set(promised.split()) == set(first) == set(second)
     assert [one["tokens_per_second_per_gpu"] for one in (first, second)] == [651.4, None]
     assert (first["final_loss"], first["mfu"], first["active"]) == (None, None, {"a": [None, 1]})
+
+
+def test_each_field_of_the_json_is_the_value_of_its_name() -> None:
+    """Each part's values are objects that equal nothing else."""
+    parts: tuple[Any, ...] = (BASELINE.record, BASELINE.judged, BASELINE.measured)
+    record, judged, measured = (
+        replace(part, **{field.name: object() for field in fields(part)}) for part in parts
+    )
+    named = {
+        f.name: getattr(part, f.name) for part in (record, judged, measured) for f in fields(part)
+    }
+    cell, checked = Result(record, measured, judged), 0
+    for name, _, value in FIELDS:
+        if name in named:
+            assert value(cell) is named[name], name
+            checked += 1
+    assert checked == len(FIELDS) - 5
 
 
 def test_a_cell_that_is_slower_than_predicted_is_named() -> None:
