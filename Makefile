@@ -32,15 +32,15 @@ nightly: setup-dev ## what is too slow for each push: slow tests, all faults, ch
 	.ci/run driver
 	.venv/bin/python -m tests.mutants
 	.venv/bin/python -m tests.random_mutants --seed "$$(date +%j)"
-	.venv/bin/python -m bench.chaos
-	.venv/bin/python -m bench.gradients build/gradients
+	.venv/bin/python -m bench.stress.chaos
+	.venv/bin/python -m bench.proofs.gradients build/gradients
 
 mutants: setup-dev ## put faults in one at a time and see the tests find them (MUTANTS_ARGS=--quick: a part)
 	.venv/bin/python -m tests.mutants $(MUTANTS_ARGS)
 
 CHAOS_ARGS ?=
 chaos: setup-dev ## 20 random faults in a run on a Slurm cluster started here; CHAOS_ARGS="--seed 7"
-	.venv/bin/python -m bench.chaos $(CHAOS_ARGS)
+	.venv/bin/python -m bench.stress.chaos $(CHAOS_ARGS)
 
 check: setup-dev ## lint, format, types, shell scripts
 	$(in_venv) ruff check .

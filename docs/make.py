@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import convergence, gradient_table, memory, step_times
+from bench.fits import memory, step_times
+from bench.proofs import convergence, gradient_table
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
@@ -29,6 +30,7 @@ from cookbook.predict.memory import predict_memory
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import predict_step
 from cookbook.predict.traffic import count_work
+from cookbook.results.columns import FIELDS
 from docs import option_tables
 from docs.figures import EVIDENCE, FIGURES, read_data
 
@@ -143,6 +145,11 @@ def _paths() -> str:
     return markdown_table(head, rows, "lllrr")
 
 
+def _report_fields() -> str:
+    rows = [[f"`{name}`", meaning] for name, meaning, _ in FIELDS]
+    return markdown_table(["field of a cell", "is"], rows, "ll")
+
+
 @functools.cache
 def _times() -> str:
     return step_times.tables([*step_times.compare(step_times.read_points())])
@@ -173,6 +180,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "options": option_tables.titan_options,
     "own-options": option_tables.own_options,
     "paths": _paths,
+    "report-fields": _report_fields,
     "speeds": _speeds,
     "sweeps-671b": _sweeps_671b,
     "time": _times,

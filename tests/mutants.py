@@ -32,7 +32,7 @@ SECONDS = 400
 # What most tests import; the driver's environment has no torch.
 IMPORTED = (
     *("pytest", "hypothesis", "yaml", "jinja2", "submitit", "psutil", "pydantic"),
-    *("matplotlib.pyplot", "torch", "torchtitan.train", "torchao.prototype.moe_training"),
+    *("torch", "torchtitan.train", "torchao.prototype.moe_training"),
 )
 # Python matches compiled modules to sources by size and modification time in seconds.
 _times = itertools.count(1)

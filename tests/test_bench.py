@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from bench import chaos, convergence, memory, step_times
-from bench.chaos_faults import FAULTS
-from bench.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, t_test
-from bench.gradient_cases import VARIANTS, Case, cell_of, fault_cases, qwen3_cases
-from bench.gradient_table import corrected, is_seen, verdict, worst
-from bench.step_times import PREDICTED, cell_of_point, compare, keep, read_points
+from bench.fits import memory, step_times
+from bench.fits.step_times import PREDICTED, cell_of_point, compare, keep, read_points
+from bench.proofs import convergence
+from bench.proofs.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, t_test
+from bench.proofs.gradient_cases import VARIANTS, Case, cell_of, fault_cases, qwen3_cases
+from bench.proofs.gradient_table import corrected, is_seen, verdict, worst
+from bench.stress import chaos
+from bench.stress.chaos_faults import FAULTS
 from cookbook.base.paths import ROOT
 from cookbook.predict.memory import MOST_FITS, MOST_FITS_PIPELINE
 from docs import make

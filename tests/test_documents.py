@@ -46,6 +46,28 @@ def test_paths_and_links_lead_somewhere(path: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
 
 
+def test_files_and_modules_named_outside_links_exist() -> None:
+    """In comments, data and commands; a dated page, and old data, name the modules of their day."""
+    folders = ("bench", "cookbook", "docs", "recipes", "tests")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    named = re.compile(
+        r"docs/[a-z-]+/[\w/-]+\.md|python -m (?:bench\.(?!gpu_)|docs\.)[a-z_.]*[a-z_]"
+    )
+    for path in walked([path for path in paths if path.suffix in (".json", ".md", ".py", ".yaml")]):
+        if "notebook/2026" in str(path):
+            continue
+        for found in named.findall(path.read_text(encoding="utf-8")):
+            name = found.removeprefix("python -m ")
+            file = name if "/" in name else name.replace(".", "/") + ".py"
+            assert (ROOT / file).is_file(), f"{path}: {found}"
+
+
+def test_the_notebooks_index_has_every_page() -> None:
+    index = (ROOT / "docs/notebook/README.md").read_text(encoding="utf-8")
+    pages = walked([*(ROOT / "docs/notebook").glob("*/*.md")])
+    assert [page.name for page in pages if f"]({page.parent.name}/{page.name})" not in index] == []
+
+
 # The commands of first-hour.md run below.
 GUIDE = walked(
     [

@@ -3,17 +3,15 @@
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cookbook.base.yamlfile import shown_path
-from cookbook.results.charts import Chart, charts_of, draw_chart, running_mean
-from cookbook.results.report import save_report
+from cookbook.results.charts import Chart, charts_of, running_mean
+from cookbook.results.page import save_report
 from tests.made_up_run import (
-    DRAWN,
     RESTART_STEP,
     RESTARTED,
     STALL_STEP,
@@ -21,7 +19,7 @@ from tests.made_up_run import (
     make_run,
     results_of,
 )
-from tests.submit import submit
+from tests.submit import listing, submit
 
 BASE = "671b-bf16-standard"
 
@@ -41,15 +39,18 @@ def test_the_printed_report_begins_the_file_and_says_where_the_page_is(full: Pat
     text = (full / "report.md").read_text()
     assert text.startswith(printed) and printed.startswith(f"# {full.name}")
     assert where.startswith(f"{shown_path(full / 'report.html')}, ")
-    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    assert pictures == [f"figures/{name}.svg" for name in DRAWN]
-    found = sorted(path.name for path in (full / "figures").iterdir())
-    assert found == sorted(f"{name}.{suffix}" for name in DRAWN for suffix in ("png", "svg"))
+
+
+def test_json_draws_and_writes_nothing(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=60)
+    before = listing(folder)
+    answer = submit("report", "--format", "json", runs=tmp_path)
+    assert len(json.loads(answer.stdout)["cells"]) == 4 and listing(folder) == before
 
 
 def test_the_page_needs_nothing_else(full: Path) -> None:
     page = (full / "report.html").read_text()
-    assert len(page) < 400_000
+    assert len(page) < 60_000
     links = set(re.findall(r"https?://[^\"'<> )]+", page))
     assert links == {"http://www.w3.org/2000/svg", "https://example.org/article"}
     assert not re.search(r"@import|url\((?!#)|<(script|img|iframe)[^>]* src=", page)
@@ -65,47 +66,22 @@ def test_a_run_without_a_step_has_tables_of_dashes_and_no_figure(tmp_path: Path)
         (cell / "cell.yaml").write_text(re.sub(r"published_.*\n", "", record))
         for log in cell.glob("attempt-*"):
             shutil.rmtree(log)
-    assert save_report(*results_of(folder)) is None
+    save_report(*results_of(folder))
     page = (folder / "report.html").read_text()
     assert "<figure" not in page and "no cell has reached its first step" in page
     assert "partly finished: 0 of 4 cells finished, 4 running" in page
-    assert not list(folder.glob("figures/*"))
-
-
-def test_a_report_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_run(tmp_path, steps=60)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    missing = save_report(*results_of(folder))
-    assert missing is not None and "matplotlib is not installed here; run: ./setup.sh" in missing
-    assert missing in (folder / "report.md").read_text()
-    # The page draws its own.
-    assert "<figure" in (folder / "report.html").read_text()
-
-
-def test_a_figure_that_is_no_longer_true_goes(tmp_path: Path) -> None:
-    folder = make_run(tmp_path, steps=60)
-    save_report(*results_of(folder))
-    (folder / "figures" / "mine.png").write_bytes(b"mine")
-    for path in folder.glob(f"{BASE}/attempt-*/train.log"):
-        path.unlink()
-    save_report(*results_of(folder))
-    left = {path.name for path in (folder / "figures").iterdir()}
-    assert not {"loss-difference.svg", "loss-difference.png"} & left
-    assert {"loss.svg", "loss.png", "mine.png"} <= left
-    assert "loss-difference" not in (folder / "report.md").read_text()
 
 
 def test_names_and_reasons_are_text_and_no_markup(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=60)
-    evil = '</script><script>alert("1")</script> & $x_1$ ok'
+    evil = '</script><script>alert("1")</script> & ok'
     run, results = results_of(folder)
     first, second, *rest = results.cells
-    named = replace(second, name="a<b>&$x_1$</script>")
-    save_report(run, replace(results, cells=(replace(first, reason=evil), named, *rest)))
+    named = replace(second, record=replace(second.record, name="a<b>&</script>"))
+    failed = replace(first, measured=replace(first.measured, reason=evil))
+    save_report(run, replace(results, cells=(failed, named, *rest)))
     page = (folder / "report.html").read_text()
     assert page.count("</script>") == 2 and "&lt;script&gt;alert" in page
-    # A dollar sign begins no formula.
-    assert "$x_1$" in (folder / "figures" / "loss.svg").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -140,21 +116,10 @@ def test_stalls_and_restarts_are_marked(charts: dict[str, Chart]) -> None:
     assert lines[RESTARTED].rules == (RESTART_STEP,) and lines[STALLED].rules == ()
     # Thinning keeps a stall.
     assert {seconds for _, seconds in lines[STALLED].marks} <= set(lines[STALLED].y)
-    assert len(lines[STALLED].y) <= 400
+    assert len(lines[STALLED].y) <= 100
 
 
 def test_a_running_mean_stands_at_the_middle_of_its_steps() -> None:
-    found = running_mean({step: float(step % 2) for step in range(1, 4001)})
+    found = running_mean({step: float(step % 2) for step in range(1, 4001)}, 400)
     assert len(found) <= 400 and [*found.values()] == pytest.approx([0.5] * len(found))
     assert min(found) == pytest.approx(50.5)
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_matplotlib_draws_each(charts: dict[str, Chart], name: str) -> None:
-    found = draw_chart(charts[name])
-    svg = found["svg"].decode()
-    assert found == draw_chart(charts[name]), "the same numbers, the same file"
-    # The baseline has no difference from itself.
-    labels = ("bf16-standard", "mxfp8-deepep")[name == "loss-difference" :]
-    assert all(label in svg for label in labels)
-    assert found["png"].startswith(b"\x89PNG")

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cookbook.results.report import save_report
-from tests.made_up_run import DRAWN, make_run, results_of
+from cookbook.results.page import save_report
+from tests.made_up_run import DRAWN, Run, make_run, metrics_line, results_of
+from tests.submit import submit
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -170,6 +171,85 @@ def test_the_pointers_step_is_read_off(browser: Browser, full: Path) -> None:
         seen.page.locator("#figure-loss svg").hover()
         values = [float(box["text"]) for box in seen.boxes("#figure-loss .legend b")]
         assert len(values) == 4 and all(2 < value < 12 for value in values)
+
+
+def test_figures_by_key_click_axis_and_scale(browser: Browser, full: Path) -> None:
+    with opened(browser, full) as seen:
+        page = drawn(seen).page
+
+        def along(figure: str = "loss") -> list[str]:
+            """The corner's text, and the numbers along the axis."""
+            return [box["text"] for box in seen.boxes(f"#figure-{figure} svg text[text-anchor]")]
+
+        page.locator("#figure-loss .legend button").last.focus()
+        page.keyboard.press("Tab")
+        for _ in range(3):
+            page.keyboard.press("ArrowRight")
+        # Three steps of a hundredth along steps 13 to 988.
+        assert along()[0] == "step 42"
+        names = page.locator(".legend button", has_text="bf16-deepep")
+        assert names.count() == 5 and page.locator("polyline.s1").count() == 5
+        names.first.press("Enter")
+        assert page.locator("polyline.s1").count() == 0
+        assert names.first.evaluate("node => node === document.activeElement")
+        names.last.click()
+        assert page.locator("polyline.s1").count() == 5
+        # The losses lie on one another: each is drawn in its turn of four dashes.
+        dashes = page.locator("#figure-loss polyline").evaluate_all(
+            "nodes => nodes.map(node => getComputedStyle(node).strokeDashoffset)"
+        )
+        assert dashes == ["0px", "-9px", "-18px", "-27px"]
+        page.locator("#axis").select_option("tokens")
+        assert "5B" in along() and along()[-1] == "tokens"
+        page.locator("#axis").select_option("time")
+        assert all(re.fullmatch(r"\d+:00:00", text) for text in along("step-time")[-4:-1])
+        page.locator("#log").check()
+        assert {"3", "5", "7", "10"} <= set(along()) and seen.logged == []
+
+
+def test_steps_are_whole_and_links_lead_to_files(browser: Browser, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.add("base", "".join(metrics_line(step, loss=f"{9 - step}") for step in (1, 2)))
+    run.write(command=["submit.py", "run", "debug"])
+    save_report(*results_of(run.folder))
+    with opened(browser, run.folder / "report.html") as seen:
+        seen.page.wait_for_selector("#figure-loss svg")
+        steps = [box["text"] for box in seen.boxes("#figure-loss svg text[text-anchor]")]
+        assert steps[-3:] == ["1", "2", "step"]
+        links = seen.page.locator("#files a").evaluate_all("nodes => nodes.map(node => node.href)")
+        assert [Path(link).name for link in links] == ["train.log", "cell.yaml"]
+        assert all(Path(link.removeprefix("file://")).is_file() for link in links)
+        assert "submit.py run debug" in seen.page.locator("#files").inner_text()
+
+
+def test_the_page_over_all_runs_draws_what_is_ticked(browser: Browser, tmp_path: Path) -> None:
+    log = "".join(metrics_line(step) for step in range(1, 5))
+    for name in ("one", "two", "three"):
+        run = Run(tmp_path, name=name)
+        for cell in ("a", "b", "c", "d"):
+            run.add(cell, log)
+        run.write()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/run.json").write_text("{")
+    answer = submit("report", "--all", runs=tmp_path)
+    assert answer.status == 0 and "left out: " in answer.stderr
+    assert answer.stdout.strip().endswith("report.html")
+    wrong = submit("report", "one", "--all", runs=tmp_path)
+    assert wrong.status == 2 and "leave out RUN and --format" in wrong.stderr
+    with opened(browser, tmp_path / "report.html") as seen:
+        seen.page.wait_for_selector("#figure-loss svg")
+        assert sorted(seen.column("table-cells", 1))[:2] == ["one/a", "one/b"]
+        boxes, lines = seen.page.locator("#table-cells input"), "#figure-loss polyline"
+        assert boxes.count() == 12 and seen.page.locator(lines).count() == 8
+        boxes.last.check()
+        assert seen.page.locator(lines).count() == 9
+        # The table sorts, and a box still is its cell's.
+        seen.page.locator("#table-cells thead button").first.click()
+        seen.page.locator("#table-cells tr", has_text="one/a").locator("input").uncheck()
+        assert not {"one/a"} & {box["text"] for box in seen.boxes("#figure-loss .legend button")}
+        assert (
+            seen.logged == [] and seen.page.evaluate("document.documentElement.scrollWidth") == 1280
+        )
 
 
 def test_a_click_on_a_heading_sorts(browser: Browser, full: Path) -> None:

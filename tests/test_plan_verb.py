@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shlex
-import xml.dom.minidom
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.options import DEGREES
 from cookbook.config.recipe import load_recipe
 from cookbook.plan import search as searching
-from cookbook.plan.report import as_mapping, render_json, render_recipe, render_svg, render_text
+from cookbook.plan.report import as_mapping, render_json, render_recipe, render_text
 from cookbook.plan.search import BATCH, Candidate, Found, evaluate
 from cookbook.predict.facts import C4, Documents
 from cookbook.predict.memory import FITS, TIGHT, TOO_LARGE, StageMemory
@@ -113,26 +112,6 @@ def test_the_best_is_held_to_published_numbers() -> None:
     text = render_text(Found([candidate(1302, 50)]), base, None, 1, C4, 1)
     assert "\npublished bf16+standard: 651 tokens/s/GPU; the first is at 2.00x\n" in text
     assert "published" not in render_text(Found(), base, None, 1, C4, 1)
-
-
-def test_the_picture_shows_every_layout_at_its_place() -> None:
-    document = xml.dom.minidom.parseString(render_svg(FOUND, CELL, RECIPE))
-    groups = {one.getAttribute("id"): one for one in document.getElementsByTagName("g")}
-
-    def at(gid: str) -> list[tuple[float, float]]:
-        marks = groups[gid].getElementsByTagName("use")
-        return [(float(one.getAttribute("x")), float(one.getAttribute("y"))) for one in marks]
-
-    by_place = dict(zip(places(FOUND.ranked()), at("layouts"), strict=True))
-    x_scale = (by_place[95, 60][0] - by_place[70, 30][0]) / 30
-    y_scale = (by_place[100, 50][1] - by_place[70, 30][1]) / 30
-    assert x_scale > 0 > y_scale
-    for (speed, gib), (x, y) in by_place.items():
-        assert x - by_place[70, 30][0] == pytest.approx(x_scale * (gib - 30), abs=0.1)
-        assert y - by_place[70, 30][1] == pytest.approx(y_scale * (speed - 70), abs=0.1)
-    assert at("front") == [by_place[one] for one in places(FOUND.front())]
-    assert len(at("recipe")) == 1 and "card" in groups
-    assert 'id="recipe"' not in render_svg(Found(), CELL, None)
 
 
 def test_a_recipe_says_where_it_runs_and_what_limits_it() -> None:
@@ -309,9 +288,9 @@ def test_rejected_values_and_reasons(search: Search, capsys: pytest.CaptureFixtu
 
 def test_a_search_and_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The written recipe is the winner, each changed option below the recipe's own value."""
-    path, figure = tmp_path / "won.yaml", tmp_path / "front.svg"
+    path = tmp_path / "won.yaml"
     few = ["--vary", f"{PP}=1", "--vary", f"{TP}=1", "--ep-backend", "deepep"]
-    words = ["--best", "2", "--explain", "1,2", "-o", str(path), "--figure", str(figure)]
+    words = ["--best", "2", "--explain", "1,2", "-o", str(path)]
     assert main([*ONE_NODE, *few, *words]) == 0
     said = capsys.readouterr()
     assert said.err == ""
@@ -320,7 +299,6 @@ def test_a_search_and_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[s
     head, walked = said.out.split(f"\nwrote {path}\n\n")
     assert "tokens/s/GPU" in head
     assert walked.startswith("microseconds a token and GPU") and "memory " in walked
-    assert "</svg>" in figure.read_text()
     assert main([*ONE_NODE, *few, "--json"]) == 0
     best: dict[str, Any] = json.loads(capsys.readouterr().out)["best"][0]
     planned = cell_of(str(path), cluster="h200-node")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.step_times import compare, read_points
+from bench.fits.step_times import compare, read_points
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,49 +11,73 @@ import pytest
 
 from cookbook.cli.main import main
 from cookbook.config.sweep import load_sweep
-from cookbook.results.charts import charts_of, draw_chart
-from cookbook.results.columns import CELLS, report_tables
+from cookbook.predict.step import StepTime
+from cookbook.results.charts import charts_of
+from cookbook.results.columns import CELLS, FIELDS, render_json, report_tables
+from cookbook.results.measured import Measured
 from cookbook.results.report import facts, headlines, notes, render_markdown
-from cookbook.results.result import Result, RunResults, render_json
+from cookbook.results.result import Judged, Result, RunResults
 from cookbook.results.run_differences import configuration, environment
-from cookbook.results.verdicts import FASTER, NOISE, STEPS, SpeedUp
+from cookbook.results.verdicts import FASTER, NOISE, STEPS, SpeedUp, Throughput
+from cookbook.run.record import CellRecord
 from cookbook.run.run import RunRecord
 from tests.made_up_run import RESTARTED, Run, make_run, metrics_line, results_of
 
 BASE = "671b-bf16-standard"
-BLANK = Result("", "deepseek_v3_671b", "bf16", "standard", "queued", total_steps=20, device="cuda")
-BLANK = replace(BLANK, baseline=BASE)
-BASELINE = replace(
-    BLANK,
-    name=BASE,
-    status="finished",
-    steps=20,
-    tokens_per_second_per_gpu=651.4,
-    tflops_per_gpu=171.23,
-    mfu=7.61,
-    memory_gib=150.421,
-    final_loss=8.12345,
-    speedup=1.0,
-    published_tokens_per_second_per_gpu=651.0,
+RECORD = CellRecord(
+    *(BASE, "deepseek_v3_671b", "bf16", "standard"), device="cuda", options={"training.steps": 20}
 )
-DEEPEP = replace(
+BLANK = Result(RECORD, Measured("queued"), Judged(baseline=BASE))
+BASELINE = Result(
+    replace(RECORD, published_tokens_per_second_per_gpu=651.0),
+    Measured(
+        status="finished",
+        steps=20,
+        throughput=Throughput(651.4, 651.0, 652.0, 651.4, 15, 5, (), 0.0),
+        tflops_per_gpu=171.23,
+        mfu=7.61,
+        memory_gib=150.421,
+        final_loss=8.12345,
+    ),
+    Judged(baseline=BASE, speedup=1.0),
+)
+
+
+def changed(cell: Result, tokens: float | None = None, **changes: Any) -> Result:
+    """The cell with each change in the first part that has the field."""
+    if tokens is not None:
+        assert cell.measured.throughput is not None
+        changes["throughput"] = replace(cell.measured.throughput, median=tokens)
+    parts: dict[str, Any] = {name: getattr(cell, name) for name in ("measured", "judged", "record")}
+    for name, part in parts.items():
+        own = [field.name for field in fields(part) if field.name in changes]
+        parts[name] = replace(part, **{key: changes.pop(key) for key in own})
+    assert not changes
+    return replace(cell, **parts)
+
+
+DEEPEP = changed(
     BASELINE,
     name="671b-bf16-deepep",
     status="running",
     steps=7,
-    tokens_per_second_per_gpu=1859.0,
+    tokens=1859.0,
     speedup=1.3195,
     published_tokens_per_second_per_gpu=859.0,
 )
-FAILED = replace(BLANK, name="671b-mxfp8-standard", status="failed", reason="rank 3: OOM |\nmore")
-REFUSED = replace(BLANK, name="671b-mxfp8-deepep", status="refused", reason="needs SM100")
+FAILED = changed(BLANK, name="671b-mxfp8-standard", status="failed", reason="rank 3: OOM |\nmore")
+REFUSED = changed(BLANK, name="671b-mxfp8-deepep", status="refused", reason="needs SM100")
+
+
+def step_of(speed: float) -> StepTime:
+    return StepTime(0, {"host": 900.0, "loss": 100.0}, 0.0, speed, None)
 
 
 def run_of(*cells: Result, **changes: Any) -> RunResults:
     """A run of `cells`, each with `changes`."""
     names = tuple(cell.name for cell in cells)
     record = RunRecord("slurm", names, "matrix-20261120-182922", "matrix", baseline=BASE)
-    return RunResults(record, tuple(replace(cell, **changes) for cell in cells))
+    return RunResults(record, tuple(changed(cell, **changes) for cell in cells))
 
 
 def table_of(results: RunResults, name: str = CELLS) -> dict[str, dict[str, str]]:
@@ -87,20 +111,20 @@ def test_every_cell_appears_with_its_numbers() -> None:
 @pytest.mark.parametrize(
     ("change", "column", "text"),
     [
-        ({"tokens_per_second_per_gpu": 3.14159}, "tokens/s/GPU", "3.14"),
+        ({"tokens": 3.14159}, "tokens/s/GPU", "3.14"),
         ({"tflops_per_gpu": 0.0213}, "TFLOPs/GPU", "0.021"),
         ({"emulated": True}, "status", "finished, emulated"),
-        ({"predicted_tokens_per_second_per_gpu": 700.0}, "predicted", "700"),
+        ({"predicted": step_of(700)}, "predicted", "700"),
         ({"published_tokens_per_second_per_gpu": None}, "published", None),
         ({"attention": "flex", "mean_attended_length": 812.4}, "attention", None),
     ],
 )
 def test_a_column_needs_values(change: dict[str, Any], column: str, text: str | None) -> None:
-    assert table_of(run_of(replace(BASELINE, **change)))[BASE].get(column) == text
+    assert table_of(run_of(changed(BASELINE, **change)))[BASE].get(column) == text
 
 
 def test_json_has_the_promised_fields_and_null_for_the_unknown() -> None:
-    cell = replace(BASELINE, final_loss=math.nan, mfu=math.inf, active={"a": [math.nan, 1]})
+    cell = changed(BASELINE, final_loss=math.nan, mfu=math.inf, environment={"a": [math.nan, 1]})
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
@@ -121,16 +145,33 @@ def test_json_has_the_promised_fields_and_null_for_the_unknown() -> None:
     assert (first["final_loss"], first["mfu"], first["active"]) == (None, None, {"a": [None, 1]})
 
 
+def test_each_field_of_the_json_is_the_value_of_its_name() -> None:
+    """Each part's values are objects that equal nothing else."""
+    parts: tuple[Any, ...] = (BASELINE.record, BASELINE.judged, BASELINE.measured)
+    record, judged, measured = (
+        replace(part, **{field.name: object() for field in fields(part)}) for part in parts
+    )
+    named = {
+        f.name: getattr(part, f.name) for part in (record, judged, measured) for f in fields(part)
+    }
+    cell, checked = Result(record, measured, judged), 0
+    for name, _, value in FIELDS:
+        if name in named:
+            assert value(cell) is named[name], name
+            checked += 1
+    assert checked == len(FIELDS) - 5
+
+
 def test_a_cell_that_is_slower_than_predicted_is_named() -> None:
-    near = replace(BASELINE, predicted_tokens_per_second_per_gpu=700.0, predicted_largest="x")
-    far = replace(DEEPEP, predicted_tokens_per_second_per_gpu=2500.0, predicted_largest="host")
+    near = changed(BASELINE, predicted=step_of(700))
+    far = changed(DEEPEP, predicted=step_of(2500))
     (line,) = notes(run_of(near, far, REFUSED))[1:]
     assert line.startswith(f"{DEEPEP.name}: 26% slower than predicted (2,500 tokens/s/GPU; ")
     assert "look first at host" in line
 
 
 def attending(cell: Result, kind: str, length: float) -> Result:
-    return replace(cell, attention=kind, mean_attended_length=length)
+    return changed(cell, attention=kind, mean_attended_length=length)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +190,7 @@ def test_other_masks_are_warned_of(one: float, other: float, fact: str, is_warne
 
 
 def test_whole_sequences_are_named() -> None:
-    cell = replace(attending(BASELINE, "sdpa", 128.5), asked={"training.seq_len": "256"})
+    cell = changed(attending(BASELINE, "sdpa", 128.5), options={"training.seq_len": 256})
     words = "a token attends to 128 tokens on average"
     assert f"attention: sdpa; {words}, in whole sequences of 256" in facts(run_of(cell))
     assert f"attention: sdpa; {words}" in facts(run_of(attending(cell, "sdpa", 128.1)))
@@ -157,10 +198,10 @@ def test_whole_sequences_are_named() -> None:
 
 def sped(cell: Result, ratio: float, low: float | None, high: float | None, verdict: str) -> Result:
     speed = SpeedUp(ratio, low, high, verdict if low else None, STEPS, 30)
-    return replace(cell, status="finished", speedup=ratio, speed=speed)
+    return changed(cell, status="finished", speedup=ratio, speed=speed)
 
 
-OTHER = replace(DEEPEP, name="671b-mxfp8-deepep")
+OTHER = changed(DEEPEP, name="671b-mxfp8-deepep")
 
 
 @pytest.mark.parametrize(
@@ -185,18 +226,30 @@ def test_the_fastest_is_named_and_noise_is_no_gain(cells: list[Result], parts: l
 @pytest.mark.parametrize(
     ("base", "cell", "reason"),
     [
-        (replace(BASELINE, status="failed", speedup=None), {}, "its baseline .* is failed"),
-        (replace(BASELINE, emulated=True, speedup=None), {}, "emulated numerics"),
+        (changed(BASELINE, status="failed", speedup=None), {}, "its baseline .* is failed"),
+        (changed(BASELINE, emulated=True, speedup=None), {}, "emulated numerics"),
         (BASELINE, {"emulated": True}, "have no speed"),
         (None, {}, "is not in this run"),
     ],
 )
 def test_why_a_cell_has_no_speed_up(base: Result | None, cell: dict[str, Any], reason: str) -> None:
-    own = replace(DEEPEP, status="finished", speedup=None, **cell)
+    own = changed(DEEPEP, status="finished", speedup=None, **cell)
     cells = [own] if base is None else [base, own]
     (line,) = headlines(run_of(*cells))
     assert line.startswith(f"No speed-up for {own.name} (")
     assert re.search(reason, line), line
+
+
+def test_a_run_in_which_nothing_is_compared_says_what_was_trained(tmp_path: Path) -> None:
+    run = Run(tmp_path, baseline=None)
+    log = metrics_line(1) + metrics_line(2, loss="3.25").replace("18:29:22", "19:30:24")
+    write_metrics(run.add("base", log, state="running"), [7.0, 6.5], {2: 6.75})
+    run.add("other", log)
+    run.add("waits", state="queued")
+    assert headlines(run.collect()) == [
+        "base: 2 of 20 steps, loss 7.0000 -> 6.5000, validation loss 6.7500.",
+        "other: 2 of 20 steps in 1:01:02, loss 3.5000 -> 3.2500.",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -213,12 +266,13 @@ def test_the_last_sentence_has_the_losses_and_the_worse_verdict_counts(full: Pat
         "Loss against the baseline: equivalent within ±0.25%: 671b-bf16-deepep"
     )
     base, one, *_ = results.cells
-    assert one.loss is not None
-    worse = replace(one, loss_last_tenth=replace(one.loss, verdict="different"))
+    loss = one.judged.loss
+    assert loss is not None
+    worse = changed(one, loss_last_tenth=replace(loss, verdict="different"))
     assert headlines(replace(results, cells=(base, worse)))[-1].endswith(f"different: {one.name}.")
     for reason, says in ((None, "the interval crosses the margin"), ("no steps", "no steps")):
-        last = replace(one.loss, window="last tenth", verdict="cannot tell", reason=reason)
-        answer = headlines(replace(results, cells=(base, replace(one, loss_last_tenth=last))))[-1]
+        last = replace(loss, window="last tenth", verdict="cannot tell", reason=reason)
+        answer = headlines(replace(results, cells=(base, changed(one, loss_last_tenth=last))))[-1]
         assert answer.endswith(f"cannot tell: {one.name} (last tenth: {says}).")
 
 
@@ -279,7 +333,6 @@ def test_the_last_validation_loss_is_a_column_and_all_are_a_curve(tmp_path: Path
     assert [row[column] for row in table.rows] == ["6.0000", "6.5000"]
     (chart,) = [one for one in charts_of(results) if one.name == "validation-loss"]
     assert [list(line.x) for line in chart.lines] == [[1, 10, 20]] * 2
-    assert draw_chart(chart)["png"]
     assert not notes(results)
 
 

@@ -12,6 +12,7 @@ import pytest
 from cookbook.base.paths import ROOT
 from cookbook.config.cluster import load_cluster
 from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
+from cookbook.results.asked import routing_of
 from cookbook.results.charts import charts_of
 from cookbook.results.columns import REPEATS, report_tables
 from cookbook.results.report import facts, notes
@@ -43,14 +44,14 @@ def test_a_run_that_was_profiled_is_said_to_be(run: Run) -> None:
     (resumed / "attempt-1/profile_traces").mkdir()
     run.add("waits", options={"profiling.enable_profiling": True}, state="queued")
     results = run.collect()
-    assert [cell.name for cell in results.cells if cell.profiled] == ["asked", "traced"]
+    assert [cell.name for cell in results.cells if cell.measured.profiled] == ["asked", "traced"]
     said = [note.partition(": profiled, ")[0] for note in notes(results) if ": profiled, " in note]
     assert said == ["asked", "traced"]
 
 
 def test_the_figures_of_a_real_run_on_two_h200(run: Run) -> None:
     run.add("base", (LOGS / "h200_stall.log").read_text())
-    cell = run.only()
+    cell = run.only().measured
     assert (cell.steps, cell.final_loss, cell.memory_gib) == (13, 8.97069, 57.70)
     assert (cell.attention, cell.mean_attended_length) == ("flash_attention_4", 2343.0)
     assert cell.throughput is not None
@@ -68,7 +69,7 @@ def test_incomparable_cells(run: Run, base: dict[str, Any], other: dict[str, Any
     log = metrics_line(1) + metrics_line(2)
     run.add("base", log, **base)
     run.add("other", log, **other)
-    assert run.collect().cells[1].speedup is None
+    assert run.collect().cells[1].judged.speedup is None
 
 
 @pytest.mark.parametrize("state", ["failed", "running"])
@@ -78,8 +79,8 @@ def test_only_cells_that_finished_have_a_speedup(run: Run, name: str, state: str
     for cell in ("base", "other"):
         run.add(cell, log, state=state if cell == name else "finished")
     base, other = run.collect().cells
-    assert (base.speedup, other.speedup) == (None if name == "base" else 1.0, None)
-    assert other.tokens_per_second_per_gpu == 100
+    assert (base.judged.speedup, other.judged.speedup) == (None if name == "base" else 1.0, None)
+    assert other.measured.tokens_per_second_per_gpu == 100
 
 
 def log_of(**active: Any) -> str:
@@ -91,10 +92,11 @@ def test_attention_by_a_reference_gets_no_speedup(run: Run) -> None:
     run.add("base", log_of(attention="flex"))
     run.add("reference", log_of(attention="flash_attention_4_reference"))
     run.add("kernels", log_of(attention="flash_attention_4"))
-    base, reference, kernels = run.collect().cells
-    assert (base.speedup, reference.speedup, kernels.speedup) == (1.0, None, 1.0)
-    assert reference.emulated and not kernels.emulated
-    assert reference.reason == (
+    cells = run.collect().cells
+    _, reference, kernels = cells
+    assert [cell.judged.speedup for cell in cells] == [1.0, None, 1.0]
+    assert reference.measured.emulated and not kernels.measured.emulated
+    assert reference.measured.reason == (
         "attention by a reference: the throughput says nothing about FlashAttention-4"
     )
 
@@ -102,7 +104,7 @@ def test_attention_by_a_reference_gets_no_speedup(run: Run) -> None:
 def test_a_loss_that_is_no_number_is_said(run: Run) -> None:
     losses = ["3.5", "nan", "3.0", "nan", "nan"]
     run.add("base", "".join(metrics_line(s, loss=v) for s, v in enumerate(losses, start=1)))
-    cell = run.only()
+    cell = run.only().measured
     assert cell.final_loss is not None and math.isnan(cell.final_loss)
     assert cell.reason == "loss is nan since step 4"
 
@@ -110,7 +112,7 @@ def test_a_loss_that_is_no_number_is_said(run: Run) -> None:
 def test_a_failed_cell_says_why(run: Run) -> None:
     log = (LOGS / "out_of_memory.log").read_text()
     run.add("base", log, state="failed", reason="exit code 1")
-    cell = run.only()
+    cell = run.only().measured
     assert cell.reason is not None
     assert cell.reason.startswith("exit code 1; torch.OutOfMemoryError: CUDA out of mem")
     assert cell.steps == 1
@@ -140,15 +142,17 @@ def test_cells_that_never_ran_appear(run: Run) -> None:
     (run.folder / "broken" / "status.json").write_text("")
     cells = run.collect().cells
     assert [cell.name for cell in cells] == ["queued", "refused", "unknown", "gone", "broken"]
-    assert [cell.status for cell in cells] == ["queued", "refused", None, None, None]
-    reasons = [cell.reason or "" for cell in cells]
+    assert [cell.measured.status for cell in cells] == ["queued", "refused", None, None, None]
+    reasons = [cell.measured.reason or "" for cell in cells]
     assert reasons[:2] == ["", "needs SM100"]
     assert "unknown/status.json: cannot be read: No such file" in reasons[2]
     assert "gone/cell.yaml: cannot be read: No such file" in reasons[3]
     assert "broken/cell.yaml:2:1: YAML syntax" in reasons[4]
     assert "broken/status.json: cannot be read" in reasons[4]
-    numbers = [(c.steps, c.tokens_per_second_per_gpu, c.memory_gib, c.final_loss) for c in cells]
-    assert set(numbers) == {(None, None, None, None)}
+    measured = [cell.measured for cell in cells]
+    assert {(one.steps, one.throughput, one.memory_gib, one.final_loss) for one in measured} == {
+        (None, None, None, None)
+    }
 
 
 PLANNED: dict[str, Any] = {
@@ -177,12 +181,10 @@ def test_a_gpu_cell_is_held_beside_its_prediction(run: Run) -> None:
     run.add("no stack", log)
     cells = {cell.name: cell for cell in run.collect().cells}
     known = cells.pop("known")
-    assert known.predicted_tokens_per_second_per_gpu
-    assert 5_000 < known.predicted_tokens_per_second_per_gpu < 30_000
-    assert known.predicted_largest
+    step = known.judged.predicted
+    assert step and 5_000 < step.tokens_per_second_per_gpu < 30_000 and step.largest
     for cell in cells.values():
-        assert cell.predicted_tokens_per_second_per_gpu is None, cell.name
-        assert cell.predicted_largest is None
+        assert cell.judged.predicted is None, cell.name
 
 
 @pytest.mark.parametrize(
@@ -214,10 +216,11 @@ def test_speed_and_memory_stand_beside_the_newest_options(
     run.add("other", steady_log(600))
     base, other = (results := run.collect()).cells
     one = base.repeats[0]
-    assert (one.tokens_per_second_per_gpu, one.tflops_per_gpu) == (speed, speed / 100)
-    assert one.memory_gib == memory and len(one.curve) == 40
-    assert base.throughput is not None and base.throughput.num_steps == measured
-    assert other.speedup == pytest.approx(600 / speed)
+    assert one.measured.tokens_per_second_per_gpu == speed
+    assert one.measured.tflops_per_gpu == speed / 100
+    assert one.measured.memory_gib == memory and len(one.measured.curve) == 40
+    assert base.measured.throughput is not None and base.measured.throughput.num_steps == measured
+    assert other.judged.speedup == pytest.approx(600 / speed)
     (times,) = (chart for chart in charts_of(results) if chart.name == "step-time")
     assert times.lines[0].y == [seconds] * 20 + [2] * 20
 
@@ -246,7 +249,7 @@ def test_gpu_hours_are_those_that_each_attempt_had(run: Run) -> None:
     )
     folder = run.add("base", first, second, nodes=2)
     (folder / "attempt-1/cell.yaml").write_text("nodes: 4\nranks_per_node: 2\n")
-    assert run.only().gpu_hours == pytest.approx(8 * 0.5 + 4 * 0.25)
+    assert run.only().measured.gpu_hours == pytest.approx(8 * 0.5 + 4 * 0.25)
 
 
 def test_a_billion_tokens_cost_what_they_take_with_their_stalls(run: Run, tmp_path: Path) -> None:
@@ -258,7 +261,7 @@ def test_a_billion_tokens_cost_what_they_take_with_their_stalls(run: Run, tmp_pa
     run.add("base", log, cluster="mine", files={"cluster": str(profile)})
     # Of the 6 measured steps three took ten times as long: 6,000 tokens in 33 s at best.
     seconds = (3 / 1000 + 3 / 100) / 6 * 1e9
-    assert run.only().cost_per_billion_tokens == pytest.approx(3.6 * seconds / 3600)
+    assert run.only().measured.cost_per_billion_tokens == pytest.approx(3.6 * seconds / 3600)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +274,7 @@ def test_a_billion_tokens_cost_what_they_take_with_their_stalls(run: Run, tmp_pa
 )
 def test_the_routing_is_a_condition(run: Run, options: dict[str, Any], routing: str) -> None:
     run.add("base", metrics_line(1), options=options)
-    assert run.only().routing == routing
+    assert routing_of(run.only().record) == routing
     assert f"routing: {routing}" in facts(run.collect())
     run.add("other", metrics_line(1), options={"debug.moe_routing": "other"})
     assert f"routing: {routing} in base; other in other" in facts(run.collect())
@@ -310,18 +313,19 @@ def test_repeats_are_one_cell_with_a_speed_up_over_pairs(run: Run) -> None:
     add_repeats(run, "fast", 150, 165, 183)
     results = run.collect()
     base, fast = results.cells
+    speed = fast.judged.speed
     assert (base.name, fast.name) == ("base", "fast")
     repeats = fast.repeats
     assert [one.name for one in repeats] == ["fast", "fast-r2", "fast-r3"]
-    assert [one.tokens_per_second_per_gpu for one in repeats] == [150, 165, 183]
-    assert fast.tokens_per_second_per_gpu == 165
-    assert fast.throughput is not None and fast.throughput.num_steps == 45
+    assert [one.measured.tokens_per_second_per_gpu for one in repeats] == [150, 165, 183]
+    assert fast.measured.tokens_per_second_per_gpu == 165
+    assert fast.measured.throughput is not None and fast.measured.throughput.num_steps == 45
     # 1.5, 1.5 and 1.525: the noise between runs, not that between steps, which is none here.
-    assert fast.speed is not None and fast.speed.low is not None and fast.speed.high is not None
-    assert fast.speedup == fast.speed.ratio == pytest.approx((1.5 * 1.5 * 1.525) ** (1 / 3))
-    assert (fast.speed.basis, fast.speed.num) == ("repeats", 3)
-    assert fast.speed.high - fast.speed.low == pytest.approx(2 * 4.303 * 0.025 / 3, rel=0.02)
-    assert base.speedup == 1.0 and base.speed is None
+    assert speed is not None and speed.low is not None and speed.high is not None
+    assert fast.judged.speedup == speed.ratio == pytest.approx((1.5 * 1.5 * 1.525) ** (1 / 3))
+    assert (speed.basis, speed.num) == ("repeats", 3)
+    assert speed.high - speed.low == pytest.approx(2 * 4.303 * 0.025 / 3, rel=0.02)
+    assert base.judged.speedup == 1.0 and base.judged.speed is None
 
 
 @pytest.mark.parametrize("other", [{BATCH: 4}, {BATCH: 8, "optimizer.lr": 1e-4}])
@@ -334,7 +338,8 @@ def test_a_repeat_that_was_resumed_with_other_options_is_a_cell_of_its_own(
     replace(read_record(path), options=other).write(path)
     _, fast, alone = (results := run.collect()).cells
     assert ([one.name for one in fast.repeats], alone.name) == (["fast", "fast-r3"], "fast-r2")
-    assert fast.speedup == pytest.approx((1.5 * 1.525) ** 0.5) and alone.speedup == 1.5
+    assert fast.judged.speedup == pytest.approx((1.5 * 1.525) ** 0.5)
+    assert alone.judged.speedup == 1.5
     said = "fast-r2: a cell of its own, because it ran with other options than fast"
     assert said in notes(results)
     # With a round of the baseline alone, compare the others. An explicit default is no difference.
@@ -345,8 +350,8 @@ def test_a_repeat_that_was_resumed_with_other_options_is_a_cell_of_its_own(
         path = run.folder / name / "cell.yaml"
         replace(read_record(path), options=options).write(path)
     _, base, fast = run.collect().cells
-    assert (fast.baseline, len(fast.repeats), base.speed) == ("base-r2", 3, None)
-    assert fast.speedup == pytest.approx((1.5 * 1.525) ** 0.5)
+    assert (fast.judged.baseline, len(fast.repeats), base.judged.speed) == ("base-r2", 3, None)
+    assert fast.judged.speedup == pytest.approx((1.5 * 1.525) ** 0.5)
 
 
 def test_one_pair_alone_is_judged_by_its_steps(run: Run) -> None:
@@ -355,11 +360,11 @@ def test_one_pair_alone_is_judged_by_its_steps(run: Run) -> None:
     run.add("fast-r2", steady_log(150), repeat_of="fast", repeat=2)
     results = run.collect()
     _, fast = results.cells
-    assert (fast.status, fast.reason) == ("failed", "repeat 1: out of memory")
+    assert (fast.measured.status, fast.measured.reason) == ("failed", "repeat 1: out of memory")
     assert {one.name: len(one.lines) for one in charts_of(results)}["loss"] == 2
-    assert fast.speed is not None
-    assert (fast.speed.basis, fast.speed.num) == ("steps", 15)
-    assert fast.speedup == pytest.approx(1.5)
+    assert fast.judged.speed is not None
+    assert (fast.judged.speed.basis, fast.judged.speed.num) == ("steps", 15)
+    assert fast.judged.speedup == pytest.approx(1.5)
 
 
 def test_losses_of_repeats_are_judged_by_how_far_these_are_apart(run: Run) -> None:
@@ -367,11 +372,12 @@ def test_losses_of_repeats_are_judged_by_how_far_these_are_apart(run: Run) -> No
     add_repeats(run, "near", 100, 100, losses=(3.0, 3.001))
     add_repeats(run, "far", 100, 100, losses=(3.1, 3.101))
     cells = {cell.name: cell for cell in run.collect().cells}
-    near, far = cells["near"], cells["far"]
-    assert near.loss is not None and far.loss is not None and far.loss_last_tenth is not None
-    assert (near.loss.verdict, near.loss.runs) == ("equivalent", 2)
-    assert (far.loss.verdict, far.loss_last_tenth.verdict) == ("different", "different")
-    assert cells["base"].loss is None
+    near, far = cells["near"].judged.loss, cells["far"].judged.loss
+    last = cells["far"].judged.loss_last_tenth
+    assert near is not None and far is not None and last is not None
+    assert (near.verdict, near.runs) == ("equivalent", 2)
+    assert (far.verdict, last.verdict) == ("different", "different")
+    assert cells["base"].judged.loss is None
 
 
 def test_stalls_and_restarts_of_every_repeat_are_told(run: Run) -> None:
@@ -385,13 +391,15 @@ def test_stalls_and_restarts_of_every_repeat_are_told(run: Run) -> None:
     (cell,) = results.cells
     first, second = cell.repeats
     # Of its own median: a slow repeat has no more stalls than others.
-    assert [one.throughput and one.throughput.stalls for one in (first, second)] == [(), (6, 14)]
-    assert cell.throughput is not None and cell.throughput.stalls == (6, 14)
+    assert [
+        one.measured.throughput and one.measured.throughput.stalls for one in (first, second)
+    ] == [(), (6, 14)]
+    assert cell.measured.throughput is not None and cell.measured.throughput.stalls == (6, 14)
     # Not a median with the loss of the second, which got to step 16.
-    assert (second.final_loss, cell.final_loss) == (3.5, 3.0)
-    assert [len(one.history.attempts) for one in (first, second)] == [1, 2]
-    assert len(cell.history.attempts) == 3
-    assert (first.history.steps_lost, cell.history.steps_lost) == (0, 2)
+    assert (second.measured.final_loss, cell.measured.final_loss) == (3.5, 3.0)
+    assert [len(one.measured.history.attempts) for one in (first, second)] == [1, 2]
+    assert len(cell.measured.history.attempts) == 3
+    assert (first.measured.history.steps_lost, cell.measured.history.steps_lost) == (0, 2)
     table = report_tables(results)[REPEATS]
     shown = [dict(zip(table.head, row, strict=True)) for row in table.rows]
     assert [(row["stalls"], row["restarts"]) for row in shown] == [("0", "0"), ("2", "1")]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from cookbook.cli.main import main
-from cookbook.results import report as reports
 from cookbook.run.states import cell_states
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm
@@ -138,8 +137,6 @@ def verb(
         capsys.readouterr()
         with monkeypatch.context() as patched:
             patched.setattr(time, "sleep", wait)
-            # Their picture is not what this is about.
-            patched.setattr(reports, "charts_of", lambda results: [])
             status = main(words)
         shown = capsys.readouterr()
         return Answer(status, shown.out, shown.err)

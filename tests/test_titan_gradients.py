@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bench.gradient_cases import Case, cell_of, fault_cases
-from bench.gradient_table import is_seen
-from bench.gradients import thinned
+from bench.proofs.gradient_cases import Case, cell_of, fault_cases
+from bench.proofs.gradient_table import is_seen
+from bench.proofs.gradients import thinned
 from cookbook.config.cell import train_argv
 from tests.titan_ranks import run_ranks
 from tests.titan_run import write_assets
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.titan
 
 
 def compare(case: Case, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Two steps of the case on CPU ranks; the result as `bench.gradients` keeps it."""
-    from bench.compared_training import train_in_rank
+    """Two steps of the case on CPU ranks; the result as `bench.proofs.gradients` keeps it."""
+    from bench.proofs.compared_training import train_in_rank
 
     found = folder / f"{case.name}.json"
     exact = case.is_reference or not case.rounds
@@ -68,7 +68,7 @@ def test_cells_agree_with_one_rank_and_a_fault_does_not(
 
 
 def test_the_largest_error_of_all_ranks_counts() -> None:
-    from bench.compared_training import largest_of
+    from bench.proofs.compared_training import largest_of
 
     first = {"gradients": {"gate": (1e-7, 1.0)}}
     second = {"gradients": {"gate": (0.5, 0.5), "output": (1e-8, 1.0)}}
@@ -77,7 +77,7 @@ def test_the_largest_error_of_all_ranks_counts() -> None:
 
 
 def put_in_all() -> set[str]:
-    from bench.known_faults import FAULTS, put_in_fault
+    from bench.proofs.known_faults import FAULTS, put_in_fault
 
     for name in FAULTS:
         with put_in_fault(name):

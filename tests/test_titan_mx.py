@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from bench.plain_experts import round_to_mxfp8
+from bench.proofs.plain_experts import round_to_mxfp8
 from tests.titan_ranks import run_ranks
 from tests.titan_run import refusal
 

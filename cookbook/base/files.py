@@ -1,6 +1,7 @@
 """Atomic file writes, file locks and JSON formatting."""
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -45,6 +46,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def json_text(value: object) -> str:
-    """Format `value` as indented JSON with a final newline; NaN and infinity become null."""
-    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    """Format `value`, with dataclasses, as indented JSON; NaN and infinity become null."""
+    text = json.dumps(value, default=dataclasses.asdict)
+    finite = json.loads(text, parse_constant=lambda _: None)
     return json.dumps(finite, indent=2) + "\n"

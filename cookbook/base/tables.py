@@ -1,17 +1,9 @@
-"""Aligned tables in plain text and Markdown, and charts in one common style.
+"""Aligned tables in plain text and Markdown."""
 
-Matplotlib is imported only to draw a chart: `submit.py doctor` must work before it is installed.
-"""
-
-import io
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from collections.abc import Iterable, Sequence
 
 
 def terminal_width() -> int | None:
@@ -56,42 +48,3 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: st
 
 def _pad(text: str, width: int, align: str) -> str:
     return text.rjust(width) if align == "r" else text.ljust(width)
-
-
-INK, QUIET, GRID, BAND = "#1b2026", "#5d6670", "#e3e6e9", "#edf0f2"
-
-
-def draw_figure(
-    name: str,
-    height: float,
-    paint: Callable[["Axes"], None],
-    grid: Literal["x", "y"] = "y",
-    legend: str = "",
-) -> dict[str, bytes]:
-    """Return the figure that `paint` draws, as the bytes of reproducible `svg` and `png` files.
-
-    `name` seeds the SVG's ids. `height` is in inches; the width is 7.6. `legend` is the color of
-    the legend's labels, or `linecolor` to color each like its line; empty means no legend.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # Draw `$` as it is: Matplotlib would otherwise read it as the start of a formula.
-    style: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": name}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7.6, height), layout="constrained")
-        axes = figure.add_subplot()
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(colors=QUIET, length=0)
-        axes.grid(color=GRID, axis=grid)
-        axes.set_axisbelow(True)
-        axes.xaxis.set_major_formatter("{x:,g}")
-        paint(axes)
-        if legend:
-            place: Any = {"loc": "outside upper left", "ncols": 2, "frameon": False}
-            figure.legend(fontsize=9, labelcolor=legend, **place)
-        files = {"svg": io.BytesIO(), "png": io.BytesIO()}
-        # Omit the date, so that equal numbers give equal files.
-        figure.savefig(files["svg"], format="svg", metadata={"Date": None})
-        figure.savefig(files["png"], format="png", dpi=144)
-    return {suffix: file.getvalue() for suffix, file in files.items()}

@@ -18,7 +18,8 @@ from cookbook.observe.history import collect_history
 from cookbook.observe.metrics import Phase, Tail
 from cookbook.results import compare
 from cookbook.results.collect import collect_results
-from cookbook.results.result import render_json
+from cookbook.results.columns import render_json
+from cookbook.results.result import RunResults
 from cookbook.run import slurm
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
@@ -253,23 +254,41 @@ def wait_for(run: Run, cells: Sequence[CellFolder] | None = None) -> int:
 
 
 def show_report(arguments: argparse.Namespace) -> int:
-    print_report(find_run(arguments.run), arguments.format)
+    if not arguments.all:
+        print_report(find_run(arguments.run), arguments.format or "md")
+        return 0
+    if arguments.run or arguments.format not in (None, "html"):
+        raise InputError("--all", "is one page over all runs", "leave out RUN and --format")
+    from cookbook.results.page import save_all
+
+    found = dict[Run, RunResults]()
+    for name in reversed(run_names()):
+        try:
+            run = find_run(name)
+            found[run] = collect_results(run, cell_states(run))
+        except InputError as error:
+            print(f"submit.py: left out: {error}", file=sys.stderr)
+    if not found:
+        raise InputError(shown_path(runs_folder()), "has no run", "start one")
+    print(shown_path(save_all(found, runs_folder())))
     return 0
 
 
 def print_report(run: Run, form: str) -> dict[str, str]:
     """Print the results in the format `form`, save them as files, and return the cells' states."""
-    # Import lazily: `run --dry-run` and `status` must not wait for NumPy.
-    from cookbook.results.report import FIGURES, MARKDOWN, PAGE, render_markdown, save_report
-
     states = cell_states(run)
     results = collect_results(run, states)
-    # Print the text first, because drawing the charts takes seconds.
-    if form != "html":
-        text = render_json(results) if form == "json" else render_markdown(results)
-        print(text, end="", flush=True)
+    if form == "json":
+        print(render_json(results), end="")
+        return {state.cell: state.state for state in states}
+    # Import lazily: what draws nothing must not wait for Jinja.
+    from cookbook.results.page import MARKDOWN, PAGE, save_report
+    from cookbook.results.report import render_markdown
+
+    if form == "md":
+        print(render_markdown(results), end="", flush=True)
     try:
-        missing = save_report(run, results)
+        save_report(run, results)
     except OSError as error:
         if form == "html":
             raise
@@ -280,11 +299,8 @@ def print_report(run: Run, form: str) -> dict[str, str]:
         page = shown_path(run.folder / PAGE)
         if form == "html":
             print(page)
-        elif form == "md":
-            beside = MARKDOWN if missing else f"{MARKDOWN} and {FIGURES}/"
-            print(f"\nAs a page: {page}, with {beside} beside it")
-        if missing:
-            print(f"submit.py: {missing}", file=sys.stderr)
+        else:
+            print(f"\nAs a page: {page}, with {MARKDOWN} beside it")
     return {state.cell: state.state for state in states}
 
 
@@ -303,9 +319,12 @@ def show_comparison(arguments: argparse.Namespace) -> int:
         comparison = compare.compare_with_published(first, arguments.tolerance)
     else:
         comparison = compare.compare_runs(first, others[0], arguments.tolerance)
-    if not comparison.slower and not any(row.speed or row.loss for row in comparison.rows):
+    if not comparison.slower and not any(
+        row.judged.speed or row.judged.loss for row in comparison.rows
+    ):
         missing = "no cell is exactly as published" if arguments.other else "no cell is in both"
-        reasons = [row.incomparable for row in comparison.rows if row.incomparable] or [missing]
+        found = (row.judged.incomparable for row in comparison.rows)
+        reasons = [reason for reason in found if reason] or [missing]
         place = f"compare {' and '.join(run.name for run in runs)}"
         raise InputError(place, f"there is nothing to compare: {reasons[0]}")
     render = compare.comparison_json if arguments.json else compare.comparison_markdown

@@ -48,20 +48,12 @@ def cell_request(arguments: argparse.Namespace) -> CellRequest:
     )
 
 
-def check_figure(name: str) -> None:
-    """Raise InputError before the work starts if the figure could not be written at the end."""
-    if not name.endswith(".svg"):
-        raise InputError("--figure", f"found {name!r}, allowed: a file that ends with .svg")
-    if not Path(name).absolute().parent.is_dir():
-        raise InputError("--figure", f"{shown_path(Path(name).parent)} is no folder")
-
-
-def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644) -> None:
+def write_output(option: str, name: str, content: str, mode: int = 0o644) -> None:
     """Write `content` to the file `name`: atomically, or in place if it is a device or a pipe."""
     path = Path(name)
     try:
         if path.exists() and not path.is_file():
-            path.write_bytes(content.encode() if isinstance(content, str) else content)
+            path.write_bytes(content.encode())
         else:
             write_whole(path.resolve(), content, mode)  # replace a symlink's target, not the link
     except OSError as error:

@@ -78,7 +78,6 @@ def build_parser() -> argparse.ArgumentParser:
     walk = "walk from one layout to another, term by term; 0 is the recipe (0,1)"
     plan.add_argument("--explain", metavar="FROM,TO", nargs="?", const="0,1", help=walk)
     plan.add_argument("-o", "--output", metavar="FILE.yaml", help="write the first as a recipe")
-    plan.add_argument("--figure", metavar="FILE.svg", help="draw memory against speed")
     line = verb("check-line", "validate an sbatch command without submitting it", "run:check_line")
     typed = "as you would type it: PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh ..."
     line.add_argument("line", metavar="LINE", nargs=argparse.REMAINDER, help=typed)
@@ -105,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
     report = verb("report", "print the results of a run, and make its page", "follow:show_report")
     for followed in (status, cancel, report):
         followed.add_argument("run", metavar="RUN", nargs="?", help="by default the newest")
-    report.add_argument("--format", choices=("md", "json", "html"), default="md")
+    report.add_argument("--format", choices=("md", "json", "html"), help="by default md")
+    flag(report, "--all", text="one page over all runs: table and curves, in the folder of runs")
     export = verb("export", "write a cell's weights for transformers", "training:export_weights")
     export.add_argument("cell", metavar="RUN/CELL")
     export.add_argument("--to", metavar="FOLDER", required=True, help="a new folder")
@@ -128,7 +128,6 @@ def build_parser() -> argparse.ArgumentParser:
     of = "a recipe, trained for a few steps; or RUN, RUN/CELL, a folder, or rank0_trace.json"
     profile.add_argument("target", metavar="RECIPE-or-TRACE", help=of)
     profile.add_argument("--ranks", metavar="R,R,...", help="ranks whose traces to read, or: all")
-    profile.add_argument("--figure", metavar="FILE.svg", help="also draw it")
     untried = "skip the memory prediction and TorchTitan's build, but not the rules"
     for launched in (run, sweep, profile):
         launched.set_defaults(repeat=1, one_allocation=False)

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.inspect import cell_request, check_figure, write_output
+from cookbook.cli.inspect import cell_request
 from cookbook.config.cell import Cell
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import merge_config
@@ -30,8 +30,6 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.explain and not re.fullmatch(r"\d+,\d+", arguments.explain, re.ASCII):
         wrong = f"found {arguments.explain!r}, allowed: FROM,TO"
         raise InputError("--explain", wrong, "as 0,1, from the recipe to the first")
-    if arguments.figure:
-        check_figure(arguments.figure)
     request, recipe = cell_request(arguments), load_recipe(arguments.recipe)
     # Do not validate the recipe's own layout, which may not fit this cluster.
     parts = (recipe, *requested_pair(recipe, request), request.cluster, request.nodes)
@@ -66,8 +64,6 @@ def plan(arguments: argparse.Namespace) -> int:
         found = search(cells, documents, show)
     ranked = found.ranked()
     way = _walk(arguments.explain, base, ranked, documents) if arguments.explain else []
-    if arguments.figure:
-        write_output("--figure", arguments.figure, report.render_svg(found, base, own))
     if arguments.json:
         print(report.render_json(found, base, own, arguments.best, way, refused), end="")
     else:

@@ -9,7 +9,7 @@ from cookbook.base.errors import InputError, JobError, unknown_name
 from cookbook.base.tables import terminal_width
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.follow import watch_run
-from cookbook.cli.inspect import check_figure, requested_cell, write_output
+from cookbook.cli.inspect import requested_cell
 from cookbook.cli.run import start_run
 from cookbook.config.options import Setting, command_line_settings
 from cookbook.config.recipe import names_in
@@ -19,7 +19,6 @@ from cookbook.profile.profile import (
     folder_traces,
     make_profile,
     render_json,
-    render_svg,
     render_text,
 )
 from cookbook.run.folder import CellFolder
@@ -55,8 +54,6 @@ _OF_RECIPES = (
 
 
 def profile(arguments: argparse.Namespace) -> int:
-    if arguments.figure is not None:
-        check_figure(arguments.figure)
     name = arguments.target
     if name.endswith((".yaml", ".yml")) or name in names_in(""):
         arguments.recipe = name
@@ -78,8 +75,6 @@ def profile(arguments: argparse.Namespace) -> int:
     found = make_profile(source, choose_ranks(traces, arguments.ranks))
     text = render_json(found) if arguments.json else render_text(found, terminal_width())
     print(text, end="", flush=True)
-    if arguments.figure:
-        write_output("--figure", arguments.figure, render_svg(found))
     return 0
 
 

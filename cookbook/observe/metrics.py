@@ -46,6 +46,8 @@ class StepMetrics:
     mfu: float | None = None  # percent of the GPU's BF16 peak
     time: float | None = None  # seconds since the epoch
     validation_loss: float | None = None
+    lr: float | None = None  # learning rate
+    tokens_seen: float | None = None  # of all ranks, since the start
     skipped_steps: float | None = None  # steps with non-finite gradients in this attempt so far
     rank: int | None = None  # global rank; None for a console line without a `[rank0]:` prefix
     attempt: int = 0

@@ -1,6 +1,4 @@
-"""Render layouts as a table for people, JSON for programs, a figure, or a recipe to train."""
-
-from __future__ import annotations
+"""Render layouts as a table for people, JSON for programs, or a recipe to train."""
 
 import dataclasses
 import itertools
@@ -8,12 +6,12 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from cookbook.base.errors import InputError
-from cookbook.base.tables import INK, QUIET, draw_figure, text_table
+from cookbook.base.tables import text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import ATTENTION, Cell
 from cookbook.config.recipe import check_name, reference
@@ -23,12 +21,8 @@ from cookbook.predict.facts import Documents, attended_text
 from cookbook.predict.layer_time import add
 from cookbook.predict.step import BUBBLE
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _HEAD = ["", "tokens/s/GPU", "", "layout", "batch", "recomputation", "precision+EP backend"]
 _HEAD += ["GiB", "exposed", "bubble", "limited by"]
-_MOST_POINTS, _LABELS = 4000, 6
 
 
 def degrees(cell: Cell) -> str:
@@ -174,39 +168,6 @@ def render_walk(stops: Sequence[Stop]) -> str:
     head = ["microseconds a token and GPU", *(stop.changed for stop in stops)]
     table = [head, *([name, *cells] for name, cells in rows.items())]
     return text_table(table, align="l" + "r" * len(stops)) + "\n"
-
-
-def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
-    """Return an SVG figure that plots speed against memory for the layouts that fit."""
-    front, gpu, names = found.front(), base.cluster.gpu, list[str]()
-
-    def paint(axes: Axes) -> None:
-        def draw(some: list[Candidate], marker: str, gid: str, colour: str, size: int) -> None:
-            x, y = [one.memory.total for one in some], [one.speed for one in some]
-            axes.plot(x, y, marker, color=colour, markersize=size, gid=gid)
-
-        axes.set_title(f"{base.recipe.name}: predicted speed against memory", loc="left")
-        axes.set_xlabel("GiB a GPU", color=QUIET)
-        axes.set_ylabel("tokens/s/GPU", color=QUIET)
-        axes.yaxis.set_major_formatter("{x:,g}")
-        draw(found.ranked()[:_MOST_POINTS], ".", "layouts", "#b9c2cb", 3)
-        draw(front, "o-", "front", "#c2500a", 5)
-        for place, one in enumerate(front[:_LABELS], 1):
-            at = (one.memory.total, one.speed)
-            axes.annotate(str(place), at, (-4, 6), textcoords="offset points", weight="bold")
-            names.append(f"{place}: {one.speed:,.0f}, {degrees(one.cell)}, {one.cell.pair}")
-        if recipe is not None and recipe.step:
-            draw([recipe], "D", "recipe", "#0a6ebd", 6)
-            names.append("diamond: the recipe as it is")
-        if gpu:
-            axes.axvline(gpu.memory_gib, color=INK, linestyle=":", gid="card")
-            words, box = f"{gpu.memory_gib:g} GiB, the card", {"ha": "right", "va": "bottom"}
-            axes.text(gpu.memory_gib, 1, words, box, transform=axes.get_xaxis_transform())
-        small = {"fontsize": 9, "linespacing": 1.4}
-        axes.text(0.95, 0.02, "\n".join(names), small, transform=axes.transAxes, ha="right")
-        axes.set(xlim=(0, None), ylim=(0, None))
-
-    return draw_figure("plan", 4.6, paint)["svg"].decode()
 
 
 # Fields of the base recipe that `render_recipe` does not copy to the new recipe.

@@ -18,28 +18,27 @@ class Category:
     name: str
     title: str
     kind: str
-    colour: str
 
 
 # In report order. When kernels overlap, the time goes to the first of their categories.
 CATEGORIES = (
-    Category("attention", "attention", COMPUTE, "#4e79a7"),
-    Category("grouped_gemms", "grouped GEMMs", COMPUTE, "#59a14f"),
-    Category("dense_gemms", "dense GEMMs", COMPUTE, "#8cd17d"),
-    Category("moving_rows", "moving rows", COMPUTE, "#b6992d"),
-    Category("quantization", "quantization", COMPUTE, "#f1ce63"),
-    Category("loss", "loss", COMPUTE, "#499894"),
-    Category("optimizer", "optimizer and gradient norm", COMPUTE, "#86bcb6"),
-    Category("copies", "copies and casts, FSDP's packing", COMPUTE, "#d4a6c8"),
-    Category("pointwise", "pointwise, norms, reductions", COMPUTE, "#a0cbe8"),
-    Category("other", "other (no rule knows the name)", COMPUTE, "#79706e"),
-    Category("ep", "EP communication", COMMUNICATION, "#e15759"),
-    Category("tp", "TP communication", COMMUNICATION, "#f28e2b"),
-    Category("cp", "CP communication", COMMUNICATION, "#ffbe7d"),
-    Category("pp", "PP send and receive", COMMUNICATION, "#ff9d9a"),
-    Category("fsdp", "FSDP communication", COMMUNICATION, "#b07aa1"),
-    Category("reductions", "all-reduce of norm, loss, counts", COMMUNICATION, "#9d7660"),
-    Category("communication", "communication of an unknown group", COMMUNICATION, "#d37295"),
+    Category("attention", "attention", COMPUTE),
+    Category("grouped_gemms", "grouped GEMMs", COMPUTE),
+    Category("dense_gemms", "dense GEMMs", COMPUTE),
+    Category("moving_rows", "moving rows", COMPUTE),
+    Category("quantization", "quantization", COMPUTE),
+    Category("loss", "loss", COMPUTE),
+    Category("optimizer", "optimizer and gradient norm", COMPUTE),
+    Category("copies", "copies and casts, FSDP's packing", COMPUTE),
+    Category("pointwise", "pointwise, norms, reductions", COMPUTE),
+    Category("other", "other (no rule knows the name)", COMPUTE),
+    Category("ep", "EP communication", COMMUNICATION),
+    Category("tp", "TP communication", COMMUNICATION),
+    Category("cp", "CP communication", COMMUNICATION),
+    Category("pp", "PP send and receive", COMMUNICATION),
+    Category("fsdp", "FSDP communication", COMMUNICATION),
+    Category("reductions", "all-reduce of norm, loss, counts", COMMUNICATION),
+    Category("communication", "communication of an unknown group", COMMUNICATION),
 )
 BY_NAME = {category.name: category for category in CATEGORIES}
 # Host operations that only wait or call other operations get this instead of a category.

@@ -1,4 +1,4 @@
-"""The profile of a job: its traces, the ranks' waits, and a report as text, JSON or a figure."""
+"""The profile of a job: its traces, the ranks' waits, and a report as text or JSON."""
 
 import itertools
 import json
@@ -11,10 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from cookbook.base.errors import InputError, JobError
-from cookbook.base.tables import INK, QUIET, draw_figure, text_table
+from cookbook.base.tables import text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION
 from cookbook.profile.rank import RankProfile, profile_rank
@@ -153,18 +152,19 @@ HOST = "idle: the host had launched nothing"
 QUEUED = "idle: launched, not yet started"
 # The report names unknown kernels if they take more than this share of a step.
 _MOST_UNKNOWN = 0.05
+# Fields of a rank that the JSON report leaves out.
+_NOT_REPORTED = {"unknown", "gpu", "on_gpu", "calls", "called_us"}
 _LEAST_CAUSE = 0.001
 _MOST_CAUSES = 5
 
 
-def step_parts(rank: RankProfile) -> list[tuple[str, str, float]]:
-    """Return the title, colour and milliseconds of each part of a step."""
-    parts = []
+def step_parts(rank: RankProfile) -> dict[str, float]:
+    """Return the milliseconds of each part of a step by its title, and at the end of the step."""
+    parts = {}
     for category in CATEGORIES:
         exposed = ", exposed" if category.kind == COMMUNICATION else ""
-        parts.append((category.title + exposed, category.colour, rank.counted_ms(category.name)))
-    idle = [(HOST, "#e0e0e0", rank.idle.host_ms), (QUEUED, "#c2c2c2", rank.idle.queued_ms)]
-    return parts + idle
+        parts[category.title + exposed] = rank.counted_ms(category.name)
+    return parts | {HOST: rank.idle.host_ms, QUEUED: rank.idle.queued_ms, "step": rank.step_ms}
 
 
 def render_text(profile: Profile, width: int | None = None) -> str:
@@ -176,12 +176,12 @@ def render_text(profile: Profile, width: int | None = None) -> str:
     rows = [["ms a step, share"]]
     for rank, role in shown:
         rows[0] += [profile.name(rank), role]
-    parts = ([*step_parts(rank), ("step", "", rank.step_ms)] for rank, _ in shown)
-    for part in zip(*parts, strict=True):
-        if any(ms for *_, ms in part) or part[0][0] == HOST:
-            rows.append([part[0][0]])
-            for (rank, _), (*_, ms) in zip(shown, part, strict=True):
-                rows[-1] += [f"{ms:,.1f}", f"{ms / rank.step_ms:.1%}"]
+    parts = [step_parts(rank) for rank, _ in shown]
+    for title in parts[0]:
+        if title == HOST or any(part[title] for part in parts):
+            rows.append([title])
+            for part in parts:
+                rows[-1] += [f"{part[title]:,.1f}", f"{part[title] / part['step']:.1%}"]
     blocks = [
         f"{profile.source}: {steps if first.steps else 'the whole trace'}, {profile.device}",
         text_table(rows, align="l" + "rr" * len(shown)),
@@ -246,8 +246,7 @@ def _notes(profile: Profile) -> Iterator[str]:
 
 def render_json(profile: Profile) -> str:
     """Return one JSON object; times are in milliseconds per step, and unknown values are null."""
-    names = [one.name for one in fields(RankProfile)]
-    keys = names[: names.index("longest_kernels") + 1]
+    keys = [one.name for one in fields(RankProfile) if one.name not in _NOT_REPORTED]
     content = {
         "source": profile.source,
         "device": profile.device,
@@ -255,33 +254,3 @@ def render_json(profile: Profile) -> str:
         "ranks": [{key: getattr(rank, key) for key in keys} for rank in profile.ranks],
     }
     return json.dumps(content, indent=1, default=asdict) + "\n"
-
-
-def render_svg(profile: Profile) -> bytes:
-    """Return an SVG with one bar per reported rank, divided into the parts of its step."""
-    shown = profile.shown()
-    longest = max(rank.step_ms for rank, _ in shown) or 1.0
-
-    def paint(axes: Any) -> None:
-        axes.set(xlim=(0, longest), ylim=(len(shown) - 0.4, -0.7), yticks=[])
-        axes.set_xlabel(f"milliseconds of a step, {profile.source}", color=QUIET)
-        labelled: set[str] = set()
-        for row, (rank, role) in enumerate(shown):
-            name = profile.name(rank) + (f" ({role})" if role else "")
-            axes.text(0, row - 0.32, name, color=INK, weight="bold")
-            left = 0.0
-            for title, colour, ms in step_parts(rank):
-                if not ms:
-                    continue
-                label = None if title in labelled else title
-                labelled.add(title)
-                axes.barh(row, ms, 0.42, left=left, color=colour, label=label)
-                if ms > 0.05 * longest:
-                    place = {"ha": "center", "va": "center", "fontsize": 8}
-                    axes.text(left + ms / 2, row, f"{ms:,.0f}", color=INK, **place)
-                left += ms
-
-    try:
-        return draw_figure("profile", 2.2 + 0.6 * len(shown), paint, grid="x", legend=INK)["svg"]
-    except ModuleNotFoundError as error:
-        raise InputError("--figure", f"{error.name} is not installed", "run: ./setup.sh") from None

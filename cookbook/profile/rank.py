@@ -70,10 +70,7 @@ class KernelTime:
 
 @dataclass(eq=False)
 class RankProfile:
-    """How one rank spends a step; times are milliseconds per step, averaged over traced steps.
-
-    The fields up to `longest_kernels` are also the keys of a rank in the JSON report.
-    """
+    """How one rank spends a step; times are milliseconds per step, averaged over traced steps."""
 
     rank: int | None
     stage: int | None

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from cookbook.profile.kernels import NUMBERS, category_of
 Column: TypeAlias = np.ndarray
 
 NOTHING = -1
+_SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 # CUDA runtime and driver calls in which the host may wait for the GPU, and calls that launch work.
 _BLOCKING = re.compile(r"Synchronize|cudaMemcpy$|cudaMemcpyAsync|Malloc|cudaFree|HostAlloc")
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset")
@@ -142,12 +143,14 @@ class Trace:
 
     def innermost(self, thread: Column, times: Column) -> Column:
         """Return, for each i, the innermost event on `thread[i]` at `times[i]`, or NOTHING."""
+        at = np.full(len(times), NOTHING)
         if not len(self.host):
-            return np.full(len(times), NOTHING)
-        # Encode (thread, time) as complex numbers: NumPy sorts by real part, then imaginary part.
-        starts = self.host.thread + 1j * self.host.start
-        at = np.searchsorted(starts, thread + 1j * times, side="right") - 1
-        at[self.host.thread[at] != thread] = NOTHING
+            return at
+        for number in np.unique(thread):
+            mine = thread == number
+            first, last = (np.searchsorted(self.host.thread, number, side) for side in _SIDES)
+            found = first - 1 + np.searchsorted(self.host.start[first:last], times[mine], "right")
+            at[mine] = np.where(found < first, NOTHING, found)
         while (over := (at != NOTHING) & (self.host.end[at] < times)).any():
             at[over] = self.parent[at[over]]
         return at
@@ -304,11 +307,12 @@ def kernels_of(trace: Trace) -> Column:
 
 def _own_time(trace: Trace) -> tuple[list[Column], Column]:
     events = trace.host
-    starts, ends = (events.thread + 1j * times for times in (events.start, events.end))
-    edges = np.unique([starts, ends])
-    first, last = edges[:-1], edges[1:]
-    inside = trace.innermost(first.real, (first.imag + last.imag) / 2)
-    is_work = (first.real == last.real) & (inside != NOTHING) & events.is_work[inside]
-    start, end, operation = first.imag[is_work], last.imag[is_work], inside[is_work]
+    threads = np.concatenate([events.thread, events.thread])
+    times = np.concatenate([events.start, events.end])
+    # The rows are sorted by thread, then by time.
+    thread, time = np.unique(np.stack([threads, times], axis=1), axis=0).T
+    inside = trace.innermost(thread[:-1], (time[:-1] + time[1:]) / 2)
+    is_work = (np.diff(thread) == 0) & (inside != NOTHING) & events.is_work[inside]
+    start, end, operation = time[:-1][is_work], time[1:][is_work], inside[is_work]
     columns = [events.name[operation], start, end, start, events.thread[operation]]
     return [*columns, np.full(len(start), NOTHING)], operation

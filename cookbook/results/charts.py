@@ -1,35 +1,33 @@
-"""A run's charts, as data for the script in the HTML report and as Matplotlib images.
+"""A run's charts, as data for the script on the page.
 
-To add a chart, add a function to CHARTS. It returns a Chart, or None if there is nothing to plot.
+To add a curve over steps, add a line to OTHERS; to add another chart, a function to CHARTS. It
+returns a Chart, or None if there is nothing to plot.
 """
 
-from __future__ import annotations
-
+import json
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from cookbook.base.tables import BAND, INK, QUIET, draw_figure
+from cookbook.observe.metrics import StepMetrics
 from cookbook.results.columns import gain_text, tokens_text
 from cookbook.results.result import Result, RunResults
 from cookbook.results.run_differences import have_same_texts
 from cookbook.results.verdicts import LEVEL, MARGIN, STALL
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _FEW_STEPS = 200
-_MOST_POINTS = 400
+# A line has so many points, or fewer if many cells share the page.
+_MOST_POINTS, _OF_ALL_CELLS, _LEAST_POINTS = 100, 2400, 20
+_CLOCK = 16
 # The upper end of the step-time axis, as a multiple of the median step time: one very long step
 # would otherwise flatten the lines.
 _MOST_STEP_TIME = 3.0
 
-# One pair of colours per cell, in run order: (light mode, dark mode). They differ in lightness as
+# Pairs of colours for cells, in run order: (light mode, dark mode). They differ in lightness as
 # well as hue (after Okabe and Ito), with a contrast of at least 3:1 to the background.
 COLOURS = (
     ("#4a525a", "#b9c2cb"),
@@ -45,13 +43,12 @@ COLOURS = (
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: a cell's values by step."""
+    """A line of a chart: values by step."""
 
+    cell: int  # place of its cell in the run, which gives the colour
     label: str
-    colour: int  # index into COLOURS
     x: list[float]
     y: list[float]
-    is_dashed: bool = False  # whether an earlier cell uses the same colour
     is_pale: bool = False
     marks: tuple[tuple[float, float], ...] = ()  # points marked by a triangle
     rules: tuple[float, ...] = ()  # steps marked by a vertical line
@@ -62,7 +59,7 @@ class Bar:
     """A bar of a chart: a cell's throughput, with an error bar from `low` to `high`."""
 
     label: str
-    colour: int
+    colour: int  # index into COLOURS
     text: str
     value: float | None
     low: float | None  # lower end of the speed-up's interval, times the baseline's throughput
@@ -93,24 +90,28 @@ class _Cell:
     number: int
     label: str
     base: Result | None
+    points: int
 
     def line(self, values: Mapping[Any, float], label: str = "", is_pale: bool = False) -> Line:
-        turn, colour = divmod(self.number, len(COLOURS))
-        x, y = [*values], [*values.values()]
-        return Line(label or self.label, colour, x, y, turn % 2 > 0, is_pale)
+        return Line(self.number, label or self.label, [*values], [*values.values()], is_pale)
 
 
-def charts_of(results: RunResults) -> list[Chart]:
-    """Return every chart for which the logs have numbers."""
+def _cells_of(results: RunResults) -> list[_Cell]:
     by_name = {cell.name: cell for cell in results.cells}
     # Labels omit the leading words that all cell names share (`671b-`).
     words = [name.split("-") for name in by_name]
     while len(words) > 1 and min(map(len, words)) > 1 and len({own[0] for own in words}) == 1:
         words = [own[1:] for own in words]
-    cells = [
-        _Cell(cell, number, "-".join(own), by_name.get(cell.baseline or ""))
+    points = min(_MOST_POINTS, max(_LEAST_POINTS, _OF_ALL_CELLS // max(1, len(words))))
+    return [
+        _Cell(cell, number, "-".join(own), by_name.get(cell.judged.baseline or ""), points)
         for number, (cell, own) in enumerate(zip(results.cells, words, strict=True))
     ]
+
+
+def charts_of(results: RunResults) -> list[Chart]:
+    """Return every chart for which the logs have numbers."""
+    cells = _cells_of(results)
     found = [make(cells, results.unit) for make in CHARTS]
     return [chart for chart in found if chart is not None]
 
@@ -132,17 +133,18 @@ def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def _bar(cell: _Cell) -> Bar:
-    result, speed = cell.result, cell.result.speed
-    tokens, published = result.tokens_per_second_per_gpu, result.published_tokens_per_second_per_gpu
-    base = cell.base.tokens_per_second_per_gpu if cell.base else None
-    gain = gain_text(result.speedup) if result.speedup else ""
+    result, measured, speed = cell.result, cell.result.measured, cell.result.judged.speed
+    tokens = measured.tokens_per_second_per_gpu
+    published = result.record.published_tokens_per_second_per_gpu
+    base = cell.base.measured.tokens_per_second_per_gpu if cell.base else None
+    gain = gain_text(result.judged.speedup) if result.judged.speedup else ""
     words = (tokens_text(tokens), "baseline" if result.is_baseline else gain) if tokens else ()
-    note = "" if result.status == FINISHED else result.status or "status unknown"
-    if result.emulated and result.status != REFUSED:
+    note = "" if measured.status == FINISHED else measured.status or "status unknown"
+    if measured.emulated and measured.status != REFUSED:
         note = "emulated, speed means nothing"
-    elif result.status in (QUEUED, RUNNING) and result.steps is not None:
-        total = f" of {result.total_steps:,}" if result.total_steps else ""
-        note = f"so far, {result.steps:,}{total} steps"
+    elif measured.status in (QUEUED, RUNNING) and measured.steps is not None:
+        total = f" of {result.record.steps:,}" if result.record.steps else ""
+        note = f"so far, {measured.steps:,}{total} steps"
     text = ", ".join(word for word in (*words, note) if word)
     return Bar(
         label=cell.label,
@@ -151,31 +153,51 @@ def _bar(cell: _Cell) -> Bar:
         value=tokens,
         low=speed.low * base if speed and speed.low and base else None,
         high=speed.high * base if speed and speed.high and base else None,
-        base=base if tokens and not (result.is_baseline or result.emulated) else None,
+        base=base if tokens and not (result.is_baseline or measured.emulated) else None,
         published=published,
         published_text=f"published {tokens_text(published)}" if published else "",
     )
 
 
-def _finite_losses(result: Result, kind: str = "loss") -> dict[int, float]:
-    found = ((one.step, getattr(one, kind)) for one in result.curve)
-    return {step: loss for step, loss in found if loss is not None and np.isfinite(loss)}
+class _Series(NamedTuple):
+    """A value of each logged step that is drawn as it is, or as a running mean."""
+
+    name: str
+    title: str
+    caption: str
+    unit: str
+    value: Callable[[StepMetrics], float | None]
+    is_noisy: bool = True
 
 
-def loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    found = [(cell, losses) for cell in cells if (losses := _finite_losses(cell.result))]
-    caption = "The loss of every logged step."
-    if any(len(losses) > _FEW_STEPS for _, losses in found):
-        caption = "The running mean over a fortieth of the logged steps."
-    lines = [cell.line(running_mean(losses)) for cell, losses in found]
-    return _chart("loss", "Loss", caption, "loss", lines)
+_VALIDATED = "The loss on the same validation batches each time."
+LOSS = _Series("loss", "Loss", "The loss of every logged step.", "loss", lambda one: one.loss)
+VALIDATION_LOSS = _Series(
+    "validation-loss", "Validation loss", _VALIDATED, "loss", lambda one: one.validation_loss, False
+)
+OTHERS = (
+    _Series("grad-norm", "Gradient norm", "Before clipping.", "norm", lambda one: one.grad_norm),
+    _Series(
+        "learning-rate", "Learning rate", "Of each logged step.", "", lambda one: one.lr, False
+    ),
+)
 
 
-def validation_loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    found = ((cell, _finite_losses(cell.result, "validation_loss")) for cell in cells)
-    lines = [cell.line(losses) for cell, losses in found if losses]
-    caption = "The loss on the same validation batches each time."
-    return _chart("validation-loss", "Validation loss", caption, "loss", lines)
+def _finite(result: Result, series: _Series) -> dict[int, float]:
+    found = ((one.step, series.value(one)) for one in result.measured.curve)
+    return {step: value for step, value in found if value is not None and math.isfinite(value)}
+
+
+def _curves(series: _Series) -> Callable[[Sequence[_Cell], str], Chart | None]:
+    def make(cells: Sequence[_Cell], unit: str) -> Chart | None:
+        found = [(cell, values) for cell in cells if (values := _finite(cell.result, series))]
+        caption, mean = series.caption, running_mean if series.is_noisy else thin
+        if series.is_noisy and any(len(values) > _FEW_STEPS for _, values in found):
+            caption = "The running mean over a fortieth of the logged steps."
+        lines = [cell.line(thin(mean(values, cell.points), cell.points)) for cell, values in found]
+        return _chart(series.name, series.title, caption, series.unit, lines)
+
+    return make
 
 
 def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
@@ -185,20 +207,20 @@ def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
         own, base = cell.result, cell.base
         if base is None or base is own or not have_same_texts(own, base):
             continue
-        known = _finite_losses(base)
-        losses = {step: loss for step, loss in _finite_losses(own).items() if known.get(step)}
+        known = _finite(base, LOSS)
+        losses = {step: loss for step, loss in _finite(own, LOSS).items() if known.get(step)}
         percents = {step: 100 * (loss / known[step] - 1) for step, loss in losses.items()}
         if len(percents) > 1:
             is_mean |= len(percents) > _FEW_STEPS
-            lines.append(cell.line(running_mean(percents)))
+            lines.append(cell.line(running_mean(percents, cell.points)))
     caption = f"Loss minus the baseline's. Band: ±{MARGIN:.2%}, within which losses are equivalent."
     if is_mean:
         caption += " Running means over a fortieth of the common steps."
     chart = _chart("loss-difference", "Loss against the baseline", caption, "%", lines)
     if chart is None:
         return None
-    sizes = np.abs(np.concatenate([line.y for line in lines]))
-    reach = max(float(np.quantile(sizes, 0.98)) * 1.15, 150 * MARGIN)
+    sizes = sorted(abs(y) for line in lines for y in line.y)
+    reach = max(sizes[int(0.98 * (len(sizes) - 1))] * 1.15, 150 * MARGIN)
     return replace(chart, low=-reach, high=reach, band=100 * MARGIN)
 
 
@@ -207,13 +229,14 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
     lines = []
     for cell in cells:
         for number, run in enumerate(cell.result.runs, 1):
-            if not (seconds := run.seconds):
+            measured = run.measured
+            if not (seconds := measured.seconds):
                 continue
-            label = f"{cell.label}, repeat {run.repeat}" if cell.result.repeats else cell.label
-            line = cell.line(thin(seconds), label, number > 1)
-            stalls = run.throughput.stalls if run.throughput else ()
+            label = f"{cell.label}, repeat {run.record.repeat}" if cell.result.repeats else ""
+            line = cell.line(thin(seconds, cell.points), label, number > 1)
+            stalls = measured.throughput.stalls if measured.throughput else ()
             marks = tuple((float(at), seconds[at]) for at in stalls if at in seconds)
-            steps = pairwise(run.curve)
+            steps = pairwise(measured.curve)
             rules = tuple(float(after.step) for one, after in steps if one.attempt != after.attempt)
             lines.append(replace(line, marks=marks, rules=rules))
     caption = "Seconds of every logged step."
@@ -234,11 +257,12 @@ def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
     """Chart the ratio of the busiest expert's load to the mean, in the median and worst layers."""
     lines = []
     for cell in cells:
-        if load := {one.step: one.busiest_over_mean for one in cell.result.loads}:
+        if load := {one.step: one.busiest_over_mean for one in cell.result.measured.loads}:
             median = {step: statistics.median(of_layers) for step, of_layers in load.items()}
             most = {step: max(of_layers) for step, of_layers in load.items()}
             worst = f"{cell.label}, worst layer"
-            lines += [cell.line(thin(median)), cell.line(thin(most), worst, True)]
+            lines.append(cell.line(thin(median, cell.points)))
+            lines.append(cell.line(thin(most, cell.points), worst, True))
     caption = (
         "Tokens of a layer's busiest expert over the mean of its experts: of the median layer and, "
         "pale, of the most uneven one. 1 is even."
@@ -247,89 +271,78 @@ def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 CHARTS: tuple[Callable[[Sequence[_Cell], str], Chart | None], ...] = (
-    throughput,
-    loss,
-    validation_loss,
-    loss_difference,
-    step_time,
-    router_load,
+    *(throughput, _curves(LOSS), _curves(VALIDATION_LOSS), loss_difference, step_time, router_load),
+    *map(_curves, OTHERS),
 )
-
-NAMES = [make.__name__.replace("_", "-") for make in CHARTS]
 
 
 def _chart(name: str, title: str, caption: str, unit: str, lines: Sequence[Line]) -> Chart | None:
     if not lines:
         return None
-    values = np.concatenate([line.y for line in lines])
-    low, high = float(values.min()), float(values.max())
+    values = [y for line in lines for y in line.y]
+    low, high = min(values), max(values)
     pad = 0.04 * (high - low) or 0.04 * abs(high) or 1.0
     return Chart(name, title, caption, unit, low - pad, high + pad, tuple(lines))
 
 
-def running_mean(values: Mapping[int, float]) -> Mapping[Any, float]:
-    """Return the running mean of a curve over 1/40 of its steps; a short curve is unchanged."""
+def running_mean(values: Mapping[int, float], most: int) -> Mapping[Any, float]:
+    """Return the running mean over 1/40 of the steps, in `most` points; a short curve as it is."""
     if len(values) <= _FEW_STEPS:
         return values
-    window = np.full(len(values) // 40, 1 / (len(values) // 40))
-    every = -(-(len(values) - len(window) + 1) // _MOST_POINTS)
+    size = len(values) // 40
+    every = -(-(len(values) - size + 1) // most)
+    sums = [[0.0, *accumulate(some)] for some in (values, values.values())]
     steps, means = (
-        np.convolve(some, window, mode="valid")[::every].tolist()
-        for some in ([*values], [*values.values()])
+        [(one[end] - one[end - size]) / size for end in range(size, len(one), every)]
+        for one in sums
     )
     return dict(zip(steps, means, strict=True))
 
 
-def thin(values: Mapping[int, float]) -> Mapping[int, float]:
-    """Return at most `_MOST_POINTS` points: the lowest and highest in each interval of steps."""
-    if len(values) <= _MOST_POINTS:
+def thin(values: Mapping[Any, float], most: int) -> Mapping[Any, float]:
+    """Return at most `most` points: the lowest and highest in each interval of steps."""
+    if len(values) <= most:
         return values
-    kept = set[int]()
-    for part in np.array_split([*values], _MOST_POINTS // 2):
-        kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    steps, parts, kept = [*values], most // 2, set[Any]()
+    for part in range(parts):
+        own = steps[part * len(steps) // parts : (part + 1) * len(steps) // parts]
+        kept |= {min(own, key=values.__getitem__), max(own, key=values.__getitem__)}
     return {step: value for step, value in values.items() if step in kept}
 
 
-def draw_chart(chart: Chart) -> dict[str, bytes]:
-    """Return the chart as `svg` and `png`; raise ModuleNotFoundError if Matplotlib is missing."""
-    if chart.bars:
-        height = 1.0 + 0.6 * len(chart.bars)
-        return draw_figure(chart.name, height, lambda axes: _draw_bars(axes, chart), grid="x")
-    return draw_figure(chart.name, 3.6, lambda axes: _draw_lines(axes, chart), legend="linecolor")
+def _rounded(values: Iterable[float]) -> list[float]:
+    numbers = (float(f"{value:.5g}") for value in values)
+    return [int(number) if number.is_integer() else number for number in numbers]
 
 
-def _draw_bars(axes: Axes, chart: Chart) -> None:
-    axes.set(xlim=(0, chart.high), ylim=(len(chart.bars) - 0.4, -0.7), yticks=[])
-    axes.set_xlabel(chart.unit, color=QUIET)
-    for row, bar in enumerate(chart.bars):
-        colour = COLOURS[bar.colour][0]
-        axes.text(0, row - 0.32, bar.label, color=colour, weight="bold")
-        axes.text(chart.high, row - 0.32, bar.text, color=INK, horizontalalignment="right")
-        axes.barh(row, bar.value or 0.0, 0.42, color=colour)
-        if bar.value and bar.low and bar.high:
-            errors = [[max(bar.value - bar.low, 0.0)], [max(bar.high - bar.value, 0.0)]]
-            axes.errorbar(bar.value, row, xerr=errors, ecolor=INK, capsize=3)
-        if bar.base:
-            axes.plot([bar.base] * 2, [row - 0.3, row + 0.3], color=INK, linestyle=":")
-        if bar.published:
-            axes.barh(row + 0.3, bar.published, 0.1, color=colour, alpha=0.5)
+def chart_data(results: RunResults, charts: Sequence[Chart]) -> str:
+    """Return cells and charts of lines as the JSON that the page's script draws.
 
-
-def _draw_lines(axes: Axes, chart: Chart) -> None:
-    axes.set_ylim(chart.low, chart.high)
-    axes.set_ylabel(chart.unit, color=QUIET)
-    axes.set_xlabel("step", color=QUIET)
-    axes.margins(x=0)
-    if chart.band:
-        axes.axhspan(-chart.band, chart.band, color=BAND, zorder=0)
-        axes.axhline(0, color=QUIET, linewidth=1)
-    for line in chart.lines:
-        style: Any = {"color": COLOURS[line.colour][0], "alpha": 0.4 if line.is_pale else 1.0}
-        marker = "o" if len(line.x) == 1 else None
-        dashes = "--" if line.is_dashed else "-"
-        label = None if line.is_pale else line.label
-        axes.plot(line.x, line.y, dashes, linewidth=1.4, marker=marker, label=label, **style)
-        for x, y in line.marks:
-            axes.plot(x, min(y, chart.high), "^", markersize=5, **style)
-        for x in line.rules:
-            axes.axvline(x, linestyle="--", linewidth=1, **style)
+    A cell's clock says for some steps when they ended, in seconds after the first one, and how many
+    tokens were seen by then. A line's `x` has differences of steps; what it lacks is as before.
+    """
+    cells = []
+    for cell in _cells_of(results):
+        curve = [one for one in cell.result.measured.curve if one.time is not None]
+        kept = {place * (len(curve) - 1) // _CLOCK for place in range(_CLOCK + 1)} if curve else {}
+        record, start = cell.result.record, min((one.time or 0.0 for one in curve), default=0.0)
+        a_step = (record.tokens_per_step_per_gpu or 0.0) * record.world
+        clock = [
+            _rounded([one.step, (one.time or 0.0) - start, one.tokens_seen or a_step * one.step])
+            for one in (curve[place] for place in sorted(kept))
+        ]
+        cells.append({"label": cell.label, "clock": clock})
+    drawn = []
+    for chart in charts:
+        lines, before = list[dict[str, Any]](), dict[str, Any]()
+        for line in chart.lines:
+            steps = [line.x[0], *(new - old for old, new in pairwise(line.x))]
+            found = asdict(line) | {"x": _rounded(steps), "y": _rounded(line.y)}
+            # Steps and values that are those of the line before are written once, and no default.
+            alike = [key for key in ("x", "y") if found[key] == before.get(key)]
+            alike += [key for key in ("is_pale", "marks", "rules") if not found[key]]
+            lines.append({key: found[key] for key in found if key not in alike})
+            before = found
+        if lines:
+            drawn.append({**asdict(chart), "lines": lines, "bars": ()})
+    return json.dumps({"cells": cells, "charts": drawn}, separators=(",", ":"))

@@ -1,33 +1,21 @@
-"""The report of a run as Markdown and as an HTML page: headlines, conditions, tables, notes."""
+"""The report of a run in words: headlines, conditions, notes, and the table of its cells."""
 
-import html
-import json
-import re
 import statistics
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
-import jinja2
-from markupsafe import Markup
-
-from cookbook.base.files import write_whole
-from cookbook.base.paths import TEMPLATES
 from cookbook.observe.metrics import StepMetrics
 from cookbook.results import verdicts
-from cookbook.results.charts import COLOURS, NAMES, Chart, charts_of, draw_chart
+from cookbook.results.asked import UNKNOWN, routing_of, sequence_length
 from cookbook.results.columns import (
     CELLS,
-    UNKNOWN,
-    Table,
     gain_text,
     report_tables,
     tokens_text,
 )
 from cookbook.results.result import Result, RunResults, masks_differ, unlike
-from cookbook.results.run_differences import Conditions, configuration, environment
-from cookbook.run.run import Run
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
 # The usual relative error of a predicted throughput. Report cells that fall short by more.
@@ -48,7 +36,7 @@ def render_markdown(results: RunResults) -> str:
 
 def partly_finished(results: RunResults) -> str | None:
     """Return the number of cells by status; None if all have finished or were refused."""
-    counts = Counter(cell.status or "of unknown status" for cell in results.cells)
+    counts = Counter(cell.measured.status or "of unknown status" for cell in results.cells)
     if not counts.keys() - {FINISHED, REFUSED}:
         return None
     done = f"{counts.pop(FINISHED, 0)} of {len(results.cells)} cells finished"
@@ -57,22 +45,42 @@ def partly_finished(results: RunResults) -> str | None:
 
 
 def headlines(results: RunResults) -> list[str]:
-    """Sum up the run in at most three sentences."""
-    return [*_fastest(results), *_not_compared(results.cells), *_losses(results.cells)]
+    """Sum up the run in at most three sentences, or each cell if nothing is compared."""
+    compared = [*_fastest(results), *_not_compared(results.cells), *_losses(results.cells)]
+    return compared or [*_trained(results)][:3]
+
+
+def _trained(results: RunResults) -> Iterator[str]:
+    for cell in results.cells:
+        measured, total = cell.measured, cell.record.steps
+        if not (curve := measured.curve):
+            continue
+        done = f"{measured.steps:,}"
+        if total and measured.steps and measured.steps < total:
+            done += f" of {total:,}"
+        parts = [f"{cell.name}: {done} steps"]
+        known = [attempt.seconds for attempt in measured.history.attempts if attempt.seconds]
+        if seconds := sum(known) or (curve[-1].time or 0.0) - (curve[0].time or 0.0):
+            parts[0] += f" in {timedelta(seconds=round(seconds))}"
+        if curve[0].loss is not None and measured.final_loss is not None:
+            parts.append(f"loss {curve[0].loss:.4f} -> {measured.final_loss:.4f}")
+        if measured.validation_loss is not None:
+            parts.append(f"validation loss {measured.validation_loss:.4f}")
+        yield f"{', '.join(parts)}."
 
 
 def _fastest(results: RunResults) -> Iterator[str]:
     groups = defaultdict[str | None, list[Result]](list)
     for cell in results.cells:
-        if cell.speedup is not None:
-            groups[cell.baseline].append(cell)
+        if cell.judged.speedup is not None:
+            groups[cell.judged.baseline].append(cell)
     title = "fastest" if partly_finished(results) is None else "fastest so far"
     found = []
     for base, cells in groups.items():
         if len(cells) < 2:
             continue
-        first, second, *_ = sorted(cells, key=lambda cell: cell.speedup or 0.0, reverse=True)
-        best, next_best = first.speed, second.speed
+        first, second, *_ = sorted(cells, key=lambda cell: -(cell.judged.speedup or 0.0))
+        best, next_best = first.judged.speed, second.judged.speed
         if first.is_baseline:
             text = f"no cell is faster than the baseline {base}"
             is_close = next_best is None or next_best.verdict in (verdicts.NOISE, None)
@@ -84,11 +92,13 @@ def _fastest(results: RunResults) -> Iterator[str]:
                 ends = f"{gain_text(best.low)} to {gain_text(best.high)}"
                 interval = f"{verdicts.LEVEL:.0%} interval {ends}{noise}"
                 is_close = next_best is not None and best.low <= (next_best.high or 0.0)
-            tokens = f"{tokens_text(first.tokens_per_second_per_gpu)} tokens/s/{results.unit}"
-            gain = f"{gain_text(first.speedup)} over {base}"
+            tokens = (
+                f"{tokens_text(first.measured.tokens_per_second_per_gpu)} tokens/s/{results.unit}"
+            )
+            gain = f"{gain_text(first.judged.speedup)} over {base}"
             text = f"{title}: {first.name} at {tokens}, {gain} ({interval})"
         if is_close:
-            text += f"; {second.name} ({gain_text(second.speedup)}) may be as fast"
+            text += f"; {second.name} ({gain_text(second.judged.speedup)}) may be as fast"
         found.append(text)
     if text := "; ".join(found):
         yield f"{text[0].upper()}{text[1:]}."
@@ -98,16 +108,16 @@ def _not_compared(cells: Sequence[Result]) -> Iterator[str]:
     by_name = {cell.name: cell for cell in cells}
     reasons = defaultdict[str, list[str]](list)
     for cell in cells:
-        base = by_name.get(cell.baseline or "")
-        if cell.status != FINISHED or cell is base or cell.speedup is not None:
+        base = by_name.get(cell.judged.baseline or "")
+        if cell.measured.status != FINISHED or cell is base or cell.judged.speedup is not None:
             continue
-        where = f"its baseline {cell.baseline}"
+        where = f"its baseline {cell.judged.baseline}"
         reason = f"{where} is not in this run"
-        if base is not None and base.status != FINISHED:
-            reason = f"{where} is {base.status or 'of unknown status'}"
+        if base is not None and base.measured.status != FINISHED:
+            reason = f"{where} is {base.measured.status or 'of unknown status'}"
         elif base is not None:
             reason = unlike(cell, base, f"in {where}") or "too few steps were measured"
-        elif cell.baseline is None:
+        elif cell.judged.baseline is None:
             continue
         reasons[reason].append(cell.name)
     if reasons:
@@ -119,7 +129,7 @@ def _losses(cells: Sequence[Result]) -> Iterator[str]:
     names = defaultdict[tuple[str, str], list[str]](list)
     order = (verdicts.EQUIVALENT, verdicts.CANNOT_TELL, verdicts.DIFFERENT)
     for cell in cells:
-        found = [one for one in (cell.loss, cell.loss_last_tenth) if one is not None]
+        found = [one for one in (cell.judged.loss, cell.judged.loss_last_tenth) if one is not None]
         if worst := max(found, key=lambda one: order.index(one.verdict), default=None):
             reason = ""
             if worst.verdict == verdicts.CANNOT_TELL:
@@ -152,35 +162,34 @@ def facts(results: RunResults) -> list[str]:
     if unfinished := partly_finished(results):
         lines.append(unfinished)
     lines += dict.fromkeys(
-        f"stand-in: {cell.recipe or UNKNOWN} ran instead of {cell.stand_in_for}, which does not "
-        f"fit here; the published numbers are {cell.stand_in_for}'s"
-        for cell in cells
-        if cell.stand_in_for
+        f"stand-in: {one.recipe or UNKNOWN} ran instead of {one.stand_in_for}, which does not "
+        f"fit here; the published numbers are {one.stand_in_for}'s"
+        for one in (cell.record for cell in cells)
+        if one.stand_in_for
     )
-    if "cpu" in {cell.device for cell in cells}:
+    if "cpu" in {cell.record.device for cell in cells}:
         lines.append("device: cpu; throughput is a CPU's, says nothing about GPUs and has no MFU")
-    if any(cell.emulated for cell in cells):
+    if any(cell.measured.emulated for cell in cells):
         lines.append("emulated: software in place of a kernel; the loss counts, the speed does not")
     routings = defaultdict[str, list[str]](list)
     for cell in cells:
-        if cell.routing:
-            routings[cell.routing].append(cell.name)
+        if routing := routing_of(cell.record):
+            routings[routing].append(cell.name)
     if parts := [f"{routing} in {', '.join(names)}" for routing, names in routings.items()]:
         lines.append(f"routing: {'; '.join(parts if len(parts) > 1 else routings)}")
     return [*lines, *_attention(cells), *_self_check(cells)]
 
 
 def _attention(cells: Sequence[Result]) -> Iterator[str]:
-    found = ((cell.mean_attended_length, cell) for cell in cells if cell.mean_attended_length)
-    known = sorted(found, key=lambda one: one[0])
-    kinds = {cell.attention for cell in cells if cell.attention}
+    found = ((cell.measured.mean_attended_length or 0.0, cell) for cell in cells)
+    known = sorted((one for one in found if one[0]), key=lambda one: one[0])
+    kinds = {cell.measured.attention for cell in cells if cell.measured.attention}
     shared = [*kinds] if len(kinds) == 1 else []
     if len(shown := {f"{length:,.0f}" for length, _ in known}) == 1:
         # Without document masks, causal attention over n tokens has a mean of (n + 1) / 2 keys.
-        whole = {f"{2 * length - 1:.0f}" for length, _ in known}
-        asked = {cell.asked.get("training.seq_len") for _, cell in known}
-        is_whole = len(asked) == 1 and asked == whole
-        of = f", in whole sequences of {int(whole.pop()):,}" if is_whole else ""
+        whole = {round(2 * length - 1) for length, _ in known}
+        is_whole = len(whole) == 1 and whole == {sequence_length(one.record) for _, one in known}
+        of = f", in whole sequences of {whole.pop():,}" if is_whole else ""
         shared.append(f"a token attends to {shown.pop()} tokens on average{of}")
     if shared:
         yield f"attention: {'; '.join(shared)}"
@@ -194,7 +203,7 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
 
 
 def _self_check(cells: Sequence[Result]) -> Iterator[str]:
-    active = {cell.name: cell.active or {} for cell in cells}
+    active = {cell.name: cell.measured.active or {} for cell in cells}
     checks = {name: one["self_check"] for name, one in active.items() if "self_check" in one}
     done = {name: check for name, check in checks.items() if check}
     if done:
@@ -212,39 +221,44 @@ def notes(results: RunResults) -> list[str]:
     """Return notes: failures, resumptions, profiling, skipped steps, loss spikes and slow cells."""
     lines = []
     for cell in results.cells:
-        reason = " ".join((cell.reason or "").split())
-        if cell.status == CANCELLED:
+        status, reason = cell.measured.status, " ".join((cell.measured.reason or "").split())
+        if status == CANCELLED:
             # SIGTERM is how a job is cancelled, not why.
             reason = reason.removeprefix("SIGTERM").lstrip("; ")
         if reason:
-            lines.append(f"{cell.name} ({cell.status or 'status unknown'}): {reason}")
+            lines.append(f"{cell.name} ({status or 'status unknown'}): {reason}")
     runs = [run for cell in results.cells for run in cell.runs]
     lines += [
-        f"{cell.name}: a cell of its own, because it ran with other options than {cell.repeat_of}"
-        for cell in results.cells
-        if cell.repeat_of not in (None, cell.name)
+        f"{one.name}: a cell of its own, because it ran with other options than {one.repeat_of}"
+        for one in (cell.record for cell in results.cells)
+        if one.repeat_of not in (None, one.name)
     ]
-    lines += [f"{run.name}: {text}" for run in runs for r in run.resumptions for text in r.lines]
-    lines += [f"{run.name}: {line}" for run in runs for line in run.history.lines]
+    lines += [
+        f"{run.name}: {line}"
+        for run in runs
+        for resumption in run.measured.resumptions
+        for line in resumption.lines
+    ]
+    lines += [f"{run.name}: {line}" for run in runs for line in run.measured.history.lines]
     lines += [
         f"{cell.name}: profiled, which slows the host down; take its speed from a run without "
         "profiling.enable_profiling"
         for cell in results.cells
-        if cell.profiled
+        if cell.measured.profiled
     ]
-    lines += [f"{run.name}: {line}" for run in runs for line in _troubled_steps(run.curve)]
+    lines += [f"{run.name}: {line}" for run in runs for line in _troubled_steps(run.measured.curve)]
     unit = f"tokens/s/{results.unit}"
     for cell in results.cells:
-        measured = cell.tokens_per_second_per_gpu
-        predicted = cell.predicted_tokens_per_second_per_gpu
-        if cell.prediction:
+        measured, step = cell.measured.tokens_per_second_per_gpu, cell.judged.predicted
+        if cell.record.prediction:
             speed = f"{tokens_text(measured)} {unit}" if measured else "not measured"
-            lines.append(f"{cell.name}: {speed}; {cell.prediction}")
-        if measured and predicted and measured < (1 - _PREDICTION_MARGIN) * predicted:
+            lines.append(f"{cell.name}: {speed}; {cell.record.prediction}")
+        predicted = step.tokens_per_second_per_gpu if step else 0.0
+        if step and measured and measured < (1 - _PREDICTION_MARGIN) * predicted:
             lines.append(
                 f"{cell.name}: {1 - measured / predicted:.0%} slower than predicted "
                 f"({tokens_text(predicted)} {unit}; within {_PREDICTION_MARGIN:.0%} is usual); "
-                f"look first at {cell.predicted_largest}: submit.py profile"
+                f"look first at {step.largest}: submit.py profile"
             )
     return lines
 
@@ -267,78 +281,3 @@ def _troubled_steps(curve: Sequence[StepMetrics]) -> Iterator[str]:
     if spikes:
         more = f" and {len(spikes) - 3} more" if len(spikes) > 3 else ""
         yield f"the loss spikes: {', '.join(spikes[:3])}{more}"
-
-
-MARKDOWN, PAGE, FIGURES = "report.md", "report.html", "figures"
-
-
-def save_report(run: Run, results: RunResults) -> str | None:
-    """Write report.md, report.html and figures/ into the run's folder; may raise OSError.
-
-    Return why there are no figure files, with the remedy; None if they were written.
-    """
-    missing, charts, folder = None, charts_of(results), run.folder / FIGURES
-    parts = [render_markdown(results).rstrip("\n")]
-    try:
-        for chart in charts:
-            for suffix, content in draw_chart(chart).items():
-                write_whole(folder / f"{chart.name}.{suffix}", content)
-            picture = f"![{chart.title}]({FIGURES}/{chart.name}.svg)"
-            parts += [f"## {chart.title}", picture, chart.caption]
-        for name in {*NAMES} - {chart.name for chart in charts}:
-            for suffix in ("svg", "png"):
-                (folder / f"{name}.{suffix}").unlink(missing_ok=True)
-    except ModuleNotFoundError as error:
-        missing = f"no figures: the package {error.name} is not installed here; run: ./setup.sh"
-        parts += ["## Figures", missing]
-    tables = report_tables(results)
-    for name, table in tables.items():
-        if name != CELLS:
-            parts += [f"## {table.title}", table.markdown(), table.legend]
-    conditions = {"Configuration": configuration(results), "Environment": environment(results)}
-    for title, found in conditions.items():
-        parts.append(f"## {title}")
-        if found.differing is not None:
-            parts += ["Where cells differ:", found.differing.markdown()]
-        if found.shared:
-            parts += ["What all cells share:", Table(("", "value"), found.shared, "ll").markdown()]
-    write_whole(run.folder / MARKDOWN, "\n\n".join(filter(None, parts)) + "\n")
-    write_whole(run.folder / PAGE, _render_page(results, charts, tables, conditions))
-    return missing
-
-
-def _render_page(
-    results: RunResults,
-    charts: Sequence[Chart],
-    tables: Mapping[str, Table],
-    conditions: Mapping[str, Conditions],
-) -> str:
-    jinja = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # Names such as `model.flash_attention` may wrap after punctuation.
-    jinja.filters["breakable"] = lambda text: Markup(
-        re.sub(r"([._/-])", r"\1<wbr>", html.escape(text, quote=True))
-    )
-    known = facts(results)
-    alerts = [fact for fact in known if fact.startswith(("WARNING: ", "partly finished: "))]
-    sources = {cell.published_source for cell in results.cells} - {None}
-    return jinja.get_template("report.html.j2").render(
-        run=results.run.run,
-        alerts=alerts,
-        headlines=headlines(results),
-        notes=notes(results),
-        facts=[fact for fact in known if fact not in alerts],
-        charts=charts,
-        # Escape `<`: `</script>` in a text would close the script element that holds the JSON.
-        chart_data=Markup(json.dumps([asdict(chart) for chart in charts]).replace("<", "\\u003c")),
-        tables=tables,
-        source=sources.pop() if len(sources) == 1 else None,
-        conditions=conditions,
-        colours={cell.name: number % len(COLOURS) for number, cell in enumerate(results.cells)},
-        cell_colours=COLOURS,
-    )

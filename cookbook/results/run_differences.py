@@ -1,36 +1,16 @@
-"""Compare the conditions under which cells ran: what they share, and what differs.
+"""Compare the conditions under which cells ran: what they share, and what differs."""
 
-An unset option counts as TorchTitan's default, so setting the default explicitly is no difference.
-"""
-
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from cookbook.base.errors import InputError
-from cookbook.config.stack import load_stack
-from cookbook.results.columns import UNKNOWN, Table
+from cookbook.results.asked import KINDS, UNKNOWN, asked_facts, asked_value, seen_facts
+from cookbook.results.columns import Table
 from cookbook.results.result import Result, RunResults
-from cookbook.run.record import EXCLUDED, TOTAL_STEPS, CellRecord, of_speed
 
-_MOST_NODES = 4
-# Skip these facts of `environment.json`: they follow from options, which are compared anyway.
-_ASKED = frozenset({"precision", "ep_backend", "loss"})
-_DURATION = "self check seconds"  # a duration, which varies from run to run
 # Facts not to compare: they vary from run to run, or the comparison shows them elsewhere.
 _NOISE = re.compile(r"nodes$|gpu$|self check |mean attended length$")
-_KINDS = {
-    "training.dataset": "the texts: ",
-    "training.dataset_path": "the texts: ",
-    "model.hf_assets_path": "the tokenizer: ",
-}
-# Options that change the loss, but not a step's speed.
-_OF_LOSS = ("optimizer.lr", "lr_scheduler.", "debug.seed", "data.shuffle_seed")
-# Options that decide which texts a step reads, besides the recipe and the number of tokens.
-_OF_TEXTS = (*_KINDS, "data.files", "data.text_key", "data.shuffle_seed", "training.seq_len")
 
 
 @dataclass(frozen=True)
@@ -44,17 +24,19 @@ class Conditions:
 
 def configuration(results: RunResults) -> Conditions:
     """Return the recipe, layout and options requested for each cell's newest attempt."""
-    names = dict.fromkeys(name for cell in results.cells for name in cell.asked)
+    asked = {cell.name: asked_facts(cell.record) for cell in results.cells}
+    names = dict.fromkeys(name for own in asked.values() for name in own)
     cells = {
-        cell.name: {name: _asked(cell.asked, name) for name in names} if cell.asked else {}
-        for cell in results.cells
+        cell: {name: asked_value(own, name) for name in names} if own else {}
+        for cell, own in asked.items()
     }
     return _conditions("option", cells)
 
 
 def environment(results: RunResults) -> Conditions:
     """Return versions, GPUs, driver and nodes of the cells that have reached their first step."""
-    found = _conditions("fact", {cell.name: cell.seen for cell in results.cells if cell.seen})
+    active = {cell.name: cell.measured.environment for cell in results.cells}
+    found = _conditions("fact", {name: seen_facts(one) for name, one in active.items() if one})
     if commit := results.run.commit:
         found = replace(found, shared=(("commit of the cookbook", commit), *found.shared))
     return found
@@ -70,56 +52,25 @@ def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
         differing[name, first, second] = []
     differing["devices", _devices(one), _devices(other)] = []
     for base, own in common:
-        for name in {**base.asked, **own.asked}:
+        asked = [asked_facts(cell.record) for cell in (base, own)]
+        for name in {**asked[0], **asked[1]}:
             if name not in ("cluster", "stack"):
-                first, second = (_asked(cell.asked, name) for cell in (base, own))
-                differing[_KINDS.get(name, "") + name, first, second].append(base.name)
-        for name, value in base.seen.items():
-            if name in own.seen and not _NOISE.match(name):
-                differing[name, value, own.seen[name]].append(base.name)
+                first, second = (asked_value(facts, name) for facts in asked)
+                differing[KINDS.get(name, "") + name, first, second].append(base.name)
+        before, after = (seen_facts(cell.measured.environment) for cell in (base, own))
+        for name, value in before.items():
+            if name in after and not _NOISE.match(name):
+                differing[name, value, after[name]].append(base.name)
     for (name, first, second), cells in differing.items():
         if first != second:
             where = f" (of {', '.join(cells)})" if cells and len(cells) < len(common) else ""
             yield f"{name}{where}: {first} in {one.run.run}, {second} in {other.run.run}"
 
 
-def speed_facts(asked: Mapping[str, str]) -> dict[str, str]:
-    """Return those of a cell's requested facts that can change a step's speed, without defaults."""
-    default = _defaults(asked.get("stack", UNKNOWN))
-    return {name: one for name, one in of_speed(asked).items() if one != default.get(name)}
-
-
-def repeated_facts(asked: Mapping[str, str]) -> dict[str, str]:
-    """Return those of a cell's requested facts that all its repeats share."""
-    of_loss = {name: one for name, one in asked.items() if name.startswith(_OF_LOSS)}
-    # A resume with more steps keeps the schedule: then both options say the same.
-    total = asked.get(TOTAL_STEPS) or asked.get("training.steps", "")
-    return {**speed_facts(asked), **of_loss, TOTAL_STEPS: total}
-
-
-def texts_of(record: CellRecord) -> tuple[object, ...]:
-    """Return what decides which texts each step of an attempt reads."""
-    tokens, asked = (record.tokens_per_step_per_gpu or 0) * record.world, asked_facts(record)
-    is_anew = "dataloader" in (record.options.get(EXCLUDED) or ())
-    return record.recipe, tokens, is_anew, *(_asked(asked, name) for name in _OF_TEXTS)
-
-
 def have_same_texts(one: Result, other: Result) -> bool:
     """Return whether both runs read the same texts in every step that both logged."""
-    return all(one.texts[step] == other.texts[step] for step in one.texts.keys() & other.texts)
-
-
-def _asked(asked: Mapping[str, str], name: str) -> str:
-    return asked.get(name) or _defaults(asked.get("stack", UNKNOWN)).get(name, UNKNOWN)
-
-
-@functools.cache
-def _defaults(stack: str) -> Mapping[str, str]:
-    try:
-        options = load_stack(None if stack == UNKNOWN else stack).options
-    except InputError:
-        return {}
-    return {name: text_of(option.default) for name, option in options.items()}
+    own, others = one.measured.texts, other.measured.texts
+    return all(own[step] == others[step] for step in own.keys() & others)
 
 
 def _conditions(title: str, cells: Mapping[str, Mapping[str, str]]) -> Conditions:
@@ -134,56 +85,8 @@ def _conditions(title: str, cells: Mapping[str, Mapping[str, str]]) -> Condition
 
 
 def _devices(run: RunResults) -> str:
-    active = ((cell.world, cell.active) for cell in run.cells if cell.active)
-    found = dict.fromkeys(f"{world} x {one.get('gpu') or 'CPU rank'}" for world, one in active)
+    active = [(one.record.world, one.measured.active) for one in run.cells]
+    found = dict.fromkeys(
+        f"{world} x {one.get('gpu') or 'CPU rank'}" for world, one in active if one
+    )
     return " and ".join(found) or UNKNOWN
-
-
-def asked_facts(record: CellRecord) -> dict[str, str]:
-    """Return the requested recipe, layout and options as text, by name; {} if none are recorded."""
-    if record.name is None and record.recipe is None:
-        return {}
-    facts = {
-        "recipe": record.recipe,
-        "precision": record.precision,
-        "EP backend": record.ep_backend,
-        "cluster": record.cluster,
-        "stack": record.stack,
-        "nodes": record.nodes,
-        "ranks per node": record.ranks_per_node,
-        **{f"variable {name}": value for name, value in record.environment.items()},
-        **record.asked_options,
-    }
-    return {name: text_of(value) for name, value in facts.items()}
-
-
-def seen_facts(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return the facts in an attempt's `environment.json`, each value as one line of text."""
-    content = dict(environment)
-    versions, nodes = content.pop("versions", {}), content.pop("nodes", [])
-    facts = {name.replace("_", " "): content[name] for name in content if name not in _ASKED}
-    if nodes:
-        many = f"{len(nodes)}: {nodes[0]} to {nodes[-1]}"
-        facts["nodes"] = nodes if len(nodes) <= _MOST_NODES else many
-    return {name: value for name, value in _flat({**facts, **versions}) if name != _DURATION}
-
-
-def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            yield from _flat({f"{name} {key.replace('_', ' ')}": value[key] for key in value})
-        else:
-            yield name, text_of(value)
-
-
-def text_of(value: Any) -> str:
-    """Return the value of an option or fact as one line of text."""
-    if isinstance(value, list | tuple):
-        return ", ".join(map(text_of, value)) or UNKNOWN
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {text_of(item)}" for key, item in value.items()) or UNKNOWN
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return UNKNOWN if value is None or value == "" else str(value)
