@@ -47,6 +47,8 @@ from cookbook.install.corpus import is_made, make_corpus
 MOST_APART = 0.002
 # Speeds within 2% are equal: one machine's rounds differ as much.
 EQUAL = 0.02
+# Characters of a document.
+LONG = 1_300_000
 # A large BF16 product on an H200.
 PRODUCT_TFLOPS = 790
 FP8 = {"float8", *(part for part, options in PARTS.items() if "fp8" in options)}
@@ -189,24 +191,15 @@ def peer_environment(python: str) -> dict[str, str]:
     return found
 
 
-def join_documents(texts: Iterable[str], characters: int = 1_300_000) -> list[str]:
-    """Join texts into documents of so many characters, so that hardly any sequence has an end."""
-    joined = [""]
-    for text in texts:
-        joined[-1] += text
-        if len(joined[-1]) >= characters:
-            joined.append("")
-    return [one for one in joined if one]
-
-
-def _joined_corpus(folder: Path) -> Path:
+def join_corpus(folder: Path) -> None:
+    """Write the local corpus as a few long documents: hardly any sequence has an end in it."""
     if not is_made(LOCAL_ASSETS):
         make_corpus(LOCAL_ASSETS)
-    text = (LOCAL_ASSETS / "corpus/stdlib.jsonl").read_text(encoding="utf-8")
-    documents = join_documents(json.loads(line)["text"] for line in text.splitlines())
-    lines = [json.dumps({"text": document}) + "\n" for document in documents]
-    write_whole(folder / "data.jsonl", "".join(lines))
-    return folder
+    lines = (LOCAL_ASSETS / "corpus/stdlib.jsonl").read_text(encoding="utf-8").splitlines()
+    text = "".join(json.loads(line)["text"] for line in lines)
+    documents = [text[start : start + LONG] for start in range(0, len(text), LONG)]
+    joined = "".join(json.dumps({"text": one}) + "\n" for one in documents)
+    write_whole(folder / "data.jsonl", joined)
 
 
 def _output(words: Sequence[str], **environment: str) -> str:
@@ -319,7 +312,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     chosen = _arguments(words)
     out = chosen.out.resolve()
-    _joined_corpus(out / "corpus")
+    join_corpus(out / "corpus")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(chosen.gpus))))
     command = shlex.join(["python", "-m", "bench.proofs.peer", *(words or sys.argv[1:])])
     run = Run(chosen.model, chosen.gpus, chosen.microbatches, chosen.routing, command, _versions())
