@@ -7,8 +7,8 @@
 
 Every round trains each cell and each peer once, with the same model, batch, number formats of the
 optimizer and routing. A cell is PRECISION+EP_BACKEND; the parts of a peer's name are in
-bench.proofs.megatron. OUT/peer.json keeps every training and setting; add it to `runs` of
-docs/evidence/performance/beside-megatron.json for the tables of the page. Exit with status 1 if a
+bench.proofs.megatron. OUT/peer.json keeps every training and setting; a copy of it in
+docs/evidence/performance/beside-megatron/ makes the tables of the page. Exit with status 1 if a
 training fails or the peers in BF16 disagree on the first loss: then one of them computes something
 else, however fast.
 """
@@ -66,7 +66,7 @@ class Training:
     round: int
     tokens_per_second: float = 0.0
     memory_gib: float | None = None
-    losses: Sequence[float | None] = ()
+    first_loss: float | None = None
     error: str = ""
 
 
@@ -117,11 +117,13 @@ class Run:
 
 
 def read_peer(text: str) -> dict[str, Any]:
-    """Parse the output of bench.proofs.megatron; ValueError if it has no result."""
+    """Parse the output of bench.proofs.megatron; ValueError without a result or a finite loss."""
     found = [line for line in text.splitlines() if line.startswith(MARK)]
     if not found:
         raise ValueError(text.strip()[-2000:] or "the peer printed nothing")
     result: dict[str, Any] = json.loads(found[-1].removeprefix(MARK))
+    if not math.isfinite(result["first_loss"]):
+        raise ValueError(f"the first loss is {result['first_loss']}")
     return result
 
 
@@ -138,15 +140,13 @@ def read_report(text: str) -> dict[str, Any]:
 
 
 def first_loss_apart(trainings: Iterable[Training]) -> float | None:
-    """Return how far apart the first losses of the peers in BF16 are; None for one peer alone.
-
-    It is infinite if one is not finite. FP8 rounds its first loss elsewhere.
-    """
-    kept = [one for one in trainings if one.losses and not FP8 & set(one.name.split("+"))]
-    losses = [math.inf if one.losses[0] is None else one.losses[0] for one in kept]
-    if not all(map(math.isfinite, losses)):
-        return math.inf
-    return max(losses) - min(losses) if len({one.name for one in kept}) > 1 else None
+    """Return how far apart the first losses of the peers in BF16 are; None for one peer alone."""
+    losses: dict[str, list[float]] = {}
+    for one in trainings:
+        if one.first_loss is not None and not FP8 & set(one.name.split("+")):
+            losses.setdefault(one.name, []).append(one.first_loss)
+    every = [loss for several in losses.values() for loss in several]
+    return max(every) - min(every) if len(losses) > 1 else None
 
 
 def peer_command(python: str, peer: str, run: Run) -> list[str]:
@@ -238,10 +238,11 @@ def render(run: Run) -> str:
             row = [f"{'' if ours else 'Megatron-Core, '}`{name}`", shown]
             row.append(run.tflops(median(speeds)))
             row.append(f"{done.memory_gib:.1f}" if done.memory_gib else "")
-            row.append(f"{done.losses[0] or math.nan:.4f}" if done.losses else "")
+            row.append("" if done.first_loss is None else f"{done.first_loss:.4f}")
             row.append("; ".join(f"{ratio:.3f}x" for ratio in run.ratios(name)))
             rows.append(row)
-    kept = [f"**{run.title}.** `{run.command}`" if run.command else f"**{run.title}**"]
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    kept = [f"**{run.title}** ({versions})" + f": `{run.command}`" * bool(run.command)]
     kept.append(markdown_table(head, rows, "lrrrrr"))
     if failed:
         kept.append("Failed:\n\n" + "\n".join(failed))
@@ -272,11 +273,10 @@ def summary(runs: Iterable[Run]) -> str:
     return markdown_table(head, [row for _, row in sorted(rows)], "lllrrlrrr")
 
 
-def read_runs(text: str) -> list[Run]:
-    """Parse the `runs` of the page's data, or one OUT/peer.json."""
-    kept = json.loads(text)
-    runs = kept.get("runs", [kept])
-    return [Run(**{**one, "trainings": [Training(**t) for t in one["trainings"]]}) for one in runs]
+def read_run(path: Path) -> Run:
+    """Read OUT/peer.json, or a copy of it among the page's data."""
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    return Run(**{**kept, "trainings": [Training(**one) for one in kept["trainings"]]})
 
 
 def _versions() -> dict[str, str]:
