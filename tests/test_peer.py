@@ -46,7 +46,7 @@ def test_a_run(
 ) -> None:
     asked: list[str] = []
 
-    def output(words: list[str], **environment: str) -> str:
+    def output(words: list[str], log: Path, **environment: str) -> str:
         asked.append(words[3])
         if words[2] == "run":
             write_whole(Path(environment["COOKBOOK_RUNS"]) / "run/run.json", "")

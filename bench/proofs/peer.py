@@ -202,23 +202,26 @@ def join_corpus(folder: Path) -> None:
     write_whole(folder / "data.jsonl", joined)
 
 
-def _output(words: Sequence[str], **environment: str) -> str:
+def _output(words: Sequence[str], log: Path, **environment: str) -> str:
     env = os.environ | environment
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    # torchrun ends with a summary, far below the cause.
+    write_whole(log, done.stdout + done.stderr)
     return done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
 
-def train_cell(name: str, run: Run, out: Path, words: argparse.Namespace) -> dict[str, Any]:
+def train_cell(name: str, run: Run, log: Path, words: argparse.Namespace) -> dict[str, Any]:
     """Train the cookbook's cell; return the fields of a Training."""
+    out = log.parent
     runs, corpus = out / f"runs-{time.time_ns()}", out / "corpus"
     recipe = words.recipe or RECIPES[run.model]
     command = cell_command(recipe, name, run, corpus, words.set)
-    said = _output(command, COOKBOOK_RUNS=str(runs))
+    said = _output(command, log, COOKBOOK_RUNS=str(runs))
     made = next(runs.glob("*/run.json"), None)
     if made is None:
         raise ValueError(said.strip()[-2000:])
     report = [sys.executable, "submit.py", "report", str(made.parent), "--format", "json"]
-    return read_report(_output(report))
+    return read_report(_output(report, out / "report.log"))
 
 
 def render(run: Run) -> str:
@@ -320,16 +323,17 @@ def main(words: Sequence[str] | None = None) -> int:
     order = [(name, True) for name in chosen.ours] + [(name, False) for name in chosen.peers]
     for number in range(1, chosen.rounds + 1):
         for name, ours in order:
+            log = out / f"{name}-{number}.log"
             try:
                 if ours:
-                    fields = train_cell(name, run, out, chosen)
+                    fields = train_cell(name, run, log, chosen)
                 else:
                     asked = peer_command(chosen.python, name, run)
-                    fields = read_peer(_output(asked, **surroundings))
+                    fields = read_peer(_output(asked, log, **surroundings))
                     run.versions |= fields.pop("versions")
                 one = Training(name, ours, number, **fields)
             except ValueError as error:
-                one = Training(name, ours, number, error=str(error))
+                one = Training(name, ours, number, error=f"{error} ({log.name})")
             run.trainings.append(one)
             write_whole(out / "peer.json", json_text(run))
             said = one.error or f"{one.tokens_per_second:,.0f} tokens/s/GPU"
