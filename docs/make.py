@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fits import memory, step_times
-from bench.proofs import convergence, gradient_table
+from bench.proofs import convergence, gradient_table, peer
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
@@ -166,7 +166,13 @@ def _errors() -> str:
     )
 
 
+def _megatron() -> list[peer.Run]:
+    return [*map(peer.read_run, sorted(EVIDENCE.glob("performance/beside-megatron/*.json")))]
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "beside-megatron": lambda: peer.summary(_megatron()),
+    "beside-megatron-trainings": lambda: "\n\n".join(map(peer.render, _megatron())),
     "convergence": convergence.render,
     "errors": _errors,
     "faults": lambda: _gradients("gradients", 1),

@@ -1,297 +1,347 @@
-"""Train Megatron-Core and the cookbook's cell in turn on one GPU: docs/notebook, 2026-11-24.
+"""Train Megatron-Core and the cookbook's cells in turn: docs/evidence/beside-megatron.md.
 
-    python -m bench.proofs.peer OUT [--python PEER/bin/python] [--repeats 2] [--microbatches 1]
+    python -m bench.proofs.peer OUT [--python PEER/bin/python]              # 16B, 8 layers, one GPU
+    python -m bench.proofs.peer OUT --gpus 2 --routing random               # EP 2
+    python -m bench.proofs.peer OUT --model slice --ours bf16+standard float8+standard \\
+        --peers cudnn cudnn+blockwise+padded cudnn+tensorwise+padded
 
-Both train DeepSeek-V3 16B with 8 of its 27 layers: 4 sequences of 8192 tokens a microbatch, BF16
-with FP32 main weights, plain causal attention, forced balance. The peer runs once per attention
-backend in each round. Exit with status 1 if a run fails or attention backends disagree on the first
-loss: then one of them computes something else, however fast.
+Every round trains each cell and each peer once, with the same model, batch, number formats of the
+optimizer and routing. A cell is PRECISION+EP_BACKEND; the parts of a peer's name are in
+bench.proofs.megatron. OUT/peer.json keeps every training and setting; a copy of it in
+docs/evidence/performance/beside-megatron/ makes the tables of the page. Exit with status 1 if a
+training fails or the peers in BF16 disagree on the first loss: then one of them computes something
+else, however fast.
 """
 
 import argparse
-import gc
 import json
 import math
 import os
-import statistics
+import shlex
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-CELL = "docs/evidence/results/h200/rows_8layers.yaml"
-ATTENTION = ("fused", "flash")
-SEQ_LEN, SEQUENCES, VOCABULARY = 8192, 4, 102_400
-WARM_UP, STEPS = 3, 10
+from bench.proofs.megatron import (
+    MARK,
+    MODELS,
+    PARTS,
+    SEQUENCES,
+    STEPS,
+    WARM_UP,
+    flops_per_token,
+    options_of,
+)
+from cookbook.base.files import json_text, write_whole
+from cookbook.base.paths import LOCAL_ASSETS, ROOT
+from cookbook.base.tables import markdown_table
+from cookbook.install.corpus import is_made, make_corpus
+
 # Transformer Engine 2.20.2 with a wrong window had 11.9367 where 11.9300 is right.
 MOST_APART = 0.002
-# Tokens that the local corpus uses; the peer draws its tokens below this.
-_DRAWN = 2048
-_MARK = "PEER RESULT "
-# DeepSeek-V3 16B, whose first layer is dense.
-LAYERS, HIDDEN, HEADS, DENSE, EXPERT, EXPERTS, CHOSEN, SHARED = 8, 2048, 16, 10_944, 1408, 64, 6, 2
-LATENT, NOPE, ROPE, VALUE = 512, 128, 64, 128
-
-
-def flops_per_token() -> float:
-    """Return the operations of a token's forward and backward, nothing recomputed.
-
-    Two for each weight that the token is multiplied with and each score and value of half a
-    sequence; a backward takes twice as many as its forward.
-    """
-    projections = HIDDEN * HEADS * (NOPE + ROPE) + HIDDEN * (LATENT + ROPE)
-    projections += LATENT * HEADS * (NOPE + VALUE) + HEADS * VALUE * HIDDEN
-    moe = (CHOSEN + SHARED) * 3 * HIDDEN * EXPERT + HIDDEN * EXPERTS
-    weights = LAYERS * projections + 3 * HIDDEN * DENSE + (LAYERS - 1) * moe + HIDDEN * VOCABULARY
-    attention = HEADS * (NOPE + ROPE + VALUE) * SEQ_LEN / 2
-    return 3 * 2 * (weights + LAYERS * attention)
+# Speeds within 2% are equal: one machine's rounds differ as much.
+EQUAL = 0.02
+# Characters of a document.
+LONG = 1_300_000
+# A large BF16 product on an H200.
+PRODUCT_TFLOPS = 790
+FP8 = {"float8", *(part for part, options in PARTS.items() if "fp8" in options)}
+RECIPES = {"16b": "deepseek_v3_16b_8layers", "slice": "deepseek_v3_671b_slice"}
+OURS = {1: ["bf16+standard"], 2: ["bf16+standard", "bf16+deepep"]}
+PEERS = {1: ["cudnn", "flash"], 2: ["alltoall", "alltoall+overlapped", "deepep", "alltoall+flash"]}
 
 
 @dataclass(frozen=True)
-class Result:
-    """One training: the median speed after warm-up, reserved memory and the first loss."""
+class Training:
+    """One training of a round: the median speed a GPU after warm-up, or why it failed."""
 
     name: str
-    tokens_per_second: float
-    memory_gib: float
+    ours: bool
+    round: int
+    tokens_per_second: float = 0.0
+    memory_gib: float | None = None
     first_loss: float | None = None
+    error: str = ""
 
 
-def train_peer(attention: str, microbatches: int) -> Result:
-    """Train the peer in this process, with the options of Megatron-Bridge's DeepSeek recipes."""
-    import torch
+@dataclass
+class Run:
+    """What was compared, and every training in the order in which they ran."""
 
-    _provide_wgrad_gemm()
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel as Wrapped
-    from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    model: str
+    gpus: int
+    microbatches: int
+    routing: str
+    command: str
+    versions: dict[str, str] = field(default_factory=dict)
+    trainings: list[Training] = field(default_factory=list)
 
-    _attend_to_whole_sequences()
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
-    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    torch.manual_seed(42)
-    model_parallel_cuda_manual_seed(42)
-    gc.disable()
-    config = _peer_config(attention)
-    inner = GPTModel(
-        config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=True),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQ_LEN,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-    ).cuda()
-    fp32 = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
-    model = Wrapped(config, DistributedDataParallelConfig(**fp32), inner)
-    adam = {"adam_beta2": 0.95, "weight_decay": 0.1, "lr": 1e-6, "min_lr": 1e-6, "clip_grad": 1.0}
-    numbers = {"bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True}
-    settings = OptimizerConfig(optimizer="adam", **adam, **numbers)
-    optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
-    draw = torch.Generator("cuda").manual_seed(1)
-    positions = torch.arange(SEQ_LEN, device="cuda").repeat(SEQUENCES, 1)
-    shape, times, losses = (SEQUENCES, SEQ_LEN + 1), [], []
-    for _ in range(WARM_UP + STEPS):
-        began = time.perf_counter()
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        total = 0.0
-        for _ in range(microbatches):
-            drawn = torch.randint(_DRAWN, shape, device="cuda", generator=draw)
-            inputs, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-            loss = model(inputs, positions, None, labels=labels).float().mean() / microbatches
-            loss.backward()
-            total += float(loss.detach())
-        finalize_model_grads([model])
-        optimizer.step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-        losses.append(total)
-    speed = SEQUENCES * SEQ_LEN * microbatches / statistics.median(times[WARM_UP:])
-    memory = torch.cuda.max_memory_reserved() / 2**30
-    return Result(f"Megatron-Core, {attention}", speed, memory, losses[0])
+    @property
+    def title(self) -> str:
+        kind = "slice of the 671B" if self.model == "slice" else "16B, 8 layers"
+        formats = {"FP8" if FP8 & set(one.name.split("+")) else "BF16" for one in self.trainings}
+        gpus = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs, EP {self.gpus}"
+        micro = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        precision = " and ".join(sorted(formats))
+        return f"{kind}, {precision}, {gpus}{micro}, routing {self.routing}"
+
+    def tflops(self, speed: float) -> str:
+        """Return the TFLOP/s of tokens/s a GPU, and their share of what a large product reaches."""
+        reached = speed * flops_per_token(self.model) / 1e12
+        return f"{reached:.0f} ({reached / PRODUCT_TFLOPS:.0%})"
+
+    def speeds(self, name: str) -> dict[int, float]:
+        """Return tokens/s a GPU of the rounds in which this training finished."""
+        mine = [one for one in self.trainings if one.name == name and not one.error]
+        return {one.round: one.tokens_per_second for one in mine}
+
+    def best(self, *, ours: bool) -> str:
+        """Return the name of the fastest side's training, by the median; empty if all failed."""
+        names = {one.name for one in self.trainings if one.ours == ours and not one.error}
+        return max(names, key=lambda name: median(self.speeds(name).values()), default="")
+
+    def ratios(self, name: str) -> list[float]:
+        """Return the training's speed in each round over the peer's best of that round."""
+        best: dict[int, float] = {}
+        for one in self.trainings:
+            if not one.ours and not one.error:
+                best[one.round] = max(one.tokens_per_second, best.get(one.round, 0.0))
+        mine = self.speeds(name).items()
+        return [speed / best[number] for number, speed in mine if number in best]
 
 
-def _peer_config(attention: str) -> Any:
-    import torch
-    from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    fusions = ["apply_rope", "bias_activation", "bias_dropout", "masked_softmax"]
-    fusions += ["cross_entropy_loss", "moe_permute", "moe_router", "gradient_accumulation"]
-    # The sizes of attention and YaRN's numbers are the class's defaults.
-    return MLATransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        ffn_hidden_size=DENSE,
-        q_lora_rank=None,
-        qk_layernorm=True,
-        mscale=0.707,
-        mscale_all_dim=0.707,
-        activation_func=torch.nn.functional.silu,
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        num_moe_experts=EXPERTS,
-        moe_ffn_hidden_size=EXPERT,
-        moe_shared_expert_intermediate_size=SHARED * EXPERT,
-        moe_layer_freq=[0] + [1] * (LAYERS - 1),
-        moe_router_topk=CHOSEN,
-        moe_router_pre_softmax=True,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
-        moe_router_force_load_balancing=True,
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=True,
-        cross_entropy_fusion_impl="te",
-        attention_softmax_in_fp32=False,
-        attention_backend=AttnBackend[attention],
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        persist_layer_norm=True,
-        **{f"{name}_fusion": True for name in fusions},
-    )
-
-
-def _provide_wgrad_gemm() -> None:
-    """Stand in for APEX's module, which adds a weight gradient to FP32 inside the GEMM."""
-
-    def accumulate(rows: Any, grad: Any, main_grad: Any) -> None:
-        from transformer_engine.pytorch.cpp_extensions import general_gemm
-
-        how = {"layout": "NT", "grad": True, "accumulate": True}
-        general_gemm(rows, grad, out_dtype=main_grad.dtype, out=main_grad, **how)
-
-    module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
-    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
-    sys.modules[module.__name__] = module
-
-
-def _attend_to_whole_sequences() -> None:
-    """Pass None for a window without a limit, for which flash-attn-4 does not know -1."""
-    from transformer_engine.pytorch.attention.dot_product_attention import backends
-
-    attend: Any = getattr(backends, "flash_attn_func_v4", None)
-
-    def corrected(*args: Any, window_size: Sequence[int | None] = (), **options: Any) -> Any:
-        window = tuple(None if side is None or side < 0 else side for side in window_size)
-        return attend(*args, window_size=window or (None, None), **options)
-
-    if attend is not None:
-        backends.flash_attn_func_v4 = corrected
-
-
-def join_documents(texts: Iterable[str], characters: int = 1_300_000) -> list[str]:
-    """Join texts into documents of so many characters, so that hardly any sequence has an end."""
-    joined = [""]
-    for text in texts:
-        joined[-1] += text
-        if len(joined[-1]) >= characters:
-            joined.append("")
-    return [one for one in joined if one]
-
-
-def read_peer(text: str) -> Result:
-    """Parse a peer's output; ValueError if it has no result."""
-    found = [line for line in text.splitlines() if line.startswith(_MARK)]
+def read_peer(text: str) -> dict[str, Any]:
+    """Parse the output of bench.proofs.megatron; ValueError without a result or a finite loss."""
+    found = [line for line in text.splitlines() if line.startswith(MARK)]
     if not found:
         raise ValueError(text.strip()[-2000:] or "the peer printed nothing")
-    return Result(**json.loads(found[-1].removeprefix(_MARK)))
+    result: dict[str, Any] = json.loads(found[-1].removeprefix(MARK))
+    if not math.isfinite(result["first_loss"]):
+        raise ValueError(f"the first loss is {result['first_loss']}")
+    return result
 
 
-def read_report(text: str) -> Result:
+def read_report(text: str) -> dict[str, Any]:
     """Parse the one cell of `submit.py report --format json`; ValueError unless it finished."""
-    (cell,) = json.loads(text)["cells"]
+    try:
+        (cell,) = json.loads(text)["cells"]
+    except ValueError:
+        raise ValueError(text.strip()[-2000:] or "the report is empty") from None
     if cell["status"] != "finished":
         raise ValueError(f"{cell['name']}: {cell['status']}: {cell['reason']}")
-    return Result(cell["name"], cell["tokens_per_second_per_gpu"], cell["memory_gib"])
+    speed = cell["tokens_per_second_per_gpu"]
+    return {"tokens_per_second": speed, "memory_gib": cell["memory_gib"]}
 
 
-def first_loss_apart(results: Iterable[Result]) -> float:
-    """Return how far apart the peer's first losses are; infinite if one is not finite."""
-    losses = [one.first_loss for one in results if one.first_loss is not None]
-    apart = max(losses, default=0.0) - min(losses, default=0.0)
-    return apart if all(map(math.isfinite, losses)) else math.inf
+def first_loss_apart(trainings: Iterable[Training]) -> float | None:
+    """Return how far apart the first losses of the peers in BF16 are; None for one peer alone."""
+    losses: dict[str, list[float]] = {}
+    for one in trainings:
+        if one.first_loss is not None and not FP8 & set(one.name.split("+")):
+            losses.setdefault(one.name, []).append(one.first_loss)
+    every = [loss for several in losses.values() for loss in several]
+    return max(every) - min(every) if len(losses) > 1 else None
 
 
-def _run(words: Sequence[str], **environment: str) -> str:
+def peer_command(python: str, peer: str, run: Run) -> list[str]:
+    """Return the words that train the peer, under torchrun for several GPUs."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={run.gpus}"]
+    words = [python, *(torchrun if run.gpus > 1 else []), "-m", "bench.proofs.megatron", peer]
+    words += ["--model", run.model, "--microbatches", str(run.microbatches)]
+    return [*words, "--routing", run.routing]
+
+
+def cell_command(
+    recipe: str, name: str, run: Run, corpus: Path, settings: Iterable[str] = ()
+) -> list[str]:
+    """Return the words that train the cookbook's cell of that precision and EP backend."""
+    precision, _, backend = name.partition("+")
+    options: dict[str, Any] = {
+        "training.dataset_path": corpus,
+        "training.steps": WARM_UP + STEPS,
+        "training.global_batch_size": SEQUENCES[run.model] * run.microbatches * run.gpus,
+        "parallelism.expert_parallel_degree": run.gpus,
+    }
+    if run.routing == "random":
+        options |= {"debug.moe_force_load_balance": False, "debug.moe_routing": "random"}
+    if backend == "deepep":
+        options["deepep.score_activations"] = True
+    words = ["submit.py", "run", recipe, "--cluster", "local", "--precision", precision]
+    words += ["--ep-backend", backend]
+    for key, value in options.items():
+        words.append(f"--set={key}={str(value).lower() if isinstance(value, bool) else value}")
+    return [sys.executable, *words, *(f"--set={setting}" for setting in settings)]
+
+
+def peer_environment(python: str) -> dict[str, str]:
+    """Return the variables by which Transformer Engine finds the cuDNN of the peer's own torch."""
+    asked = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    where = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    cudnn, found = Path(where) / "nvidia/cudnn", {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
+    if cudnn.is_dir():
+        paths = [str(cudnn / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
+        found |= {"CUDNN_HOME": str(cudnn), "CUDNN_PATH": str(cudnn)}
+        found["LD_LIBRARY_PATH"] = ":".join(filter(None, paths))
+    return found
+
+
+def join_corpus(folder: Path) -> None:
+    """Write the local corpus as a few long documents: hardly any sequence has an end in it."""
+    if not is_made(LOCAL_ASSETS):
+        make_corpus(LOCAL_ASSETS)
+    lines = (LOCAL_ASSETS / "corpus/stdlib.jsonl").read_text(encoding="utf-8").splitlines()
+    text = "".join(json.loads(line)["text"] for line in lines)
+    documents = [text[start : start + LONG] for start in range(0, len(text), LONG)]
+    joined = "".join(json.dumps({"text": one}) + "\n" for one in documents)
+    write_whole(folder / "data.jsonl", joined)
+
+
+def _output(words: Sequence[str], log: Path, **environment: str) -> str:
     env = os.environ | environment
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    # torchrun ends with a summary, far below the cause.
+    write_whole(log, done.stdout + done.stderr)
     return done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
 
-def train_cell(out: Path, microbatches: int) -> Result:
-    """Train the cookbook's cell on long documents."""
-    corpus = out / "corpus"
-    if not corpus.exists():
-        from cookbook.base.paths import LOCAL_ASSETS
-
-        text = (LOCAL_ASSETS / "corpus/stdlib.jsonl").read_text(encoding="utf-8")
-        documents = join_documents(json.loads(line)["text"] for line in text.splitlines())
-        corpus.mkdir(parents=True)
-        lines = [json.dumps({"text": document}) + "\n" for document in documents]
-        (corpus / "data.jsonl").write_text("".join(lines), encoding="utf-8")
-    settings = [f"--set=training.dataset_path={corpus}"]
-    settings += [f"--set=training.steps={WARM_UP + STEPS}"]
-    settings += [f"--set=training.global_batch_size={SEQUENCES * microbatches}"]
-    runs = out / f"runs-{time.time_ns()}"
-    submit = [sys.executable, "submit.py"]
-    where = ["--cluster", "local", "--precision", "bf16", "--ep-backend", "standard"]
-    said = _run([*submit, "run", CELL, *where, *settings], COOKBOOK_RUNS=str(runs))
+def train_cell(name: str, run: Run, log: Path, words: argparse.Namespace) -> dict[str, Any]:
+    """Train the cookbook's cell; return the fields of a Training."""
+    out = log.parent
+    runs, corpus = out / f"runs-{time.time_ns()}", out / "corpus"
+    recipe = words.recipe or RECIPES[run.model]
+    command = cell_command(recipe, name, run, corpus, words.set)
+    said = _output(command, log, COOKBOOK_RUNS=str(runs))
     made = next(runs.glob("*/run.json"), None)
     if made is None:
-        raise ValueError(said[-2000:])
-    return read_report(_run([*submit, "report", str(made.parent), "--format", "json"]))
+        raise ValueError(said.strip()[-2000:])
+    report = [sys.executable, "submit.py", "report", str(made.parent), "--format", "json"]
+    return read_report(_output(report, out / "report.log"))
 
 
-def render(results: Sequence[Result]) -> str:
-    """Return a line for each training, in the order that they ran, and the check of losses."""
-    lines = ["| | tokens/s | TFLOP/s | GiB | first loss |", "| --- | ---: | ---: | ---: | ---: |"]
-    for one in results:
-        loss = "" if one.first_loss is None else f"{one.first_loss:.4f}"
-        tflops = one.tokens_per_second * flops_per_token() / 1e12
-        speed = f"{one.tokens_per_second:,.0f} | {tflops:.0f}"
-        lines.append(f"| {one.name} | {speed} | {one.memory_gib:.1f} | {loss} |")
-    apart = first_loss_apart(results)
-    word = "agree" if apart <= MOST_APART else "DISAGREE: attention is wrong in one of them"
-    return "\n".join([*lines, "", f"first losses of the peer {word} (within {apart:.4f})"])
+def render(run: Run) -> str:
+    """Return the run's table, its failures and the check of first losses."""
+    head = ["", "tokens/s/GPU", "TFLOP/s", "GiB", "first loss", "over the peer's best"]
+    rows, failed = [], []
+    for ours in (True, False):
+        names = dict.fromkeys(one.name for one in run.trainings if one.ours == ours)
+        for name in names:
+            found = [one for one in run.trainings if one.name == name]
+            failed += [f"- {name}, round {one.round}: {one.error}" for one in found if one.error]
+            speeds = run.speeds(name).values()
+            if not speeds:
+                continue
+            done = next(one for one in found if not one.error)
+            shown = "; ".join(f"{speed:,.0f}" for speed in speeds)
+            row = [f"{'' if ours else 'Megatron-Core, '}`{name}`", shown]
+            row.append(run.tflops(median(speeds)))
+            row.append(f"{done.memory_gib:.1f}" if done.memory_gib else "")
+            row.append("" if done.first_loss is None else f"{done.first_loss:.4f}")
+            row.append("; ".join(f"{ratio:.3f}x" for ratio in run.ratios(name)))
+            rows.append(row)
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    kept = [f"**{run.title}** ({versions})" + f": `{run.command}`" * bool(run.command)]
+    kept.append(markdown_table(head, rows, "lrrrrr"))
+    if failed:
+        kept.append("Failed:\n\n" + "\n".join(failed))
+    apart = first_loss_apart(run.trainings)
+    if apart is not None:
+        word = "agree" if apart <= MOST_APART else "DISAGREE: attention is wrong in one of them"
+        kept.append(f"First losses of the peer in BF16 {word} (within {apart:.4f}).")
+    return "\n\n".join(kept)
 
 
-def main() -> int:
+def summary(runs: Iterable[Run]) -> str:
+    """Return where the cookbook leads, equals the peer and loses: its best over the peer's best."""
+    rows = []
+    for run in runs:
+        ours, peer = run.best(ours=True), run.best(ours=False)
+        if not (ratios := run.ratios(ours)):
+            continue
+        middle = median(ratios)
+        word = "lead" if middle > 1 + EQUAL else "lose" if middle < 1 - EQUAL else "equal"
+        sides = []
+        for name in (ours, peer):
+            speed = median(run.speeds(name).values())
+            sides += [f"`{name}`", f"{speed:,.0f}", run.tflops(speed)]
+        shown = "; ".join(f"{ratio:.3f}x" for ratio in ratios)
+        rows.append((-middle, [word, run.title, *sides, shown]))
+    side = ["tokens/s/GPU", "TFLOP/s"]
+    head = ["we", "training", "our best", *side, "Megatron-Core's best", *side, "ours over theirs"]
+    return markdown_table(head, [row for _, row in sorted(rows)], "lllrrlrrr")
+
+
+def read_run(path: Path) -> Run:
+    """Read OUT/peer.json, or a copy of it among the page's data."""
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    return Run(**{**kept, "trainings": [Training(**one) for one in kept["trainings"]]})
+
+
+def _versions() -> dict[str, str]:
+    asked = ["git", "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {"commit": commit} | {name: metadata.version(name) for name in ("torch", "torchtitan")}
+
+
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--python", default=sys.executable, help="of the peer's environment")
-    parser.add_argument("--repeats", type=int, default=2, help="rounds, default 2")
+    parser.add_argument("--model", choices=MODELS, default="16b")
+    parser.add_argument("--gpus", type=int, choices=OURS, default=1, help="with 2, EP 2")
     parser.add_argument("--microbatches", type=int, default=1, help="of a step, default 1")
-    parser.add_argument("--train-peer", choices=ATTENTION, help="only this, in this process")
-    options = parser.parse_args()
-    if options.train_peer:
-        result = train_peer(options.train_peer, options.microbatches)
-        print(_MARK + json.dumps(asdict(result)), flush=True)
-        return 0
-    words = [options.python, "-m", "bench.proofs.peer", str(options.out)]
-    words.append(f"--microbatches={options.microbatches}")
-    results: list[Result] = []
-    options.out.mkdir(parents=True, exist_ok=True)
-    for _ in range(options.repeats):
-        results.append(train_cell(options.out.resolve(), options.microbatches))
-        for attention in ATTENTION:
-            results.append(read_peer(_run([*words, f"--train-peer={attention}"])))
-        (options.out / "peer.json").write_text(json.dumps([asdict(one) for one in results]))
-    print(render(results))
-    return int(first_loss_apart(results) > MOST_APART)
+    parser.add_argument("--routing", choices=("round-robin", "random"), default="round-robin")
+    parser.add_argument("--ours", nargs="*", metavar="PRECISION+BACKEND")
+    parser.add_argument("--peers", nargs="*", metavar="PART+PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--recipe", default="", help="ours; default: the model's")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of ours")
+    chosen = parser.parse_args(words)
+    chosen.ours = OURS[chosen.gpus] if chosen.ours is None else chosen.ours
+    chosen.peers = PEERS[chosen.gpus] if chosen.peers is None else chosen.peers
+    try:
+        for peer in chosen.peers:
+            options_of(peer, chosen.model)
+    except ValueError as error:
+        parser.error(f"--peers: {error}")
+    return chosen
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    chosen = _arguments(words)
+    out = chosen.out.resolve()
+    join_corpus(out / "corpus")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(chosen.gpus))))
+    command = shlex.join(["python", "-m", "bench.proofs.peer", *(words or sys.argv[1:])])
+    run = Run(chosen.model, chosen.gpus, chosen.microbatches, chosen.routing, command, _versions())
+    surroundings = peer_environment(chosen.python)
+    order = [(name, True) for name in chosen.ours] + [(name, False) for name in chosen.peers]
+    for number in range(1, chosen.rounds + 1):
+        for name, ours in order:
+            log = out / f"{name}-{number}.log"
+            try:
+                if ours:
+                    fields = train_cell(name, run, log, chosen)
+                else:
+                    asked = peer_command(chosen.python, name, run)
+                    fields = read_peer(_output(asked, log, **surroundings))
+                    run.versions |= fields.pop("versions")
+                one = Training(name, ours, number, **fields)
+            except ValueError as error:
+                one = Training(name, ours, number, error=f"{error} ({log.name})")
+            run.trainings.append(one)
+            write_whole(out / "peer.json", json_text(run))
+            said = one.error or f"{one.tokens_per_second:,.0f} tokens/s/GPU"
+            print(f"round {number}, {name}: {said}", file=sys.stderr, flush=True)
+    print(render(run))
+    apart = first_loss_apart(run.trainings)
+    wrong = apart is not None and apart > MOST_APART
+    return int(wrong or any(one.error for one in run.trainings))
 
 
 if __name__ == "__main__":
