@@ -206,7 +206,8 @@ def kernels_against_operations() -> None:
                 same(triton_kernels.dot(*dot), expert_groups._dot(*dot))
                 same(triton_kernels.take(*take), expert_groups.take_at(*take))
                 same(
-                    triton_kernels.take(scores, plan.copies), expert_groups.take_at(scores, plan.copies)
+                    triton_kernels.take(scores, plan.copies),
+                    expert_groups.take_at(scores, plan.copies),
                 )
                 variants = ((scores, tokens.float()), (None, tokens), (None, None))
                 for weights, base in variants if case == "uneven" else variants[:1]:

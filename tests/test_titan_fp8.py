@@ -1,4 +1,4 @@
-"""FP8 experts, linear layers and the AdamW that clips: against references, and as Triton kernels."""
+"""FP8 experts and linear layers, and the AdamW that clips: against references, and as kernels."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -18,8 +18,10 @@ pytestmark = pytest.mark.titan
 
 
 @pytest.mark.parametrize("shape", [(96, 256, 128, 4, 3, 16), (130, 128, 192, 8, 2, 16)])
-def test_a_layer_of_experts_is_within_fp8_of_float32(shape: tuple[int, ...]) -> None:
-    found = list(low_precision.layer_errors(*shape, "cpu"))
+def test_a_layer_of_experts_is_within_fp8_of_float32(
+    shape: tuple[int, int, int, int, int, int],
+) -> None:
+    found = list(low_precision.layer_errors(*shape, device="cpu"))
     assert len(found) == 6 and [one.fault for one in found] == [None] * 6
 
 
@@ -57,7 +59,9 @@ def test_an_expert_without_tokens_gets_zero_gradients() -> None:
     tokens = torch.randn(24, 32, requires_grad=True)
     chosen = torch.tensor([0, 2]).repeat(12)[:, None]
     plan = plan_on_device(chosen, 3, 16)
-    weights = [torch.randn(3, *shape, requires_grad=True) for shape in ((16, 32), (32, 16), (16, 32))]
+    weights = [
+        torch.randn(3, *shape, requires_grad=True) for shape in ((16, 32), (32, 16), (16, 32))
+    ]
     gate, down, up = weights
     quantized = fp8.quantize_weights(gate.detach(), up.detach(), down.detach())
     scores = row_scores(torch.ones(24, 1), plan)
@@ -135,7 +139,7 @@ def adamw_against_pytorch() -> None:
             left.grad = torch.randn_like(left) * 3
             right.grad = left.grad.clone()
         norm = torch.nn.utils.clip_grad_norm_(both[0], 1.0)
-        ours.factor = (1 / (norm + 1e-6)).clamp(max=1)  # type: ignore[attr-defined]
+        ours.factor = (1 / (norm + 1e-6)).clamp(max=1)
         version = both[1][0]._version
         theirs.step()
         ours.step()
@@ -201,7 +205,7 @@ FP8 = (
 def test_two_ranks_train_in_fp8_as_in_bf16(
     layout: tuple[str, ...], assets: Path, tmp_path: Path
 ) -> None:
-    """Under TP each linear layer's shard is quantized; the losses differ by FP8's rounding alone."""
+    """Under TP each shard of a linear layer is quantized; losses differ by FP8's rounding."""
     plain = run(assets, tmp_path / "plain", 2, *layout, "--cookbook.row_kernels")
     found = run(assets, tmp_path / "fp8", 2, *layout, *FP8)
     assert active(found)["grouped_gemms"] == active(found)["linear_layers"] == "fp8"

@@ -4,8 +4,8 @@
     backward    the same way back; each weight gradient reads transposed copies of the FP8 rows
 
 Rows have one scale each in the GEMMs that contract over features. In the weight gradients, which
-contract over rows, all rows of an expert have one scale: see `fp8_kernels.py`. Routers, scores, sums
-and everything outside the experts' GEMMs keep their precision.
+contract over rows, all rows of an expert have one scale: see `fp8_kernels.py`. Routers, scores,
+sums and everything outside the experts' GEMMs keep their precision.
 
 A GPU runs the Triton kernels and `torch._scaled_grouped_mm`. A CPU computes the same from the same
 FP8 values with PyTorch operations.
@@ -60,7 +60,7 @@ def quantize(*parts: Tensor) -> Quantized:
             end = first + part.shape[1]
             values[:, first:end], scales[:, first:end] = _quantized(part)
         first += part.shape[1]
-    if not device.type == "cuda":
+    if device.type != "cuda":
         group_scales = scales.amax(1)
     return Quantized(values, scales, group_scales)
 
@@ -93,8 +93,8 @@ def activate(gate_up: Tensor, scores: Tensor, groups: Tensor, count: int) -> Qua
     """
     if gate_up.is_cuda:
         group_scales = torch.zeros(count, dtype=torch.float32, device=gate_up.device)
-        made = _kernels().activate(gate_up, scores, groups, group_scales)
-        return Quantized(*made, group_scales)
+        values, scales = _kernels().activate(gate_up, scores, groups, group_scales)
+        return Quantized(values, scales, group_scales)
     gate, up = gate_up.float().chunk(2, dim=1)
     values, scales = _quantized(torch.nn.functional.silu(gate) * up * scores)
     return Quantized(values, scales, group_maxima(scales, groups, count))
@@ -106,8 +106,8 @@ def gradient(
     """Return the gradients of `gate_up`, quantized, and of `scores`, from that of `activate`."""
     if grad.is_cuda:
         group_scales = torch.zeros(count, dtype=torch.float32, device=grad.device)
-        *made, by_score = _kernels().gradient(grad, gate_up, scores, groups, group_scales)
-        return Quantized(*made, group_scales), by_score
+        values, scales, by_score = _kernels().gradient(grad, gate_up, scores, groups, group_scales)
+        return Quantized(values, scales, group_scales), by_score
     gate, up = gate_up.float().chunk(2, dim=1)
     grad = grad.float()
     sigmoid = gate.sigmoid()
@@ -176,9 +176,14 @@ def weight_gradients(
     if grads.is_cuda:
         out, inner = len(grads), len(rows)
         return torch._scaled_grouped_mm(
-            grads, rows.t(), grad_scales.repeat_interleave(out), row_scales.repeat_interleave(inner),
-            offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True,
-        )  # fmt: skip
+            grads,
+            rows.t(),
+            grad_scales.repeat_interleave(out),
+            row_scales.repeat_interleave(inner),
+            offs=ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
     found, start = [], 0
     for expert, end in enumerate(ends.tolist()):
         product = grads[:, start:end].float() @ rows[:, start:end].float().T
@@ -241,9 +246,9 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        tokens, gate_up, scores, groups = Quantized(*saved[:3]), *saved[3:6]
+        tokens, (gate_up, scores, groups) = Quantized(*saved[:3]), saved[3:6]
         activations, plan = Quantized(*saved[6:9]), GroupPlan(*saved[9:13])
-        gate_up_scales, down_scales, gate_up_t, down_t = saved[15], saved[18], *saved[19:]
+        gate_up_scales, down_scales, (gate_up_t, down_t) = saved[15], saved[18], saved[19:]
         count = len(plan.sizes)
         grad = grad.contiguous()
         quantized = quantize(grad.unsqueeze(0))
@@ -252,9 +257,10 @@ class _Experts(torch.autograd.Function):
             return scales.unsqueeze(1).expand(-1, width).contiguous()
 
         features, hidden = down_t.shape[2], down_t.shape[1]
-        grad_h = products(spread(quantized, plan), down_t, of_experts(down_scales, hidden), plan.ends)
+        rows = spread(quantized, plan)
+        grad_h = products(rows, down_t, of_experts(down_scales, hidden), plan.ends)
         given, by_scores = gradient(grad_h, gate_up, scores, groups, count)
-        del grad_h
+        del grad_h, rows
         grad_t = transpose(quantized, copies=plan.copies, top_k=ctx.top_k)[0]
         rows_t = transpose(activations, groups)[0]
         one = quantized.group_scales.expand(count)
@@ -283,6 +289,9 @@ def spread(rows: Quantized, plan: GroupPlan) -> Quantized:
     return Quantized(values, take_at(rows.scales[0], tokens), rows.group_scales)
 
 
+_ALL_NEEDED = nullcontext()
+
+
 def experts(
     tokens: Tensor,
     scores: Tensor,
@@ -290,7 +299,7 @@ def experts(
     weights: tuple[Tensor, Tensor, Tensor],
     quantized: Weights,
     plan: GroupPlan,
-    last: AbstractContextManager[None] | None = nullcontext(),
+    last: AbstractContextManager[None] | None = _ALL_NEEDED,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return `base` plus the sum of each token's experts, weighted by their scores.

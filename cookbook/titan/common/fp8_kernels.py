@@ -152,7 +152,9 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     else:
         group = tl.zeros((tile_rows,), tl.int64) + part
     group_scale = tl.load(group_scales + group)
-    factor = tl.load(scales + source, mask=inside, other=0.0) / tl.where(group_scale > 0, group_scale, 1.0)
+    factor = tl.load(scales + source, mask=inside, other=0.0) / tl.where(
+        group_scale > 0, group_scale, 1.0
+    )
     mask = inside[:, None] & (column < columns)[None, :]
     place = source[:, None] * columns + column[None, :]
     value = tl.load(values + place, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
@@ -174,7 +176,9 @@ def _warps(block: int) -> int:
     return min(16, max(4, block // 1024))
 
 
-def quantize(rows: Tensor, values: Tensor, scales: Tensor, group_scales: Tensor, first: int = 0) -> None:
+def quantize(
+    rows: Tensor, values: Tensor, scales: Tensor, group_scales: Tensor, first: int = 0
+) -> None:
     """Quantize `rows` (groups, rows, columns) into rows `first` and on of each group of `values`.
 
     `values` is (groups, at least as many rows, columns) in FP8, `scales` (groups, rows of values)
@@ -188,7 +192,9 @@ def quantize(rows: Tensor, values: Tensor, scales: Tensor, group_scales: Tensor,
     )  # fmt: skip
 
 
-def activate(gate_up: Tensor, scores: Tensor, groups: Tensor, group_scales: Tensor) -> tuple[Tensor, ...]:
+def activate(
+    gate_up: Tensor, scores: Tensor, groups: Tensor, group_scales: Tensor
+) -> tuple[Tensor, ...]:
     """Return SwiGLU of `gate_up` (rows, 2 * hidden) times scores, in FP8, and its scales (rows,).
 
     Rows whose group is `len(group_scales)` are not written.
@@ -214,8 +220,8 @@ def gradient(
     grad_scores = torch.empty_like(scores)
     block = _block(hidden)
     _gradient_kernel[(rows,)](
-        grad, gate_up, scores, groups, values, scales, group_scales, grad_scores, len(group_scales), hidden, block,
-        num_warps=_warps(block),
+        grad, gate_up, scores, groups, values, scales, group_scales, grad_scores,
+        len(group_scales), hidden, block, num_warps=_warps(block),
     )  # fmt: skip
     return values, scales, grad_scores
 
@@ -232,8 +238,8 @@ def transpose(
     """Return FP8 rows (parts, rows, columns) as (parts, columns, rows) under one scale a group.
 
     The group of a row is its part, or `groups` (rows,) where there is one part; a row of the group
-    `len(group_scales)` becomes zeros. With `copies` (rows,), row i is row `copies[i] // top_k` of `values`;
-    -1 stands for zeros.
+    `len(group_scales)` becomes zeros. With `copies` (rows,), row i is row `copies[i] // top_k` of
+    `values`; -1 stands for zeros.
     """
     parts, num_rows, columns = values.shape
     if copies is not None:
@@ -242,7 +248,7 @@ def transpose(
     rows, width, warps = tile
     grid = triton.cdiv(num_rows, rows), triton.cdiv(columns, width), parts
     _traced(_transpose_kernel)[grid](
-        values, scales, group_scales, copies, groups, transposed, num_rows, len(group_scales), columns, top_k,
-        rows, width, num_warps=warps,
+        values, scales, group_scales, copies, groups, transposed, num_rows, len(group_scales),
+        columns, top_k, rows, width, num_warps=warps,
     )  # fmt: skip
     return transposed

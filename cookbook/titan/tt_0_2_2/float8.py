@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.components.quantization import FP8_GROUP_ALIGNMENT_SIZE, QuantizationConverter
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.components.quantization.utils import module_filter_fn
@@ -154,7 +154,13 @@ class FP8Linear(nn.Linear):
             return self._multiply(x, weight)
         mesh, placements = weight.device_mesh, weight.placements
         last = Shard(x.dim() - 1)
-        x_grad, out = (Partial(), last) if placements == (Shard(0),) else (last, Partial())
+        # The input's gradient and the output, by how the weight is placed on the TP ranks.
+        by_weight = {
+            Shard(0): (Partial(), last),
+            Shard(1): (last, Partial()),
+            Replicate(): (Replicate(), Replicate()),
+        }
+        x_grad, out = by_weight[placements[0]]
         local = self._multiply(
             x.to_local(grad_placements=(x_grad,)), weight.to_local(grad_placements=placements)
         )

@@ -225,7 +225,9 @@ class MXGroupedMM:
 
 @dataclass
 class Float8Linear:
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "power_of_two"] | None = None
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "power_of_two"] | None = (
+        None
+    )
     """TorchAO's recipes for FP8 in linear layers, or the cookbook's: `power_of_two` quantizes a
     tensor once, with a scale a row; the weight gradient reads a transposed copy of the same rows
     with one scale. null means `tensorwise`."""

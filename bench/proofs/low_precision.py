@@ -1,6 +1,6 @@
 """Time FP8 kernels against the bytes they must move, and GEMMs in FP8 and BF16, on one GPU.
 
-    python -m bench.low_precision OUT [--models 671b 16b qwen3]
+    python -m bench.proofs.low_precision OUT [--models 671b 16b qwen3]
 
 Sizes are those of one MoE layer and its dense products: a slice of the 671B with 16 experts and
 16,384 tokens, the 16B and Qwen3-30B-A3B with 32,768 tokens. Each figure is the median of runs over
@@ -10,6 +10,7 @@ bit. OUT/low_precision.json has all figures.
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,7 +22,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from cookbook.base.tables import markdown_table
-from cookbook.titan.common import expert_groups, fp8, fp8_kernels
+from cookbook.titan.common import expert_groups, fp8
 
 FP8 = torch.float8_e4m3fn
 
@@ -65,8 +66,8 @@ def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
         end.record()
         times.append((begin, end))
     torch.cuda.synchronize()
-    measured = sorted(begin.elapsed_time(end) for begin, end in times)
-    return float(measured[len(measured) // 2])
+    measured = [float(begin.elapsed_time(end)) for begin, end in times]
+    return statistics.median(measured)
 
 
 def copy_bandwidth() -> float:
@@ -144,7 +145,10 @@ def grouped(layer: Layer) -> list[tuple[str, float, dict[str, float]]]:
     sizes, ends = layer.sizes, layer.plan.ends
     rows, count = len(layer.plan.copies), sizes.experts
     found = []
-    forward = (("gate and up", 2 * sizes.hidden, sizes.features), ("down", sizes.features, sizes.hidden))
+    forward = (
+        ("gate and up", 2 * sizes.hidden, sizes.features),
+        ("down", sizes.features, sizes.hidden),
+    )
     for name, out, inner in forward:
         found.append((name, out, inner, False))
         found.append((f"{name}, input gradient", inner, out, False))
@@ -155,14 +159,15 @@ def grouped(layer: Layer) -> list[tuple[str, float, dict[str, float]]]:
         operations = 2.0 * float(ends[-1]) * out * inner
         if is_weight:
             left, right = random(rows, out), random(rows, inner)
-            times["bf16"] = milliseconds(lambda: torch._grouped_mm(left.t(), right, offs=ends))
+            times["bf16"] = milliseconds(partial(torch._grouped_mm, left.t(), right, offs=ends))
             values = [one.t().contiguous().to(FP8) for one in (left, right)]
             scales = [torch.ones(count * size, device="cuda") for size in (out, inner)]
             operands = values[0], values[1].t(), *scales
         else:
             left, right = random(rows, inner), random(count, out, inner)
-            weights = right.transpose(1, 2)
-            times["bf16"] = milliseconds(lambda: torch._grouped_mm(left, weights, offs=ends))
+            times["bf16"] = milliseconds(
+                partial(torch._grouped_mm, left, right.transpose(1, 2), offs=ends)
+            )
             scales = [torch.ones(rows, device="cuda"), torch.ones(count, out, device="cuda")]
             operands = left.to(FP8), right.to(FP8).transpose(1, 2), *scales
         for fast in (True, False):
@@ -185,7 +190,7 @@ def dense(sizes: Sizes) -> list[tuple[str, float, dict[str, float]]]:
         }
         for name, (m, k, n) in shapes.items():
             left, right = random(m, k), random(n, k)
-            times = {"bf16": milliseconds(lambda: left @ right.t())}
+            times = {"bf16": milliseconds(partial(torch.mm, left, right.t()))}
             a, b = left.to(FP8), right.to(FP8).t()
             one = torch.ones((), device="cuda")
             each = torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda")
@@ -201,7 +206,7 @@ def dense(sizes: Sizes) -> list[tuple[str, float, dict[str, float]]]:
 
 
 def whole_layer(layer: Layer) -> dict[str, float]:
-    """Return ms of forward and backward of the routed experts in BF16 and in FP8, and the errors."""
+    """Return ms of the routed experts' forward and backward in BF16 and FP8, and the errors."""
     sizes, plan = layer.sizes, layer.plan
     parts = (layer.tokens, layer.row_scores, layer.gate, layer.down, layer.up)
     tokens, scores, gate, down, up = (part.detach().requires_grad_() for part in parts)
@@ -234,7 +239,10 @@ def whole_layer(layer: Layer) -> dict[str, float]:
         for name, a, b in zip(names, found, exact, strict=True)
     }
     del exact, found
-    times = {"bf16": milliseconds(lambda: train(bf16), 8), "fp8": milliseconds(lambda: train(low), 8)}
+    times = {
+        "bf16": milliseconds(lambda: train(bf16), 8),
+        "fp8": milliseconds(lambda: train(low), 8),
+    }
     return {**times, **errors}
 
 
@@ -245,7 +253,9 @@ def compare_with_reference() -> None:
     chosen = torch.rand(tokens, count).topk(top_k, dim=1).indices
     plan = expert_groups.plan_on_device(chosen, count, 16)
     rows = len(plan.copies)
-    groups = torch.bucketize(torch.arange(rows, dtype=torch.int32), plan.ends, right=True, out_int32=True)
+    groups = torch.bucketize(
+        torch.arange(rows, dtype=torch.int32), plan.ends, right=True, out_int32=True
+    )
     used = groups < count
     values = (torch.randn(1, tokens, features) * torch.randn(1, tokens, 1).exp()).bfloat16()
     gate_up, grad = torch.randn(rows, 2 * hidden).bfloat16(), torch.randn(rows, hidden).bfloat16()
@@ -265,7 +275,22 @@ def compare_with_reference() -> None:
         found += [fp8.transpose(quantized, copies=copies, top_k=top_k), fp8.transpose(joined)]
         return [one.cpu().float() for one in found]
 
-    names = "values scales tops values scales tops swiglu scales tops grad scales tops t t".split()
+    names = [
+        "values",
+        "scales",
+        "tops",
+        "values",
+        "scales",
+        "tops",
+        "swiglu",
+        "scales",
+        "tops",
+        "grad",
+        "scales",
+        "tops",
+        "t",
+        "t",
+    ]
     for name, a, b in zip(names, made("cuda"), made("cpu"), strict=True):
         differ = int((a != b).sum())
         # SwiGLU's exponential differs in its last bit.
@@ -282,7 +307,8 @@ def main() -> None:
     options = parser.parse_args()
     compare_with_reference()
     bandwidth = copy_bandwidth()
-    print(f"copy: {bandwidth / 1e12:.2f} TB/s; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    print(f"copy: {bandwidth / 1e12:.2f} TB/s; {versions}")
     results: dict[str, Any] = {"copy_bytes_per_second": bandwidth}
     for name in options.models:
         layer = Layer(MODELS[name])
@@ -296,16 +322,24 @@ def main() -> None:
         heads = list(products[0][2]), list(products[-1][2])
         for head in heads:
             rows = [
-                [product, *(f"{times[kind]:.3f} ({operations / times[kind] / 1e9:,.0f})" for kind in head)]
-                for product, operations, times in products
+                [
+                    product,
+                    *(f"{times[kind]:.3f} ({work / times[kind] / 1e9:,.0f})" for kind in head),
+                ]
+                for product, work, times in products
                 if list(times) == head
             ]
             print("\n" + markdown_table(["ms (TFLOP/s)", *head], rows, "l" + "r" * len(head)))
         layer_times = whole_layer(layer)
-        print("\n" + ", ".join(f"{key} {value:.3f}" for key, value in layer_times.items()), flush=True)
+        print(
+            "\n" + ", ".join(f"{key} {value:.3f}" for key, value in layer_times.items()), flush=True
+        )
         results[name] = {
-            "sizes": asdict(layer.sizes), "kernels": moved, "products": products, "layer": layer_times
-        }  # fmt: skip
+            "sizes": asdict(layer.sizes),
+            "kernels": moved,
+            "products": products,
+            "layer": layer_times,
+        }
         del layer
         torch.cuda.empty_cache()
     options.out.mkdir(parents=True, exist_ok=True)
