@@ -25,11 +25,11 @@ MXFP8 = (
     "--quantize.linear.mx.recipe_name=mxfp8_cublas_rceil",
 )
 FLOAT8 = (
-    "--compile.enable",
     "--model.converters=quantize.linear.float8,quantize.grouped_mm.float8",
-    "--quantize.linear.float8.recipe_name=rowwise",
+    "--quantize.linear.float8.recipe_name=power_of_two",
     "--quantize.linear.float8.filter_fqns=output,router.gate",
     "--quantize.grouped_mm.float8.fqns=experts",
+    "--cookbook.row_kernels",
 )
 WGRAD_HP = (*MXFP8, "--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp")
 

@@ -47,6 +47,7 @@ STACK = "cookbook.titan.tt_0_2_2"
 ROWS = "cookbook.titan.self_check.rows"
 _EP = "torchtitan.distributed.expert_parallel"
 _OPERATOR = "cookbook.titan.common.varlen_attention.varlen_attention"
+FP8, FLOAT8_LAYER = "cookbook.titan.common.fp8", f"{STACK}.float8"
 _GROUPED, _LINEAR = "torch._grouped_mm", "torch.nn.Linear.forward"
 _MASK = f"{STACK}.self_check_cases.get_document_mask_mod"
 _SDPA = "torchtitan.models.attention.ScaledDotProductAttentionWrapper.forward"
@@ -54,7 +55,6 @@ _WGRAD, _CAST = f"{STACK}.mxfp8.emulated_weight_gradient", f"{STACK}.mxfp8._cast
 _QUANTIZED = "torchao.prototype.moe_training.tensor._quantize_then_scaled_grouped_mm"
 _RECIPE = f"{AO}._to_mxfp8_then_scaled_grouped_mm"
 _TO_MX = "torchao.prototype.mx_formats.mx_tensor.to_mx"
-_FP8_SCALES = f"{AO}.triton_fp8_per_group_colwise_scales"
 _ROUTER = f"{STACK}.parallelize.sum_gradient_over_tp"
 _BACK = f"{GROUPS}._ScoredSwiGLU.backward"
 _DISPATCH = "torchao.prototype.moe_training.ep.a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.forward"
@@ -63,7 +63,9 @@ _COMBINE = "torchao.prototype.moe_training.ep.a2a_combine._A2ACombineHPFwdMXFP8B
 _row_lost = with_result(scaled(0, at=-9))
 _reversed = with_result(lambda parts: parts[::-1])
 _swapped = with_argument(slice(1, 3), lambda weights: weights[::-1])
-_next_groups_scales = with_result(lambda made: (made[0], made[1].roll(1, 0)))
+_gate_for_up = with_argument(slice(0, 2), lambda weights: weights[::-1])
+_next_scales = with_argument(3, neighbours(0))
+_last_halved = with_result(scaled(0.5, at=-1))
 
 
 _next_row = with_result(neighbours(0))
@@ -71,6 +73,18 @@ _next_row = with_result(neighbours(0))
 
 def _in_fp8(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.float8_e4m3fn).to(values.dtype)
+
+
+def _next_rows_scales(made: Any) -> Any:
+    return made._replace(scales=made.scales.roll(1, -1))
+
+
+def _unscaled(rows: Any) -> Any:
+    return rows._replace(scales=torch.ones_like(rows.scales))
+
+
+def _scores_off(made: tuple[Any, torch.Tensor]) -> Any:
+    return made[0], made[1] * 1.5
 
 
 def _causal_mask(*batch: Any) -> Any:
@@ -254,10 +268,31 @@ FAULTS = (
         ("one TP rank's words alone", f"{LOSS}._Chunks._over_ranks", instead(_own_statistics)),
     ),
     *_of(
-        *("grouped GEMM fp8_rowwise", FLOAT8),
-        ("scales of the next row in FP8", f"{AO}.tensor_to_scale", with_result(neighbours(0))),
-        ("a weight gradient's scales of the next group in FP8", _FP8_SCALES, _next_groups_scales),
-        gpu_only=True,
+        *("grouped GEMM fp8", FLOAT8),
+        ("scales of the next row in FP8", f"{FP8}.quantize", with_result(_next_rows_scales)),
+        ("a group's scale of the next group", f"{FP8}.group_maxima", with_result(neighbours(0))),
+        (
+            "FP8 weights' scales of the next expert",
+            f"{FP8}.products",
+            with_argument(2, neighbours(0)),
+        ),
+        ("rows transposed without their scales", f"{FP8}.transpose", with_argument(0, _unscaled)),
+        ("the last expert's FP8 gradient halved", f"{FP8}.weight_gradients", _last_halved),
+    ),
+    *_of(
+        *("experts fp8", FLOAT8),
+        ("scores left out in FP8", f"{FP8}.activate", with_argument(1, torch.ones_like)),
+        ("scores' gradients off in FP8", f"{FP8}.gradient", with_result(_scores_off)),
+        ("gate and up swapped in FP8", f"{FP8}.quantize_weights", _gate_for_up),
+        ("FP8 rows one slot too far", f"{FP8}.move_rows", _next_row),
+        ("FP8 scales one slot too far", f"{FP8}.take_at", _next_row),
+        ("the shared experts' output not added in FP8", f"{FP8}.sum_rows", _without_base),
+        ("a token's FP8 rows in another order", f"{FP8}.transpose", with_result(neighbours(2))),
+    ),
+    *_of(
+        *("linear layer fp8", FLOAT8),
+        ("a weight's FP8 scales of the next row", f"{FLOAT8_LAYER}._product", _next_scales),
+        ("FP8 rows transposed to other columns", f"{FLOAT8_LAYER}._transpose", _next_row),
     ),
     *_of(
         *("rows to expert groups and back", DEEPEP),
@@ -272,7 +307,7 @@ FAULTS = (
         ("rows one slot too far", f"{GROUPS}.move_rows", _next_row),
         ("a row's last number lost", f"{GROUPS}.move_rows", with_result(scaled(0, at=-1, dim=1))),
         ("a copy in a plan of the device lost", f"{GROUPS}._place", with_result(_one_copy_lost)),
-        ("scores of the next row", f"{GROUPS}._at", _next_row),
+        ("scores of the next row", f"{GROUPS}.take_at", _next_row),
     ),
     *_of(
         *("scored SwiGLU", ROW_KERNELS),

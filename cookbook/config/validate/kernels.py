@@ -122,15 +122,6 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
         yield "", f"{reason} does not support it yet", remedy
 
 
-@rule(RULES, reference=f"{TORCHTITAN}/components/quantization/float8.py")
-def float8_experts(cell: Cell) -> Problems:
-    for short, what in (("pp", "pipeline"), ("cp", "context")):
-        is_found = getattr(cell.layout, short) > 1
-        if is_found and "quantize.grouped_mm.float8" in cell.options["model.converters"]:
-            reason = f"TorchTitan's FP8 grouped GEMMs do not support {what} parallelism"
-            yield DEGREES[short], reason, "set it to 1, or use another precision"
-
-
 @rule(RULES, reference=f"{TORCHAO}/prototype/mx_formats/mx_tensor.py")
 def whole_blocks(cell: Cell) -> Problems:
     """Refuse feed-forward layers that TP cuts to a width that quantized GEMMs cannot have."""
