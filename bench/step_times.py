@@ -22,7 +22,7 @@ from cookbook.base.tables import markdown_table
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import cell_on, this_machine
-from cookbook.predict.facts import C4, LOCAL, Documents
+from cookbook.predict.hardware import C4, LOCAL, Documents
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cookbook.base.gpus import Gpu, InstalledGpu, NoGpusError
 from cookbook.config.cluster import load_cluster
-from cookbook.config.stack import read_pins
+from cookbook.config.pins import read_pins
 from cookbook.doctor.check import Answer, Finding, Surroundings, diagnose, node_faults
 from cookbook.doctor.machine import KERNEL_LOG
 from cookbook.doctor.software import CONFIG, PARTITIONS

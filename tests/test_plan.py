@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 
-from cookbook.config.cell import SAVE_LIST, Cell
-from cookbook.config.options import DEGREES, Setting
+from cookbook.config.cell import Cell
+from cookbook.config.dialect.names import DEGREES
+from cookbook.config.facts import Facts
+from cookbook.config.options import Setting
 from cookbook.config.validate import validation_errors
 from cookbook.plan.report import degrees
-from cookbook.plan.search import BATCH, Found, evaluate, recomputation, search, walk
+from cookbook.plan.search import Found, evaluate, recomputation, search, walk
 from cookbook.plan.space import RECOMPUTATION, rejected_values, space_of
-from cookbook.predict.facts import C4
+from cookbook.predict.hardware import C4
 from cookbook.predict.step import predict_step
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 
 TP, PP, EP, ETP = (DEGREES[short] for short in ("tp", "pp", "ep", "etp"))
+BATCH, SAVE_LIST = Facts.local_batch, Facts.ac_save_list
 MODE, BUDGET = "activation_checkpoint.mode", "activation_checkpoint.memory_budget"
 EVERY, KEPT = "activation_checkpoint.selective_ac_option", "activation_checkpoint.num_layers_kept"
 CHUNKS, ATTENTION = "loss.num_chunks", "model.attention"

@@ -18,19 +18,20 @@ from cookbook.cli import plan
 from cookbook.cli.main import main
 from cookbook.config import cluster
 from cookbook.config.cell import Cell
-from cookbook.config.options import DEGREES
+from cookbook.config.dialect.names import DEGREES
+from cookbook.config.facts import Facts
 from cookbook.config.recipe import load_recipe
 from cookbook.plan import search as searching
 from cookbook.plan.report import as_mapping, render_json, render_recipe, render_svg, render_text
-from cookbook.plan.search import BATCH, Candidate, Found, evaluate
-from cookbook.predict.facts import C4, Documents
+from cookbook.plan.search import Candidate, Found, evaluate
+from cookbook.predict.hardware import C4, Documents
 from cookbook.predict.memory import FITS, TIGHT, TOO_LARGE, StageMemory
 from cookbook.predict.step import StepTime
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 
 EP, TP, PP = DEGREES["ep"], DEGREES["tp"], DEGREES["pp"]
-CONTEXT = DEGREES["cp"]
+CONTEXT, BATCH = DEGREES["cp"], Facts.local_batch
 CELL = on_gpus(4)
 UNHELD = ["plan", "deepseek_v3_16b", "--cluster", "h200-node"]
 ONE_NODE = [*UNHELD, "--set", f"{EP}=8"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cookbook.predict.facts import Hardware
+from cookbook.predict.hardware import Hardware
 from cookbook.predict.layer_time import Kernels, LayerTimes, exchange_wait_ms
 from cookbook.predict.operators import Operator, Unit
 from cookbook.predict.rank import Layer, Part, describe_ranks

@@ -7,8 +7,8 @@ import pytest
 
 from cookbook.config.cell import Cell
 from cookbook.predict import rank
-from cookbook.predict.facts import C4, LOCAL, Documents, Hardware
-from cookbook.predict.facts import slowest_attended_tokens as slowest
+from cookbook.predict.hardware import C4, LOCAL, Documents, Hardware
+from cookbook.predict.hardware import slowest_attended_tokens as slowest
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import with_options

@@ -12,8 +12,8 @@ from bench.step_times import compare, read_points
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
-from cookbook.predict.facts import hardware_of, load_hardware
-from cookbook.predict.shapes import RESHARD
+from cookbook.config.dialect.names import DEGREES
+from cookbook.predict.hardware import hardware_of, load_hardware
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import FACTS, RATES, on_gpus
@@ -67,7 +67,7 @@ def test_a_job_of_several_nodes_needs_all_facts_of_the_network(
     cell = cell_of("deepseek_v3_16b", {})
     missing: dict[str, Any] = {fact: None}
     known = dataclasses.replace(hardware_of(cell), **missing)
-    monkeypatch.setattr("cookbook.predict.facts.load_hardware", lambda path: known)
+    monkeypatch.setattr("cookbook.predict.hardware.load_hardware", lambda path: known)
     with pytest.raises(InputError, match="says nothing of the network between nodes"):
         hardware_of(cell)
 
@@ -133,7 +133,7 @@ def test_every_measured_point_is_predicted() -> None:
         ({"compile.components": ["loss"]}, "not compiled"),
         ({"training.enable_cpu_offload": True}, "CPU offload"),
         ({"training.mixed_precision_param": "float32"}, "FP32"),
-        ({RESHARD: "always", "parallelism.pipeline_parallel_degree": 2}, "each microbatch"),
+        ({"parallelism.fsdp_reshard_after_forward": "always", DEGREES["pp"]: 2}, "each microbatch"),
         ({"optimizer.implementation": "foreach"}, "not fused"),
         ({"training.dataset_path": "/data/mine"}, "documents in /data/mine"),
         ({"model.flavor": "17B"}, "not counted"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cookbook.config.cell import Cell
-from cookbook.config.options import Layout
+from cookbook.config.facts import Layout
 from cookbook.predict.operators import Unit, fsdp_units, layer_operators
 from cookbook.predict.rank import Layer, Part, Rank, describe_ranks, model_of
 from cookbook.predict.shapes import destinations, shapes_of

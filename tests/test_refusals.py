@@ -17,7 +17,7 @@ from cookbook.config.cell import Finding
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.recipe import load_precision, load_recipe
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
-from cookbook.predict.facts import Documents
+from cookbook.predict.hardware import Documents
 from cookbook.predict.rank import count_parameters, model_of
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import cell_of, cluster_of, refusals

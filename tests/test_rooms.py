@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # In the training process; there may be several stacks, `tt_0_2_2` for one, side by side.
-TITAN_FLOORS = ("dry_build", "tt_0_2_2", "self_check", "common")
+TITAN_FLOORS = ("tt_0_2_2", "self_check", "common")
 MOST_LINES = 450
 
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from cookbook.base.errors import InputError
 from cookbook.base.family import is_v_shaped, loss_rank, stages_of
 from cookbook.config.cell import Finding
-from cookbook.config.options import DEGREES, Options, Setting, argv_of, parse_argv
-from cookbook.config.recipe import EXCHANGES
+from cookbook.config.dialect.argv import argv_of, parse_argv
+from cookbook.config.dialect.names import DEGREES
+from cookbook.config.facts import EXCHANGES, Facts
+from cookbook.config.options import Options, Setting
 from cookbook.config.stack import Option
 from cookbook.config.validate.layout import layout_findings
 from tests.cells import STACK
@@ -156,7 +158,7 @@ def _findings(options: dict[str, Any], world: int) -> list[Finding]:
     """As of the command line; without a model, what is left are ranks that divide."""
     stack = STACK if "model.name" in options else replace(STACK, families={})
     settings = {name: Setting(value, f"--set {name}") for name, value in options.items()}
-    return layout_findings(Options(stack, settings), world)
+    return layout_findings(Facts(Options(stack, settings), world))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from cookbook.config.validate import validation_errors
 from cookbook.plan import report
 from cookbook.plan.search import Candidate, Found, Stop, evaluate, search, walk
 from cookbook.plan.space import rejected_values, space_of
-from cookbook.predict.facts import Documents, documents_of, hardware_of, parse_documents
+from cookbook.predict.hardware import Documents, documents_of, hardware_of, parse_documents
 from cookbook.predict.rank import model_of
 
 

@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 
 from cookbook.base.errors import InputError
-from cookbook.config.stack import read_pins, stack_name
+from cookbook.config.pins import read_pins, stack_name
 from cookbook.doctor.check import Surroundings, Verdict, check
 from cookbook.doctor.machine import OLDEST_DRIVER, driver_branch
 from cookbook.install import attention, find_distribution, package_folder

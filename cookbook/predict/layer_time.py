@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cookbook.config.cell import EP_CHUNKS, Cell
-from cookbook.predict.facts import Hardware
+from cookbook.config.cell import Cell
+from cookbook.predict.hardware import Hardware
 from cookbook.predict.operators import (
     Operator,
     attention_operators,
@@ -57,7 +57,7 @@ class Kernels:
     @property
     def chunks(self) -> int:
         """The number of chunks into which an MoE layer splits its tokens."""
-        return int(self.cell.options[EP_CHUNKS])
+        return self.cell.facts.ep_chunks
 
     def bytes_ms(self, size: float) -> float:
         """Return the time to read or write `size` bytes of GPU memory."""
@@ -114,7 +114,7 @@ class Kernels:
         s, hw = self.shapes, self.hardware
         head = s.nope + s.rope
         kernel = kind = "flash_attention_4"
-        if not self.cell.uses_flash_attention:
+        if not self.cell.facts.uses_flash_attention:
             kernel = kind = "sdpa" if model_of(self.cell).attn_type == "sdpa" else "flex_attention"
         elif head == s.v_head == 128:
             kind = f"{kernel}_128"
@@ -197,7 +197,6 @@ class Kernels:
 
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
-_MODE = "activation_checkpoint.mode"
 # The number of TP collectives in a layer's forward and backward. An all-reduce counts as two.
 # Without DeepEP the backward has only four, but five are assumed for every layer.
 _TP_FORWARD, _TP_BACKWARD = 4, 5
@@ -285,21 +284,21 @@ class LayerTimes:
         if not layer.moe:
             return terms
         # Recomputing a whole layer takes place while dispatches are in flight, which hides them.
-        whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
+        whole = layer.recomputed and self._cell.facts.budget is None
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 
     def again(self, moe: bool, recomputed: bool) -> Terms:
         """Return the time that a layer's backward spends recomputing parts of the forward."""
-        terms, options, k = self._forward[moe], self._cell.options, self._kernels
-        if options[_MODE] == "memory_budget":
+        terms, facts, k = self._forward[moe], self._cell.facts, self._kernels
+        if facts.budget is not None:
             # The last of the experts' three GEMMs is not recomputed: no gradient needs its output.
             shares = {ATTENTION: 1, DENSE: 1, POINTWISE: 1, GROUPED: 2 / 3, QUANTIZING: 2 / 3}
             again = {kind: share * terms[kind] for kind, share in shares.items() if kind in terms}
-            return scaled(again, 1 - options["activation_checkpoint.memory_budget"])
+            return scaled(again, 1 - facts.budget)
         if not recomputed:
             return {}
-        saved, spared = self._cell.saves, set()
-        if "attention" in saved and self._cell.uses_flash_attention:
+        saved, spared = facts.saves, set()
+        if "attention" in saved and facts.uses_flash_attention:
             spared.add(ATTENTION)
         if "communication" in saved:
             spared |= {EP, HOST}

@@ -34,9 +34,8 @@ from torchtitan.distributed.deepep import deepep
 from torchtitan.models.moe.moe import FeedForward
 from torchtitan.models.moe.moe_deepep import DeepEPMoE
 
-from cookbook.titan.common import token_shard
 from cookbook.titan.common.expert_groups import collect, plan_groups, row_scores, spread
-from cookbook.titan.tt_0_2_2 import activity
+from cookbook.titan.tt_0_2_2 import activity, token_shard
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 from cookbook.titan.tt_0_2_2.row_kernels import experts_with_probs, mix_in
 

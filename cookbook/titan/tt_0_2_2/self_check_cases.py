@@ -26,7 +26,6 @@ from torchtitan.models.attention import (
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_converter import build_model_converters
 
-from cookbook.titan.common.token_shard import shard_of
 from cookbook.titan.common.varlen_attention import bounds_capacity
 from cookbook.titan.self_check import Error, KernelCase, products, rows, with_gradients
 from cookbook.titan.tt_0_2_2.activity import observe_model
@@ -34,6 +33,7 @@ from cookbook.titan.tt_0_2_2.families import FAMILIES
 from cookbook.titan.tt_0_2_2.families.parts import FLASH_ATTENTION_4
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
 from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
+from cookbook.titan.tt_0_2_2.token_shard import shard_of
 
 _NO_OPTION = "no option avoids it; try another torch"
 _AVOID = {
