@@ -12,6 +12,7 @@ import sysconfig
 from pathlib import Path
 
 from cookbook.base.errors import InputError
+from cookbook.config.dialect.names import Names
 from cookbook.config.pins import read_pins, stack_name
 from cookbook.doctor.check import Surroundings, Verdict, check
 from cookbook.doctor.machine import OLDEST_DRIVER, driver_branch
@@ -137,7 +138,7 @@ def flash_attention(here: Surroundings) -> Verdict:
     pinned = attention.flash_attention_pins(here.repository / "requirements.txt")
     version = next(pin.value for pin in pinned if pin.name == attention.PACKAGE)
     if find_distribution(attention.PACKAGE, here.site) is None:
-        found = "not installed: cells with model.attention=flash_attention_4 are refused"
+        found = f"not installed: cells with {Names.attention}=flash_attention_4 are refused"
         return "warning", found, "run ./setup.sh"
     if differing := attention.differences(pinned, here.site):
         return "problem", "; ".join(differing), "run ./setup.sh"
