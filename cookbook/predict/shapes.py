@@ -160,7 +160,7 @@ def _chosen_experts(model: Model) -> Any:
 def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Operator]:
     """Return a layer's large BF16 GEMMs whose outputs are kept because the save list has `mm`."""
     # Only the cookbook's save list affects compiled code; TorchTitan's own list does not.
-    if not (moe and s.compiled and s.saves and "mm" in cell.facts.ac_save_list):
+    if not (moe and s.compiled and cell.facts.saves and "mm" in cell.facts.ac_save_list):
         return []
     found = [*attention_operators(s), *feed_forward_operators(s, moe)]
     large = (one for one in found if one.is_product and one.shape[-1] >= s.dim)
