@@ -12,7 +12,7 @@ from cookbook.config.facts import Facts
 from cookbook.config.options import Setting
 from cookbook.config.validate import validation_errors
 from cookbook.plan.report import degrees
-from cookbook.plan.search import Found, evaluate, recomputation, search, walk
+from cookbook.plan.search import SearchResult, evaluate, recomputation, search, walk
 from cookbook.plan.space import RECOMPUTATION, rejected_values, space_of
 from cookbook.predict.hardware import C4
 from cookbook.predict.step import predict_step
@@ -55,11 +55,11 @@ def tried() -> list[Cell]:
 
 
 @pytest.fixture(scope="module")
-def found(tried: list[Cell]) -> Found:
+def found(tried: list[Cell]) -> SearchResult:
     return search(tried)
 
 
-def test_all_that_the_rules_allow_is_looked_at_once(tried: list[Cell], found: Found) -> None:
+def test_all_that_the_rules_allow_is_looked_at_once(tried: list[Cell], found: SearchResult) -> None:
     check_skipped(tried, found)
     assert len(found.candidates) + found.larger == len(tried) > 80
     assert len({json.dumps(cell.options.values, default=str) for cell in tried}) == len(tried)
@@ -71,7 +71,7 @@ def test_all_that_the_rules_allow_is_looked_at_once(tried: list[Cell], found: Fo
     assert len({recomputation(cell) for cell in tried}) == len(RECOMPUTATION)
 
 
-def check_skipped(tried: list[Cell], found: Found) -> None:
+def check_skipped(tried: list[Cell], found: SearchResult) -> None:
     """Skipped layouts do not fit."""
     looked_at = {one.cell.name for one in found.candidates}
     skipped = [cell for cell in tried if cell.name not in looked_at]
@@ -95,7 +95,7 @@ def test_kept_layers_count_in_a_search(option: str, values: list[Any], mode: str
 
 
 def test_an_interrupted_search_keeps_its_candidates(tried: list[Cell]) -> None:
-    def stop(found: Found) -> None:
+    def stop(found: SearchResult) -> None:
         if len(found.candidates) == 7:
             raise KeyboardInterrupt
 

@@ -3,7 +3,7 @@
 import math
 
 from cookbook.base.paths import ROOT
-from cookbook.config.cell import HINT, WARNING, Cell, Problems, Rule, rule
+from cookbook.config.cell import HINT, WARNING, Cell, CellRule, Problems, rule
 from cookbook.config.cluster import seconds_of
 from cookbook.config.dialect.names import FLASH_ATTENTION, PIPELINING, TORCHAO, TORCHTITAN
 from cookbook.config.facts import Facts
@@ -11,9 +11,9 @@ from cookbook.predict.operators import BYTES
 from cookbook.predict.rank import count_parameters, model_of
 from cookbook.predict.shapes import destinations
 
-ADVICE: list[Rule] = []  # for cells whose input is valid
+ADVICE: list[CellRule] = []  # for cells whose input is valid
 # For cells whose model has also been built, and whose memory could be predicted.
-BUILT_ADVICE: list[Rule] = []
+BUILT_ADVICE: list[CellRule] = []
 
 # Runs of at most this many steps only measure throughput; in longer runs the loss matters.
 _LONG_RUN = 200

@@ -161,15 +161,15 @@ class Finding:
 
 # What the body of a rule yields: tuples of option, reason and remedy.
 Problems = Iterator[tuple[str, str, str]]
-Rule = Callable[..., Iterator[Finding]]
+CellRule = Callable[..., Iterator[Finding]]
 
 
 def rule(
-    rules: list[Rule], *, level: str = ERROR, reference: str = "", is_input: bool = False
-) -> Callable[[Callable[..., Problems]], Rule]:
+    rules: list[CellRule], *, level: str = ERROR, reference: str = "", is_input: bool = False
+) -> Callable[[Callable[..., Problems]], CellRule]:
     """Return a decorator that turns a generator of problems into a rule and adds it to `rules`."""
 
-    def register(problems: Callable[..., Problems]) -> Rule:
+    def register(problems: Callable[..., Problems]) -> CellRule:
         def findings(*arguments: Any) -> Iterator[Finding]:
             for problem in problems(*arguments):
                 yield Finding(level, problems.__name__, *problem, reference, is_input)

@@ -18,7 +18,7 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.recipe import check_name, reference
 from cookbook.config.resolve import merge_config
-from cookbook.plan.search import Candidate, Found, Stop, recomputation
+from cookbook.plan.search import Candidate, SearchResult, Stop, recomputation
 from cookbook.predict.hardware import Documents, attended_text
 from cookbook.predict.layer_time import add
 from cookbook.predict.step import BUBBLE
@@ -79,7 +79,7 @@ def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str,
 
 
 def render_json(
-    found: Found,
+    found: SearchResult,
     base: Cell,
     recipe: Candidate | None,
     best: int,
@@ -111,7 +111,7 @@ def render_json(
 
 
 def render_text(
-    found: Found,
+    found: SearchResult,
     base: Cell,
     recipe: Candidate | None,
     best: int,
@@ -175,7 +175,7 @@ def render_walk(stops: Sequence[Stop]) -> str:
     return text_table(table, align="l" + "r" * len(stops)) + "\n"
 
 
-def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
+def render_svg(found: SearchResult, base: Cell, recipe: Candidate | None) -> str:
     """Return an SVG figure that plots speed against memory for the layouts that fit."""
     front, gpu, names = found.front(), base.cluster.gpu, list[str]()
 

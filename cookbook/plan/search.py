@@ -41,7 +41,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The candidates found so far; `larger` counts layouts skipped as too large (see `search`)."""
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -89,14 +89,14 @@ def recomputation(cell: Cell) -> str:
 def search(
     cells: Iterable[Cell],
     documents: Documents | None = None,
-    on_progress: Callable[[Found], None] = lambda found: None,
-) -> Found:
+    on_progress: Callable[[SearchResult], None] = lambda found: None,
+) -> SearchResult:
     """Predict memory and speed of every cell; Ctrl-C returns the results so far.
 
     If a cell does not fit, do not predict those that differ from it only in options with which they
     need even more memory: count them as too large.
     """
-    found, too_large = Found(), dict[tuple[str, str], int]()
+    found, too_large = SearchResult(), dict[tuple[str, str], int]()
     try:
         for cell in cells:
             batch, mode = cell.facts.local_batch, recomputation(cell)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cookbook.config.cell import Cell
 from cookbook.predict.operators import Operator
-from cookbook.predict.rank import Layer, Part, Rank
+from cookbook.predict.rank import Layer, ModelPart, Rank
 from cookbook.predict.shapes import Shapes, spared_products
 
 # GEMMs whose outputs the backward reads: always (_READ), or only if there is a QK norm (_NORMED).
@@ -201,7 +201,7 @@ class RankLayers:
             return cost, layer_input + cost.selected + cost.beside, cost.saved - cost.selected
         return cost, layer_input, cost.saved
 
-    def kept(self, part: Part) -> float:
+    def kept(self, part: ModelPart) -> float:
         """Return the bytes that this part of the model keeps for the backward of one microbatch."""
         return sum(self._cost(layer)[1] for layer in part.layers)
 

@@ -19,7 +19,7 @@ from cookbook.predict.operators import (
     gemm_format,
     head_operators,
 )
-from cookbook.predict.rank import Layer, Part, Rank, model_of
+from cookbook.predict.rank import Layer, ModelPart, Rank, model_of
 from cookbook.predict.shapes import Shapes, spared_products
 from cookbook.predict.traffic import Links
 
@@ -314,7 +314,7 @@ class LayerTimes:
             again = {kind: parts.get(kind, 1) * time_ms for kind, time_ms in again.items()}
         return again
 
-    def part(self, part: Part) -> tuple[Terms, Terms]:
+    def part(self, part: ModelPart) -> tuple[Terms, Terms]:
         """Return the forward and the backward time of one microbatch on a pipeline stage."""
         k, tensor = self._kernels, {TP: self._tensor_ms}
         forward = [self._forward[layer.moe] for layer in part.layers]

@@ -132,7 +132,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """The part of the model on a pipeline stage; the first has the embedding, the last the head."""
 
     layers: tuple[Layer, ...]
@@ -155,7 +155,7 @@ class Rank:
     """The lowest global rank at one pipeline position; the other ranks there do the same work."""
 
     rank: int  # global rank
-    parts: tuple[Part, ...]  # the part of the model on each of `stages`
+    parts: tuple[ModelPart, ...]  # the part of the model on each of `stages`
     stages: Sequence[int]
     # For each moment when memory may peak: the number of microbatches in flight on each stage.
     in_flight: Sequence[Sequence[int]]
@@ -242,7 +242,9 @@ def stage_layers(
     return [list(itertools.islice(layers, max(size, 0))) for size in sizes]
 
 
-def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -> tuple[Part, ...]:
+def _parts(
+    cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]
+) -> tuple[ModelPart, ...]:
     model, width = model_of(cell), BYTES[cell.facts.dtype]
     units = functools.partial(fsdp_units, layout=cell.layout, width=width)
     of_layer = [units(layer_operators(model, moe), in_layer=True) for moe in (False, True)]
@@ -255,7 +257,7 @@ def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -
             layers.append(Layer(index, moe, recomputed, of_layer[moe]))
         embedding = units(embedding_operators(model)) if stage == 0 else ()
         head = units(head_operators(model)) if stage == len(splits) - 1 else ()
-        parts.append(Part(tuple(layers), embedding, head))
+        parts.append(ModelPart(tuple(layers), embedding, head))
     return tuple(parts)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import check_sources
-from cookbook.config.cell import WARNING, Cell, Finding, Problems, Rule, Verdict, rule
+from cookbook.config.cell import WARNING, Cell, CellRule, Finding, Problems, Verdict, rule
 from cookbook.config.cluster import runs_here
 from cookbook.config.facts import TEXT, Facts
 from cookbook.config.validate import kernels, layout, values
@@ -57,7 +57,7 @@ def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
 
 
 # Rules about this machine. Paths are relative to the checkout, in which jobs run.
-HERE: list[Rule] = []
+HERE: list[CellRule] = []
 
 
 @rule(HERE)

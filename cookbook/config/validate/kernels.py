@@ -1,6 +1,6 @@
 """Rules about the GPUs and options that precisions, EP backends and attention kernels require."""
 
-from cookbook.config.cell import Cell, Problems, Rule, rule
+from cookbook.config.cell import Cell, CellRule, Problems, rule
 from cookbook.config.dialect.names import (
     DEGREES,
     FLASH_ATTENTION,
@@ -11,7 +11,7 @@ from cookbook.config.dialect.names import (
 )
 from cookbook.config.facts import Facts
 
-RULES: list[Rule] = []
+RULES: list[CellRule] = []
 _PARALLELIZE = f"{TORCHTITAN}/models/llama4/infra/parallelize.py"
 _MX = f"{TORCHTITAN}/components/quantization/mx.py"
 

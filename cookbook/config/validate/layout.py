@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from cookbook.base.family import is_v_shaped
-from cookbook.config.cell import ERROR, Cell, Finding, Problems, Rule, rule, unknown
+from cookbook.config.cell import ERROR, Cell, CellRule, Finding, Problems, rule, unknown
 from cookbook.config.dialect.names import DEGREES, PIPELINING, TORCHTITAN
 from cookbook.config.facts import EXCHANGES, STAGES_PER_RANK, STANDARD, Facts, Layout
 from cookbook.config.options import Setting
@@ -159,7 +159,7 @@ def _divisors(total: int) -> list[int]:
     return [number for number in range(1, total + 1) if total % number == 0]
 
 
-RULES: list[Rule] = []
+RULES: list[CellRule] = []
 
 
 @rule(RULES, reference=PIPELINING)

@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 from cookbook.base.errors import nearest
-from cookbook.config.cell import Cell, Problems, Rule, rule, unknown
+from cookbook.config.cell import Cell, CellRule, Problems, rule, unknown
 from cookbook.config.dialect.names import CONVERTERS, TORCHTITAN
 from cookbook.config.facts import SAVED_OPERATORS, TEXT, Facts
 
-RULES: list[Rule] = []
+RULES: list[CellRule] = []
 _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
 _RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
