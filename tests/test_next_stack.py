@@ -51,6 +51,7 @@ def _respelt(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def next_stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = copy_checkout(tmp_path_factory.mktemp("next"))
+    (folder / "assets").symlink_to(ROOT / "assets")
     pins, own = folder / "requirements.txt", folder / "cookbook/titan/tt_next"
     pins.write_text(pins.read_text().replace("torchtitan==0.2.2", "torchtitan==next"))
     table = json.loads((ROOT.joinpath(*PACKAGE.split(".")) / "options.json").read_text())
@@ -61,7 +62,7 @@ def next_stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (own / "options.json").write_text(json.dumps(table))
     text = (folder / DIALECT).read_text()
     for name, value in GONE.items():
-        text, count = re.subn(rf'("{re.escape(name)}")(?=\))', f"value={value}", text)
+        text, count = re.subn(rf'"{re.escape(name)}"[^)]*(?=\))', f"value={value}", text)
         assert count == 1
     text = re.sub(r'"([\w.]+)"', lambda found: f'"{RENAMED.get(found[1], found[1])}"', text)
     (folder / DIALECT).write_text(text)

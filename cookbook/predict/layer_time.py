@@ -113,18 +113,22 @@ class Kernels:
         """Return the time of attention: 2 matrix products in the forward, 5 in the backward."""
         s, hw = self.shapes, self.hardware
         head = s.nope + s.rope
-        kernel = kind = "flash_attention_4"
-        if not self.cell.facts.uses_flash_attention:
-            kernel = kind = "sdpa" if model_of(self.cell).attn_type == "sdpa" else "flex_attention"
-        elif head == s.v_head == 128:
-            kind = f"{kernel}_128"
-        # `waste`: masked keys per query that the kernel computes anyway. It is 0 for SDPA, whose
-        # measured rate includes them.
-        waste = getattr(hw, f"{kernel}_waste_tokens", 0.0)
-        rate = getattr(hw, f"{kind}_{'backward' if backward else 'forward'}_tflops")
+        # `waste`: masked keys per query that the kernel computes anyway. SDPA's measured rates
+        # include them.
+        if self.cell.facts.uses_flash_attention:
+            waste = hw.flash_attention_4_waste_tokens
+            rates = hw.flash_attention_4_forward_tflops, hw.flash_attention_4_backward_tflops
+            if head == s.v_head == 128:
+                forward_rate = hw.flash_attention_4_128_forward_tflops
+                rates = forward_rate, hw.flash_attention_4_128_backward_tflops
+        elif model_of(self.cell).attn_type == "sdpa":
+            waste, rates = 0.0, (hw.sdpa_forward_tflops, hw.sdpa_backward_tflops)
+        else:
+            waste = hw.flex_attention_waste_tokens
+            rates = hw.flex_attention_forward_tflops, hw.flex_attention_backward_tflops
         widths = 3 * head + 2 * s.v_head if backward else head + s.v_head
         flops = 2.0 * s.tokens * s.heads * widths * (self.attended_tokens + waste)
-        return {ATTENTION: flops / (rate * 1e9)}
+        return {ATTENTION: flops / (rates[backward] * 1e9)}
 
     def pointwise(self, moe: bool, backward: bool) -> Terms:
         """Return the time of norms, residuals, RoPE, attention's copies, SwiGLU and the router."""

@@ -4,6 +4,7 @@ Only this package spells option names. Other rooms read facts (`config/facts.py`
 is a job's value, and `Facts.seq_len` the option's name, for messages and new settings.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, overload
 
@@ -16,14 +17,19 @@ class _Values(Protocol):
     def __getitem__(self, name: str, /) -> Any: ...
 
 
+@dataclass(frozen=True)
 class Fact(Generic[T]):
     """An option: its name if read on the class, its value if read on an instance.
 
     If this TorchTitan lacks the option, its name is empty, and `value` holds for every job.
+    `within`: the smallest and the largest value that makes sense.
+    `of_hooks`: whether the option does nothing unless TorchTitan imports the cookbook's hooks.
     """
 
-    def __init__(self, option: str = "", *, value: T | None = None) -> None:
-        self.option, self.value = option, value
+    option: str = ""
+    value: T | None = None
+    within: tuple[float, float] | None = None
+    of_hooks: bool = False
 
     @overload
     def __get__(self, instance: None, owner: type) -> str: ...
@@ -37,6 +43,9 @@ class Fact(Generic[T]):
         return instance.options[self.option] if self.option else self.value
 
 
+_FROM_0, _FROM_1, _SHARE = (0, math.inf), (1, math.inf), (0, 1)
+
+
 class Names:
     options: _Values
 
@@ -45,17 +54,17 @@ class Names:
     flavor = Fact[str]("model.flavor")
     assets = Fact[str | None]("model.hf_assets_path")
     converters = Fact[list[str]]("model.converters")
-    attention = Fact[str]("model.attention")
+    attention = Fact[str]("model.attention", of_hooks=True)
     row_kernels = Fact[bool]("cookbook.row_kernels")
 
     # The batch, and how long to train.
-    steps = Fact[int]("training.steps")
+    steps = Fact[int]("training.steps", within=_FROM_1)
     seq_len = Fact[int]("training.seq_len")
     local_batch = Fact[int]("training.local_batch_size")
     global_batch = Fact[int]("training.global_batch_size")  # -1: local batch x replicas
-    max_norm = Fact[float]("training.max_norm")
+    max_norm = Fact[float]("training.max_norm", within=_FROM_0)
     max_skipped_steps = Fact[int]("training.max_skipped_steps")
-    gc_freq = Fact[int]("training.gc_freq")
+    gc_freq = Fact[int]("training.gc_freq", within=_FROM_1)
 
     # Number formats and where the state lives.
     dtype = Fact[str]("training.dtype")
@@ -90,36 +99,38 @@ class Names:
     comm_backend = Fact[str]("parallelism.expert_parallel_comm_backend")
     dispatch_precision = Fact[str]("parallelism.expert_parallel_a2a_dispatch_fwd_precision")
     combine_precision = Fact[str]("parallelism.expert_parallel_a2a_combine_bwd_precision")
-    ep_chunks = Fact[int]("deepep.num_chunks")
-    score_activations = Fact[bool]("deepep.score_activations")
+    ep_chunks = Fact[int]("deepep.num_chunks", within=_FROM_1, of_hooks=True)
+    score_activations = Fact[bool]("deepep.score_activations", of_hooks=True)
     is_balance_forced = Fact[bool]("debug.moe_force_load_balance")
     moe_routing = Fact[str]("debug.moe_routing")
 
     # Recomputation (activation checkpointing) and the loss.
     ac_mode = Fact[str]("activation_checkpoint.mode")
     ac_selective = Fact[str]("activation_checkpoint.selective_ac_option")
-    ac_budget = Fact[float]("activation_checkpoint.memory_budget")
-    ac_save_list = Fact[list[str]]("activation_checkpoint.op_sac_save_list")
-    ac_layers_kept = Fact[int]("activation_checkpoint.num_layers_kept")
-    loss_chunks = Fact[int]("loss.num_chunks")
+    ac_budget = Fact[float]("activation_checkpoint.memory_budget", within=_SHARE)
+    ac_save_list = Fact[list[str]]("activation_checkpoint.op_sac_save_list", of_hooks=True)
+    ac_layers_kept = Fact[int](
+        "activation_checkpoint.num_layers_kept", within=_FROM_0, of_hooks=True
+    )
+    loss_chunks = Fact[int]("loss.num_chunks", within=_FROM_0, of_hooks=True)
 
     # The optimizer and the learning rate's schedule.
     optimizer = Fact[str]("optimizer.implementation")
-    lr = Fact[float]("optimizer.lr")
-    beta1 = Fact[float]("optimizer.beta1")
-    beta2 = Fact[float]("optimizer.beta2")
-    eps = Fact[float]("optimizer.eps")
-    weight_decay = Fact[float]("optimizer.weight_decay")
-    warmup_steps = Fact[int]("lr_scheduler.warmup_steps")
+    lr = Fact[float]("optimizer.lr", within=_FROM_0)
+    beta1 = Fact[float]("optimizer.beta1", within=_SHARE)
+    beta2 = Fact[float]("optimizer.beta2", within=_SHARE)
+    eps = Fact[float]("optimizer.eps", within=_FROM_0)
+    weight_decay = Fact[float]("optimizer.weight_decay", within=_FROM_0)
+    warmup_steps = Fact[int]("lr_scheduler.warmup_steps", within=_FROM_0)
     total_steps = Fact[int | None]("lr_scheduler.total_steps")  # None: as many as `steps`
-    decay_ratio = Fact[float | None]("lr_scheduler.decay_ratio")
-    min_lr_factor = Fact[float]("lr_scheduler.min_lr_factor")
-    seed = Fact[int | None]("debug.seed")
+    decay_ratio = Fact[float | None]("lr_scheduler.decay_ratio", within=_SHARE)
+    min_lr_factor = Fact[float]("lr_scheduler.min_lr_factor", within=_SHARE)
+    seed = Fact[int | None]("debug.seed", within=(0, 2**63 - 1))
 
     # Texts, and validation on others.
     dataset = Fact[str]("training.dataset")
     dataset_path = Fact[str | None]("training.dataset_path")
-    data_workers = Fact[int]("training.dataloader.num_workers")
+    data_workers = Fact[int]("training.dataloader.num_workers", within=_FROM_0)
     data_prefetch = Fact[int | None]("training.dataloader.prefetch_factor")
     data_workers_stay = Fact[bool]("training.dataloader.persistent_workers")
     text_files = Fact[list[str]]("data.files")
@@ -138,9 +149,9 @@ class Names:
     # Checkpoints: those that training writes, and the weights that it starts from.
     checkpoints = Fact[bool]("checkpoint.enable")
     checkpoint_folder = Fact[str]("checkpoint.folder")
-    save_interval = Fact[int]("checkpoint.interval")
-    save_minutes = Fact[float]("checkpoint.interval_minutes")
-    saves_kept = Fact[int]("checkpoint.keep_latest_k")
+    save_interval = Fact[int]("checkpoint.interval", within=_FROM_1)
+    save_minutes = Fact[float]("checkpoint.interval_minutes", within=_FROM_0)
+    saves_kept = Fact[int]("checkpoint.keep_latest_k", within=_FROM_0)
     async_mode = Fact[str]("checkpoint.async_mode")
     load_only = Fact[bool]("checkpoint.load_only")
     load_step = Fact[int]("checkpoint.load_step")
@@ -153,15 +164,15 @@ class Names:
     initial_load_model_only = Fact[bool]("checkpoint.initial_load_model_only")
 
     # Logs, profiles and communication.
-    log_freq = Fact[int]("metrics.log_freq")
+    log_freq = Fact[int]("metrics.log_freq", within=_FROM_1)
     is_wandb_on = Fact[bool]("metrics.enable_wandb")
     profiles = Fact[bool]("profiling.enable_profiling")
-    profile_freq = Fact[int]("profiling.profile_freq")
+    profile_freq = Fact[int]("profiling.profile_freq", within=_FROM_1)
     profile_warmup = Fact[int]("profiling.profiler_warmup")
     profile_active = Fact[int]("profiling.profiler_active")
     memory_snapshots = Fact[bool]("profiling.enable_memory_snapshot")
-    init_timeout = Fact[int]("comm.init_timeout_seconds")
-    train_timeout = Fact[int]("comm.train_timeout_seconds")
+    init_timeout = Fact[int]("comm.init_timeout_seconds", within=_FROM_1)
+    train_timeout = Fact[int]("comm.train_timeout_seconds", within=_FROM_1)
 
     # What the job is, and what it must find active: set by the scripts alone.
     description = Fact[str]("job.description")
@@ -192,11 +203,6 @@ EXPECTED = {
     "linear_layers": Names.linear_layers,
     "dispatch": Names.dispatch,
 }
-# Options that do nothing unless TorchTitan imports the cookbook's hooks.
-OF_HOOKS = (
-    *(Names.loss_chunks, Names.ep_chunks, Names.ac_layers_kept, Names.ac_save_list),
-    *(Names.score_activations, Names.attention),
-)
 _IN_ATTEMPT = "it is in the attempt's folder"
 # Options that only the scripts may set, and what a user can do instead.
 SET_BY_SCRIPTS = {
@@ -214,6 +220,7 @@ SET_BY_SCRIPTS = {
     Names.dispatch: "set dispatch in the EP backend's `expect` block",
     Names.emulated: "it follows from precision and cluster",
 }
+FACTS: list[Fact[Any]] = [fact for fact in vars(Names).values() if isinstance(fact, Fact)]
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from cookbook.config.cell import Cell, CellRule, Problems, rule
 from cookbook.config.dialect.names import (
     DEGREES,
+    FACTS,
     FLASH_ATTENTION,
-    OF_HOOKS,
     TORCHAO,
     TORCHTITAN,
     Converter,
@@ -99,7 +99,7 @@ def hooks_are_on(cell: Cell) -> Problems:
         reason = f"without the hooks {exchange.title} counts tokens per TP rank and pads no MXFP8 "
         reason += "groups"
         yield Facts.custom_import, reason, remedy
-    for name in filter(None, OF_HOOKS):
+    for name in (one.option for one in FACTS if one.of_hooks and one.option):
         if cell.options[name] != cell.options.stack.options[name].default:
             yield name, "only the cookbook's hooks have this option", remedy
 

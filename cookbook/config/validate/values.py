@@ -6,26 +6,13 @@ from pathlib import Path
 
 from cookbook.base.errors import nearest
 from cookbook.config.cell import Cell, CellRule, Problems, rule, unknown
-from cookbook.config.dialect.names import CONVERTERS, TORCHTITAN
+from cookbook.config.dialect.names import CONVERTERS, FACTS, TORCHTITAN
 from cookbook.config.facts import SAVED_OPERATORS, TEXT, Facts
 
 RULES: list[CellRule] = []
 _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
 _RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
-_BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
-    (1, math.inf): (
-        *(Facts.steps, Facts.gc_freq, Facts.log_freq, Facts.save_interval, Facts.profile_freq),
-        *(Facts.init_timeout, Facts.train_timeout, Facts.ep_chunks),
-    ),
-    (0, math.inf): (
-        *(Facts.max_norm, Facts.data_workers, Facts.save_minutes, Facts.saves_kept),
-        *(Facts.warmup_steps, Facts.lr, Facts.eps, Facts.weight_decay, Facts.loss_chunks),
-        Facts.ac_layers_kept,
-    ),
-    (0, 1): (*(Facts.decay_ratio, Facts.min_lr_factor, Facts.beta1, Facts.beta2, Facts.ac_budget),),
-    (0, 2**63 - 1): (Facts.seed,),
-}
 _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 # Options that are lists of names, and the names that are allowed in each.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -38,11 +25,13 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def bounds(cell: Cell) -> Problems:
-    for (low, high), options in _BOUNDS.items():
-        allowed = f"{low:g} and up" if high == math.inf else f"{low:g} to {high:g}"
-        for name in filter(None, options):
-            if (value := cell.options[name]) is not None and not low <= value <= high:
-                yield name, f"found {value}, allowed: {allowed}", ""
+    for fact in FACTS:
+        if fact.within is None or not fact.option:
+            continue
+        (low, high), value = fact.within, cell.options[fact.option]
+        if value is not None and not low <= value <= high:
+            allowed = f"{low:g} and up" if high == math.inf else f"{low:g} to {high:g}"
+            yield fact.option, f"found {value}, allowed: {allowed}", ""
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
