@@ -40,8 +40,9 @@ CELLS = {
 QWEN3 = [cell_of("qwen3_30b_a3b_32nodes", options) for options in ({}, FLASH)]
 
 
-def step_of(cell: Cell, **facts: Any) -> StepTime:
-    return predict_step(cell, hardware=dataclasses.replace(hardware_of(cell), **facts))
+def step_of(cell: Cell, released: bool = False, **facts: Any) -> StepTime:
+    hardware = dataclasses.replace(hardware_of(cell), **facts)
+    return predict_step(cell, hardware=hardware, released=released)
 
 
 @pytest.mark.parametrize("fact", FACTS)
@@ -51,12 +52,12 @@ def test_every_fact_has_a_unit_and_counts(fact: str) -> None:
     )
     float8 = cell_of("deepseek_v3_16b", {}, precision="float8", ep_backend="deepep")
     plain = cell_of("deepseek_v3_16b", {})
-    released = dataclasses.replace(
-        cell_of("deepseek_v3_16b", {}, ep_backend="deepep"), hooks="none"
-    )
+    deepep = cell_of("deepseek_v3_16b", {}, ep_backend="deepep")
+    cells = [(cell, False) for cell in (*CELLS.values(), float8, plain, *QWEN3)]
     assert any(
-        step_of(cell, **{fact: getattr(hardware_of(cell), fact) / 100}) != step_of(cell)
-        for cell in [*CELLS.values(), float8, plain, released, *QWEN3]
+        step_of(cell, released, **{fact: getattr(hardware_of(cell), fact) / 100})
+        != step_of(cell, released)
+        for cell, released in [*cells, (deepep, True)]
     )
 
 

@@ -142,22 +142,6 @@ def test_published_layouts_pass(recipe: str, precision: str, ep_backend: str) ->
     assert not refusals(recipe, {}, precision=precision, ep_backend=ep_backend)
 
 
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({}, [("error", "experimental.custom_import"), ("warning", "experimental.custom_import")]),
-        ({"loss.num_chunks": 8}, [("error", "loss.num_chunks")]),
-        ({"model.attention": "flash_attention_4"}, [("error", "model.attention")]),
-    ],
-)
-def test_options_that_need_the_hooks(options: dict[str, Any], found: list[tuple[str, str]]) -> None:
-    cell = cell_of(BIG, options, precision="mxfp8", ep_backend="deepep")
-    on, off = check_cells([cell, dataclasses.replace(cell, hooks="mine")], build=False)
-    rules = {"hooks_are_on", "released_torchtitan"}
-    assert not [one for one in on.findings if one.rule in rules]
-    assert {*found} <= {(one.level, one.option) for one in off.findings if one.rule in rules}
-
-
 TP, PP, CP = (f"{P}.{word}_parallel_degree" for word in ("tensor", "pipeline", "context"))
 ONE_NODE = "qwen3_30b_a3b"
 

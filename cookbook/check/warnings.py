@@ -54,15 +54,6 @@ def short_time_limit(cell: Cell) -> Problems:
         yield "", f"time {limit} is {minutes:g} minutes to sbatch", f"write {limit}:00 for hours"
 
 
-@rule(ADVICE, level=WARNING, reference="https://github.com/pytorch/torchtitan/pull/2416")
-def released_torchtitan(cell: Cell) -> Problems:
-    """Warn if the cookbook's hooks, which fix bugs in TorchTitan, are not used."""
-    hooks = cell.options.stack.hooks
-    if cell.hooks != hooks:
-        reason = "without the cookbook's hooks the router's gradient is wrong under TP, and "
-        yield Facts.custom_import, f"{reason}V-shaped schedules log no loss", f"set it to {hooks}"
-
-
 @rule(ADVICE, level=WARNING, reference=PIPELINING)
 def starved_pipeline(cell: Cell) -> Problems:
     count, ranks = cell.facts.microbatches, cell.layout.pp

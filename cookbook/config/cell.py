@@ -31,7 +31,6 @@ class Cell:
     cluster: Cluster
     nodes: int
     options: Options
-    hooks: str  # the module that TorchTitan imports in every training process
     emulated: bool  # whether software emulates the precision or EP backend on this cluster
     stand_in_for: str | None = None  # the recipe asked for, if a small one replaces it
     refused: str | None = None  # why the cell cannot run

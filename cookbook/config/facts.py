@@ -57,7 +57,6 @@ class Exchange:
     ep_backend: str  # its file in `recipes/ep_backend/`
     sizes: tuple[int, ...] = ()  # supported EP degrees; empty for any
     ranks_per_node: int = 0  # required ranks per node if EP spans nodes; 0 for any number
-    has_etp: bool = True  # whether expert tensor parallelism is supported
     has_own_layer: bool = False  # whether the cookbook has its own MoE layer for this exchange
     sends_once_per_rank: bool = False  # whether a token is sent once per rank, not per expert
     is_quantized: bool = False  # whether tokens travel in MXFP8
@@ -71,7 +70,6 @@ _MXFP8 = Exchange("mxfp8", "TorchAO's quantized all-to-all", "mxfp8_a2a", is_qua
 _SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 _DEEPEP = Exchange(
     *("deepep", "DeepEP", "deepep", _SIZES, 8),
-    has_etp=False,
     has_own_layer=True,
     sends_once_per_rank=True,
     modules=("deep_ep", "deep_ep.utils"),

@@ -74,8 +74,7 @@ def merge_config(
     options = options.override(cluster.settings, of_sweep, overrides)
     name = "-".join([recipe.short_name, precision.name, ep_backend.name])
     parts = (recipe, precision, ep_backend, cluster, _nodes(recipe, cluster, nodes))
-    hooks = load_stack().hooks
-    return Cell(name, *parts, options, hooks, bool(emulated), stand_in_for, left_out=left_out)
+    return Cell(name, *parts, options, bool(emulated), stand_in_for, left_out=left_out)
 
 
 def published_number(cell: Cell) -> float | None:
@@ -131,7 +130,7 @@ def cell_from_record(
     nodes = _nodes(recipe, cluster, nodes or record.nodes)
     kept = ("emulated", "stand_in_for", "baseline", "prediction")
     as_before = {key: getattr(record, key) for key in kept}
-    merged = (recipe, precision, ep_backend, cluster, nodes, options, stack.hooks)
+    merged = (recipe, precision, ep_backend, cluster, nodes, options)
     return _judged(Cell(name, *merged, **as_before))
 
 

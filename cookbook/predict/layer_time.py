@@ -48,11 +48,7 @@ class Kernels:
     hardware: Hardware
     shapes: Shapes
     attended_tokens: float  # mean number of keys that a token attends to, on the slowest rank
-
-    @property
-    def is_released(self) -> bool:
-        """Whether TorchTitan runs as released, without the cookbook's patches."""
-        return self.cell.hooks != self.cell.options.stack.hooks
+    is_released: bool = False  # whether TorchTitan runs as released, without the cookbook's patches
 
     @property
     def chunks(self) -> int:

@@ -73,11 +73,13 @@ def predict_step(
     documents: Documents | None = None,
     hardware: Hardware | None = None,
     overlapped: bool = True,
+    released: bool = False,
 ) -> StepTime:
     """Predict the time of a cell's step; raise InputError if part of the cell is not modelled.
 
     `ranks`, `documents` and `hardware` override the cell's own. `overlapped`: whether DeepEP's
-    dispatch and combine may overlap compute.
+    dispatch and combine may overlap compute. `released`: whether TorchTitan runs without the
+    cookbook's patches.
     """
     refuse_unmodelled(cell)
     hardware = hardware or hardware_of(cell)
@@ -85,7 +87,7 @@ def predict_step(
     ranks = ranks or describe_ranks(cell)
     facts, layout = cell.facts, cell.layout
     shapes, seq_len = shapes_of(cell), facts.seq_len
-    if cell.hooks != cell.options.stack.hooks and shapes.deepep:
+    if released and shapes.deepep:
         # TorchTitan as released dispatches every token once per TP rank.
         sent_rows, rows = shapes.sent_rows * layout.tp, shapes.rows * layout.tp
         shapes = replace(shapes, sent_tokens=shapes.tokens, sent_rows=sent_rows, rows=rows)
@@ -94,7 +96,8 @@ def predict_step(
     attended = (seq_len + 1) / 2
     if documents:
         attended = slowest_attended_tokens(documents, seq_len, sequences, meeting)
-    kernels, links = Kernels(cell, hardware, shapes, attended), Links(cell, shapes, hardware)
+    kernels = Kernels(cell, hardware, shapes, attended, released)
+    links = Links(cell, shapes, hardware)
     times = LayerTimes(kernels, links, overlapped)
     least_ms = hardware.host_ms_per_routed_layer
     if times.compute_ms(Layer(0, moe=True, recomputed=False))[0] < least_ms:

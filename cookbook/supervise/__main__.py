@@ -76,7 +76,6 @@ def validate(start: Start) -> Cell:
         cluster=load_cluster(start.cluster),
         nodes=start.nodes - start.spare_nodes,
         options=options,
-        hooks=options["experimental.custom_import"],
         emulated=options["cookbook.emulated"],
     )
     for name, own in (("PRECISION", start.precision), ("EP_BACKEND", start.ep_backend)):

@@ -23,13 +23,11 @@ class Fact(Generic[T]):
 
     If this TorchTitan lacks the option, its name is empty, and `value` holds for every job.
     `within`: the smallest and the largest value that makes sense.
-    `of_hooks`: whether the option does nothing unless TorchTitan imports the cookbook's hooks.
     """
 
     option: str = ""
     value: T | None = None
     within: tuple[float, float] | None = None
-    of_hooks: bool = False
 
     @overload
     def __get__(self, instance: None, owner: type) -> str: ...
@@ -54,7 +52,7 @@ class Names:
     flavor = Fact[str]("model.flavor")
     assets = Fact[str | None]("model.hf_assets_path")
     converters = Fact[list[str]]("model.converters")
-    attention = Fact[str]("model.attention", of_hooks=True)
+    attention = Fact[str]("model.attention")
     row_kernels = Fact[bool]("cookbook.row_kernels")
 
     # The batch, and how long to train.
@@ -99,8 +97,8 @@ class Names:
     comm_backend = Fact[str]("parallelism.expert_parallel_comm_backend")
     dispatch_precision = Fact[str]("parallelism.expert_parallel_a2a_dispatch_fwd_precision")
     combine_precision = Fact[str]("parallelism.expert_parallel_a2a_combine_bwd_precision")
-    ep_chunks = Fact[int]("deepep.num_chunks", within=_FROM_1, of_hooks=True)
-    score_activations = Fact[bool]("deepep.score_activations", of_hooks=True)
+    ep_chunks = Fact[int]("deepep.num_chunks", within=_FROM_1)
+    score_activations = Fact[bool]("deepep.score_activations")
     is_balance_forced = Fact[bool]("debug.moe_force_load_balance")
     moe_routing = Fact[str]("debug.moe_routing")
 
@@ -108,11 +106,9 @@ class Names:
     ac_mode = Fact[str]("activation_checkpoint.mode")
     ac_selective = Fact[str]("activation_checkpoint.selective_ac_option")
     ac_budget = Fact[float]("activation_checkpoint.memory_budget", within=_SHARE)
-    ac_save_list = Fact[list[str]]("activation_checkpoint.op_sac_save_list", of_hooks=True)
-    ac_layers_kept = Fact[int](
-        "activation_checkpoint.num_layers_kept", within=_FROM_0, of_hooks=True
-    )
-    loss_chunks = Fact[int]("loss.num_chunks", within=_FROM_0, of_hooks=True)
+    ac_save_list = Fact[list[str]]("activation_checkpoint.op_sac_save_list")
+    ac_layers_kept = Fact[int]("activation_checkpoint.num_layers_kept", within=_FROM_0)
+    loss_chunks = Fact[int]("loss.num_chunks", within=_FROM_0)
 
     # The optimizer and the learning rate's schedule.
     optimizer = Fact[str]("optimizer.implementation")

@@ -3,7 +3,6 @@
 from cookbook.config.cell import Cell, CellRule, Problems, rule
 from cookbook.config.dialect.names import (
     DEGREES,
-    FACTS,
     FLASH_ATTENTION,
     TORCHAO,
     TORCHTITAN,
@@ -80,30 +79,6 @@ def ep_size(cell: Cell) -> Problems:
         yield option, f"{reason}{exchange.ranks_per_node} GPUs a node, not {per_node}", remedy
 
 
-@rule(RULES, reference=_PARALLELIZE)
-def expert_tensor_parallel(cell: Cell) -> Problems:
-    exchange = cell.facts.exchange
-    if not exchange.has_etp and cell.layout.etp > 1:
-        reason = f"{exchange.title} needs 1, found {cell.layout.etp}"
-        yield Facts.etp, reason, "set it to 1"
-
-
-@rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe_deepep.py")
-def hooks_are_on(cell: Cell) -> Problems:
-    """Refuse a cell that needs the cookbook's hooks but runs without them."""
-    hooks = cell.options.stack.hooks
-    if cell.hooks == hooks:
-        return
-    exchange, remedy = cell.facts.exchange, f"set {Facts.custom_import} to {hooks}"
-    if exchange.has_own_layer and (cell.layout.tp > 1 or _mx(cell)):
-        reason = f"without the hooks {exchange.title} counts tokens per TP rank and pads no MXFP8 "
-        reason += "groups"
-        yield Facts.custom_import, reason, remedy
-    for name in (one.option for one in FACTS if one.of_hooks and one.option):
-        if cell.options[name] != cell.options.stack.options[name].default:
-            yield name, "only the cookbook's hooks have this option", remedy
-
-
 def _mx(cell: Cell) -> list[Converter]:
     return [one for one in cell.facts.quantizes if one.is_mx]
 
@@ -130,11 +105,14 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/components/quantization/float8.py")
 def float8_experts(cell: Cell) -> Problems:
-    for short, what in (("pp", "pipeline"), ("cp", "context")):
-        is_found = getattr(cell.layout, short) > 1
-        if is_found and "fp8_rowwise" in cell.facts.active["grouped_gemms"]:
-            reason = f"TorchTitan's FP8 grouped GEMMs do not support {what} parallelism"
-            yield DEGREES[short], reason, "set it to 1, or use another precision"
+    if any(one.gemms == "grouped_gemms" and not one.is_mx for one in cell.facts.quantizes):
+        for option, degree, what in (
+            (Facts.pp, cell.layout.pp, "pipeline"),
+            (Facts.cp, cell.layout.cp, "context"),
+        ):
+            if degree > 1:
+                reason = f"TorchTitan's FP8 grouped GEMMs do not support {what} parallelism"
+                yield option, reason, "set it to 1, or use another precision"
 
 
 @rule(RULES, reference=f"{TORCHAO}/prototype/mx_formats/mx_tensor.py")
