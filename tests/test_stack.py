@@ -1,7 +1,7 @@
 """Options, values and layouts: the words that TorchTitan reads, and degrees that divide."""
 
 import re
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -12,11 +12,12 @@ from cookbook.base.family import is_v_shaped, loss_rank, stages_of
 from cookbook.config.cell import Finding
 from cookbook.config.dialect.argv import argv_of, parse_argv
 from cookbook.config.dialect.names import DEGREES
-from cookbook.config.facts import EXCHANGES, Facts
+from cookbook.config.facts import EXCHANGES, Facts, facts_of
 from cookbook.config.options import Options, Setting
 from cookbook.config.stack import Option
 from cookbook.config.validate.layout import layout_findings
 from tests.cells import STACK
+from tests.check_cells import cell_of
 from tests.golden import OPTION_TABLE, option_table
 from tests.titan_config import parse, typed
 
@@ -231,3 +232,15 @@ def test_the_rank_of_the_loss(schedule: str, per_rank: int, stages: list[list[in
     # Of 24 ranks, eight to a pipeline rank.
     assert loss_rank(schedule, 3, 24) == 8 * last
     assert is_v_shaped(schedule) == (found[0] != [0] and 5 in found[0])
+
+
+def test_a_record_has_the_facts_of_its_cell() -> None:
+    options = {"checkpoint.folder": "mine", "validation.enable": True, "validation.steps": 1}
+    cell = cell_of("deepseek_v3_671b", options)
+    facts = facts_of(cell.record())
+    assert facts.layout == cell.layout and facts.readers == cell.facts.readers
+    assert (facts.checkpoint_folder, facts.validates) == ("mine", True)
+    # Options that the record does not name have their defaults.
+    assert facts.text_key == "text" and Facts.text_key == "data.text_key"
+    with pytest.raises(FrozenInstanceError):
+        facts.seq_len = 1
