@@ -37,8 +37,6 @@ from cookbook.titan.tt_0_2_2.checkpoint import plain
 from cookbook.titan.tt_0_2_2.routing import RouterLoad
 
 VARIABLE = "COMPARED"
-# One dense layer and two MoE layers, small enough for gloo.
-LAYERS, HEADS = 3, 4
 _WHOLE = StateDictOptions(full_state_dict=True, strict=False)
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -81,11 +79,6 @@ class ComparedTrainer(Trainer):
         if compared.experts:
             self.patches.enter_context(plain_experts(*compared.experts))
         flavor: Any = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
-        flavor.n_layers, flavor.n_heads = LAYERS, HEADS
-        if hasattr(flavor, "n_kv_heads"):
-            # The plain loop over all 64 experts would take half an hour.
-            flavor.n_kv_heads, flavor.moe_inter_dim = HEADS // 2, 256
-            flavor.moe_args.num_experts = 16
         flavor.moe_args.use_grouped_mm = not compared.exact
         super().__init__(job_config)
         self.expected = _load(compared.reference)

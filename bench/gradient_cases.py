@@ -8,6 +8,7 @@ from typing import Any
 
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
+from cookbook.config.dialect.names import OVERRIDES
 from cookbook.config.resolve import cell_on, this_machine
 
 STEPS = 20
@@ -46,6 +47,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fast-compile": {**_FAST, **_COMPILED},
 }
 
+# Small enough for gloo: DeepSeek-V3 keeps one dense layer and two MoE layers.
+_SMALL = {"n_layers": 3, "n_heads": 4}
+_SIZES = {
+    "debug": _SMALL,
+    # The plain loop over all 64 experts would take half an hour.
+    "qwen3_debug": _SMALL | {"n_kv_heads": 2, "moe_inter_dim": 256, "moe_args.num_experts": 16},
+}
 # The same data, and a learning rate that only rises.
 _EVERY = {
     "training.dataset": "c4_test",
@@ -121,6 +129,7 @@ def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
     experts, tensor, pipeline, cut = (LAYOUTS | CUT).get(case.layout, (1, 1, 1, 1))
     options: dict[str, Any] = {
         **_EVERY,
+        **{f"{OVERRIDES}{name}": size for name, size in _SIZES[case.recipe].items()},
         "parallelism.expert_parallel_degree": experts,
         "parallelism.tensor_parallel_degree": tensor,
         "parallelism.pipeline_parallel_degree": pipeline,

@@ -6,7 +6,6 @@ Commit bbdf732 has the script that measured them (bench/gpu_memory.py). A job of
 measured by `submit.py run`; its report has the largest `memory` of any rank.
 """
 
-import dataclasses
 import json
 import statistics
 from collections.abc import Mapping
@@ -17,9 +16,7 @@ from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
 from cookbook.config.cell import Cell
-from cookbook.config.options import Options
 from cookbook.config.resolve import cell_on, this_machine
-from cookbook.config.stack import load_stack
 from cookbook.predict.memory import predict_memory
 from cookbook.predict.rank import describe_ranks
 
@@ -59,14 +56,7 @@ def cell_of(job: Mapping[str, Any], gpu: Gpu) -> Cell:
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if is_expandable else {}
     machine = this_machine(job.get("ranks", 4), gpu, environment)
     overlays = job.get("precision", "bf16"), job.get("ep_backend", "standard")
-    cell = cell_on(machine, recipe, *overlays, options | job["options"])
-    stack = load_stack()
-    family = stack.families["deepseek_v3"]
-    # TorchTitan has no such flavor; the measured jobs added it.
-    four = {"16B_4layers": dataclasses.replace(family.flavors["16B"], n_layers=4)}
-    family = dataclasses.replace(family, flavors={**family.flavors, **four})
-    stack = dataclasses.replace(stack, families={**stack.families, "deepseek_v3": family})
-    return dataclasses.replace(cell, options=Options(stack, cell.options.settings))
+    return cell_on(machine, recipe, *overlays, options | job["options"])
 
 
 def compare(measured: Mapping[str, Any]) -> list[Comparison]:

@@ -110,7 +110,7 @@ def _sweeps_671b() -> str:
 _FAST, _LARGE = "deepseek_v3_16b_fast", "deepseek_v3_671b_fast"
 _EP, _SAVED = "parallelism.expert_parallel_degree", "activation_checkpoint.op_sac_save_list"
 _FULL = {"activation_checkpoint.mode": "full", _SAVED: []}
-_EIGHT = {"model.flavor": "16B_8layers"}
+_EIGHT = {"model.overrides.n_layers": 8}
 # GPUs a node, nodes, profile, recipe and options.
 _PATHS: list[tuple[int, int, str, str, dict[str, Any]]] = [
     (1, 1, "h200-node", _FAST, {_EP: 1, **_EIGHT, "activation_checkpoint.num_layers_kept": 8}),

@@ -291,6 +291,8 @@ def test_a_lost_position_in_the_texts_is_refused_or_reads_anew(cell: Started, op
     cell.start(*first, attempt=2)
     with pytest.raises(InputError, match="found 16B, and the checkpoint is of debugmodel"):
         cell.start(*first, "--model.flavor=16B")
+    with pytest.raises(InputError, match=r"num_experts: found 8, and .* of the flavor as it is"):
+        cell.start(*first, "--model.overrides.moe_args.num_experts=8")
 
 
 def test_a_step_that_is_asked_for_is_judged_alone(cell: Started) -> None:

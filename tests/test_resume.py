@@ -100,6 +100,10 @@ def test_a_dry_run_says_where_each_cell_goes_on_and_writes_nothing(tmp_path: Pat
             ["--set=model.flavor=16B"],
             "found 16B, and the checkpoint is of debugmodel; leave it out",
         ),
+        (
+            ["--set=model.overrides.n_layers=5"],
+            "model.overrides.n_layers: found 5, and the checkpoint is of the flavor as it is",
+        ),
         (["--nodes=3"], "--nodes: found 3, allowed: 1 to 2 on cluster cpu-nodes"),
         (["--set=training.dataset=c4"], "training.dataset: differs from the checkpoint's"),
         (["--nodes=2"], "2 data-parallel ranks read the texts, and now there are 4"),

@@ -157,6 +157,11 @@ def test_without_its_options_the_stack_is_refused(assets: Path, tmp_path: Path) 
     assert "add --job.custom_config_module=cookbook.titan.tt_0_2_2.job_config" in reason
 
 
+def test_a_size_of_another_family_is_refused(assets: Path, tmp_path: Path) -> None:
+    reason = refused(1, job(assets, tmp_path, "--model.overrides.n_kv_heads=2", steps=1))
+    assert reason == "model.overrides.n_kv_heads: the model has no such size"
+
+
 def test_the_spec_is_torchtitans_but_for_its_doors() -> None:
     from torchtitan.models import deepseek_v3
     from torchtitan.protocols.train_spec import get_train_spec

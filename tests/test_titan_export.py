@@ -144,9 +144,22 @@ def test_a_softmax_router_s_bias_is_written_but_transformers_routes_without_it(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("seq_len", [64, 8192])
+@pytest.mark.parametrize(
+    ("seq_len", "flavor", "overrides"),
+    [
+        (64, {}, {}),
+        # Another flavor, from which the model's sizes differ.
+        (8192, {"n_layers": 5, "vocab_size": 98}, {"n_layers": 3, "vocab_size": 97}),
+        (64, {"q_lora_rank": 0}, {"q_lora_rank": 32, "moe_args.num_limited_groups": 2}),
+    ],
+)
 def test_transformers_computes_the_same_logits(
-    seq_len: int, checkpoint: tuple[Path, Any], tmp_path: Path
+    seq_len: int,
+    flavor: dict[str, Any],
+    overrides: dict[str, int],
+    checkpoint: tuple[Path, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
     import transformers
@@ -155,7 +168,8 @@ def test_transformers_computes_the_same_logits(
     from cookbook.titan.tt_0_2_2.export import export
 
     folder, model = checkpoint
-    export(request(folder, tmp_path / "hf", seq_len=seq_len))
+    use_flavor(monkeypatch, "small", small_model(**flavor))
+    export(request(folder, tmp_path / "hf", seq_len=seq_len, overrides=overrides))
     # Positions are scaled where training is longer than the original 4,096.
     ours = DeepSeekV3Model(small_model(max_seq_len=seq_len))
     with torch.no_grad():

@@ -115,7 +115,7 @@ def test_flavors_are_the_published_models() -> None:
     published = {"30B-A3B": (2048, 48, 32, 6144, 768), "235B-A22B": (4096, 94, 64, 12288, 1536)}
     differences = {}
     for name, own in published.items():
-        config = QWEN3.config_json(name, 8192, "bfloat16")
+        config = QWEN3.config_json(QWEN3.flavors[name], 8192, "bfloat16")
         for key, value in (shared | dict(zip(sizes, own, strict=True))).items():
             if config[key] != value:
                 differences[name, key] = config[key]

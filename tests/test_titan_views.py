@@ -8,6 +8,7 @@ import pytest
 
 from cookbook.check.check import Built, dry_run
 from cookbook.config.cell import Cell
+from cookbook.config.dialect.names import OVERRIDES
 from cookbook.predict.memory import groups_of
 from cookbook.predict.rank import describe_ranks, model_of
 from cookbook.predict.shapes import shapes_of
@@ -65,6 +66,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "second family on 256 GPUs, expert TP": (
         "qwen3_30b_a3b_32nodes",
         {TP: 2, EP: 16, f"{P}.expert_tensor_parallel_degree": 2, "model.flavor": "235B-A22B"},
+    ),
+    "671B, 3 layers of 16 experts": ("deepseek_v3_671b_slice", {EP: 8}),
+    "second family, every size overridden": (
+        "qwen3_30b_a3b",
+        {
+            **{f"{OVERRIDES}{name}": 64 for name in ("dim", "n_heads", "moe_inter_dim")},
+            **{f"{OVERRIDES}{name}": 8 for name in ("n_kv_heads", "n_layers")},
+            **{f"{OVERRIDES}moe_args.{name}": 16 for name in ("num_experts", "top_k")},
+            **{f"{OVERRIDES}moe_args.num_{name}_groups": 4 for name in ("expert", "limited")},
+            f"{OVERRIDES}moe_args.num_shared_experts": 2,
+            f"{OVERRIDES}vocab_size": 1024,
+        },
     ),
     "debug model, cut in two": ("debug", {EP: 4, PP: 2, SCHEDULE: "1F1B"}),
 }

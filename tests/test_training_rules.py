@@ -13,6 +13,7 @@ import pytest
 from cookbook.base.text_files import find_sources
 from cookbook.check.check import check_cells
 from cookbook.cli.main import main
+from cookbook.config.dialect.names import OVERRIDES
 from cookbook.run.folder import CellFolder
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from tests.check_cells import STACK, cell_of
@@ -26,6 +27,8 @@ WORKERS = "dataloader.num_workers"
 HELD_OUT = {f"{V}.dataset": "text", f"{D}.validation_files": "{}/good.jsonl"}
 VALIDATE = {f"{V}.enable": True, f"{V}.steps": 1}
 LOAD = {f"{C}.enable": True, f"{C}.initial_load_in_hf": True, f"{C}.initial_load_path": "{}/hf"}
+SHARED, GROUPS = (f"{OVERRIDES}moe_args.num_{one}" for one in ("shared_experts", "expert_groups"))
+MODEL = {"model.name": "deepseek_v3", "model.flavor": "debugmodel"}
 FP8 = {f"{C}.initial_load_in_hf_quantized": True}
 
 
@@ -43,6 +46,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, weights("nothing"), "nothing is not there"),
     (DRY_RUN, weights("other-layers"), "has 27 layers, DeepSeek-V3 debugmodel has 6"),
     (DRY_RUN, weights("other-vocabulary"), "is [99, 256], DeepSeek-V3 debugmodel has"),
+    (
+        DRY_RUN,
+        LOAD | {f"{OVERRIDES}moe_args.num_experts": 4},
+        "is [8, 256], DeepSeek-V3 debugmodel with overrides has [4",
+    ),
     (DRY_RUN, weights("other-family"), "has no model.layers.0.self_attn.kv_b_proj.weight"),
     (DRY_RUN, weights("quantized"), "FP8, whose raw values would be trained on; set it to true"),
     (QWEN3, weights("quantized") | FP8, "FP8, and TorchTitan dequantizes no weights of Qwen3-MoE"),
@@ -58,6 +66,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {f"{C}.enable": True, f"{C}.last_save_in_hf": True},
         "rank 0 would write 2,616 GB",
     ),
+    (
+        DRY_RUN,
+        {f"{C}.enable": True, f"{C}.last_save_in_hf": True, SHARED: 0},
+        "last_save_in_hf: no published format: checkpoints of DeepSeek-V3 have shared experts",
+    ),
+    ("export RUN/no-format --to {}/out", {}, "has no published format: DeepSeek-V2's router"),
     ("export RUN/nothing --to {}/out", {}, "unknown cell 'nothing'"),
     ("export RUN/never-saved --to {}/out", {}, "has no whole checkpoint"),
     ("export RUN/cell --to {}/out --step 4", {}, "--step: found 4, allowed: 2"),
@@ -114,6 +128,7 @@ def shapes_of(**changes: Any) -> dict[str, list[int]]:
         "model.embed_tokens.weight": [model.vocab, model.dim],
         "model.layers.0.self_attn.kv_b_proj.weight": [256, model.kv_lora],
         "model.layers.0.mlp.gate_proj.weight": [model.dense_hidden, model.dim],
+        "model.layers.1.mlp.gate.weight": [model.num_experts, model.dim],
     }
 
 
@@ -158,8 +173,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "not-weights/a.safetensors").write_bytes(b"<html>not found</html>")
     run = Run(folder / "runs")
     options = {"training.steps": 8, f"{C}.enable": True, f"{C}.folder": "checkpoint"}
-    for cell, steps in {"cell": (2, 4), "never-saved": (), "in-hf": (4,), "nan": ()}.items():
-        path = run.add(cell, metrics_line(1), options=options, stack=STACK.name, cluster="local")
+    groups = {GROUPS: 4, GROUPS.replace("expert", "limited"): 3}
+    cells = {"cell": (2, 4), "never-saved": (), "in-hf": (4,), "nan": (), "no-format": (4,)}
+    for cell, steps in cells.items():
+        asked = options | (MODEL | groups if cell == "no-format" else {})
+        path = run.add(cell, metrics_line(1), options=asked, stack=STACK.name, cluster="local")
         for step in steps:
             save_checkpoint(path / "checkpoint", step)
     cut(run.folder / "cell/checkpoint/step-4" / FILES[1])

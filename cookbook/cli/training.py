@@ -46,6 +46,8 @@ def export_weights(arguments: argparse.Namespace) -> int:
         native = next((f"; for another: --step {n}" for n in whole if not whole[n].is_exported), "")
         found = "already holds safetensors files (checkpoint.last_save_in_hf)"
         raise InputError(shown_path(chosen.path), found, f"use them there{native}")
+    if options.model and options.family and (why := options.family.unpublished(options.model)):
+        raise InputError(place, f"has no published format: {why}")
     if find_spec("torch") is None:
         raise InputError(place, "cannot be exported without torch", "run: bash setup.sh")
     request = {
@@ -53,6 +55,7 @@ def export_weights(arguments: argparse.Namespace) -> int:
         "to": str(Path(arguments.to).resolve()),
         "model": options["model.name"],
         "flavor": options["model.flavor"],
+        "overrides": options.overrides,
         "seq_len": options["training.seq_len"],
         "dtype": arguments.dtype,
         "tokenizer": str(ROOT / (options["model.hf_assets_path"] or "")),

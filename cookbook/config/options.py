@@ -8,7 +8,7 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.base.family import Family, Model
 from cookbook.base.yamlfile import Words, YamlFile
-from cookbook.config.dialect.names import Names
+from cookbook.config.dialect.names import OVERRIDES, Names
 from cookbook.config.stack import Stack, load_stack
 from cookbook.run.record import CellRecord
 
@@ -58,13 +58,20 @@ class Options:
         return self.stack.families.get(self[Names.model_name])
 
     @property
+    def overrides(self) -> dict[str, int]:
+        """The sizes that replace the flavor's, by TorchTitan's names (`moe_args.top_k`)."""
+        found = {name: self[name] for name in self.settings if name.startswith(OVERRIDES)}
+        return {k.removeprefix(OVERRIDES): size for k, size in found.items() if size is not None}
+
+    @property
     def model(self) -> Model | None:
-        return self.family.flavors.get(self[Names.flavor]) if self.family else None
+        flavor = self.family and self.family.flavors.get(self[Names.flavor])
+        return self.family.overridden(flavor, self.overrides) if self.family and flavor else None
 
     @property
     def model_title(self) -> str:
         name = self.family.title if self.family else self[Names.model_name]
-        return f"{name} {self[Names.flavor]}"
+        return f"{name} {self[Names.flavor]}" + " with overrides" * bool(self.overrides)
 
 
 def options_of(record: CellRecord) -> Options:

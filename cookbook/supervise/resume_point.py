@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
+from cookbook.config.dialect.names import OVERRIDES
 from cookbook.config.facts import Facts
 from cookbook.config.options import Options, options_of
 from cookbook.run import status
@@ -105,10 +106,13 @@ def last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[i
 
 def _check_model(options: Options, before: Options) -> None:
     # PyTorch would load what the two models have in common, and say nothing.
-    for option in ("model.name", "model.flavor"):
-        if options[option] != before[option]:
-            found = f"found {options[option]}, and the checkpoint is of {before[option]}"
-            raise InputError(option, found, "leave it out, or start a new run")
+    sizes = sorted({*options.overrides, *before.overrides})
+    for option in ("model.name", "model.flavor", *(f"{OVERRIDES}{size}" for size in sizes)):
+        if options[option] != (saved := before[option]):
+            shown = "the flavor as it is" if saved is None else saved
+            found = f"found {options[option]}, and the checkpoint is of {shown}"
+            remedy = "leave it out" if option in options else f"set it to {saved}"
+            raise InputError(option, found, f"{remedy}, or start a new run")
 
 
 def _check_states(

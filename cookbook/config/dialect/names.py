@@ -188,6 +188,7 @@ class Names:
     emulated = Fact[bool]("cookbook.emulated")
 
 
+OVERRIDES = "model.overrides."  # prefix of the options that replace sizes of the flavor
 # The options of the parallel degrees.
 DEGREES: dict[str, str] = {
     degree: getattr(Names, degree)

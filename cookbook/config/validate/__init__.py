@@ -169,7 +169,9 @@ def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[t
     if len(layers) not in (model.n_layers, model.n_layers + family.extra_layers):
         yield f" has {len(layers)} layers, {title} has {model.n_layers}", flavor
         return
-    for name, dims in family.weights.items():
+    for name, dims in ((name.format(**vars(model)), d) for name, d in family.weights.items()):
+        if "dense_hidden" in dims and model.n_dense_layers == 0:
+            continue
         if name not in names:
             yield f" has no {name}, which {title} needs", "name weights of this model"
             return

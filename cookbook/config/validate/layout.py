@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from cookbook.base.family import is_v_shaped
 from cookbook.config.cell import ERROR, Cell, CellRule, Finding, Problems, rule, unknown
-from cookbook.config.dialect.names import DEGREES, PIPELINING, TORCHTITAN
+from cookbook.config.dialect.names import DEGREES, OVERRIDES, PIPELINING, TORCHTITAN
 from cookbook.config.facts import EXCHANGES, STAGES_PER_RANK, STANDARD, Facts, Layout
 from cookbook.config.options import Setting
 
@@ -77,7 +77,7 @@ def _problems(facts: Facts) -> list[_Problem]:
 
 
 def impossible(facts: Facts) -> Problems:
-    """Yield values that no job may have: unknown models, and degrees or batches below 1."""
+    """Yield values that no job may have: unknown models or sizes, degrees or batches below 1."""
     options = facts.options
     family, refused = options.family, options.stack.refused_families
     known = {Facts.model_name: options.stack.families, Facts.flavor: family and family.flavors}
@@ -89,6 +89,9 @@ def impossible(facts: Facts) -> Problems:
             _, reason, remedy = unknown(option, found, names)
             reason = reason if option in options else f"is not set; {reason.partition(', ')[2]}"
             yield option, f"{family.title}: {reason}" if family else reason, remedy
+    if family and options.model:
+        for name, reason in family.impossible(options.model, options.overrides):
+            yield f"{OVERRIDES}{name}", reason, ""
     for option in (*DEGREES.values(), Facts.local_batch):
         is_auto = option == Facts.dp_shard
         if options[option] < 1 and not (is_auto and options[option] == -1):

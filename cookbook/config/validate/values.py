@@ -167,7 +167,11 @@ def formats(cell: Cell) -> Problems:
     if facts.initial_load_in_hf and not facts.initial_load_model_only:
         reason = "is false, and published weights hold the model alone"
         yield Facts.initial_load_model_only, reason, "set it to true"
-    if facts.last_save_in_hf and model:
+    if not (facts.last_save_in_hf and model):
+        return
+    if why := cell.options.family and cell.options.family.unpublished(model):
+        yield Facts.last_save_in_hf, f"no published format: {why}", "leave it out"
+    else:
         # Size of the routed experts' FP32 weights in GB, as an estimate of the whole model's size.
         layers = model.n_layers - model.n_dense_layers
         size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9

@@ -10,7 +10,8 @@ an interrupted export resumes at the first missing file.
 import json
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -45,6 +46,14 @@ class Request:
     dtype: str = "bfloat16"  # of all tensors except the routing bias, which stays float32
     tokenizer: str = ""  # the folder to copy the tokenizer from, if any
     file_bytes: int = 5 * 10**9
+    overrides: dict[str, int] = field(default_factory=dict)  # as in `model.overrides`
+
+    @property
+    def args(self) -> Any:
+        """A copy of the model's arguments."""
+        args = deepcopy(FAMILIES[self.model].flavors[self.flavor])
+        args.override(self.overrides)
+        return args
 
 
 class Part(NamedTuple):
@@ -97,7 +106,7 @@ def export(request: Request) -> int:
         print(f"wrote {name}", flush=True)
     _name_unused_biases(request, reader, metadata, {part.fqn for one in files for part in one})
     weights = {name: file for file, parts in named.items() for part in parts for name in part.names}
-    config = FAMILIES[request.model].config_json(request.flavor, request.seq_len, request.dtype)
+    config = FAMILIES[request.model].config_json(request.args, request.seq_len, request.dtype)
     for file in _TOKENIZER:
         if request.tokenizer and (source := Path(request.tokenizer) / file).exists():
             shutil.copyfile(source, to / file)
@@ -114,7 +123,7 @@ def export(request: Request) -> int:
 def _name_unused_biases(
     request: Request, reader: FileSystemReader, metadata: Metadata, written: set[str]
 ) -> None:
-    published = FAMILIES[request.model].flavors[request.flavor].sizes().publishes_bias
+    published = request.args.sizes().publishes_bias
     unused = [
         Part(fqn, (fqn,), 0, tuple(saved.size), torch.float32)
         for fqn, saved in metadata.state_dict_metadata.items()
@@ -149,7 +158,7 @@ def _claim(to: Path, request: Request, metadata: Metadata) -> None:
 def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
     """Divide the exported tensors into files, in state-dict order; return each file's Parts."""
     parts = FAMILIES[request.model]
-    args = parts.flavors[request.flavor]
+    args = request.args
     # In training, TorchTitan sets `moe_impl` from the job's options; an export has no job.
     args.moe_impl = "standard"
     with torch.device("meta"):

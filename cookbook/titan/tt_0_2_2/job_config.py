@@ -4,7 +4,7 @@
 section and field by field, into its own. The merge and `option_table` read the types at run time,
 so do not add `from __future__ import annotations`.
 
-    python -m cookbook.titan.tt_0_2_2.job_config > cookbook/config/tables/2026.02.json
+    python -m cookbook.titan.tt_0_2_2.job_config > cookbook/titan/tt_0_2_2/options.json
 
 prints the table of all options and models. The driver reads this table instead of importing torch,
 so `submit.py` responds at once; a test compares the table with the installed TorchTitan.
@@ -62,10 +62,65 @@ class Cookbook:
 
 
 @dataclass
+class MoEOverrides:
+    num_experts: int | None = None
+    """The number of routed experts in a layer."""
+
+    num_shared_experts: int | None = None
+    """The number of shared experts in a layer, each as wide as a routed one; 0 for none."""
+
+    top_k: int | None = None
+    """The number of routed experts that a token goes to."""
+
+    num_expert_groups: int | None = None
+    """The number of groups for a router that limits a token to some groups; 0 for no limit."""
+
+    num_limited_groups: int | None = None
+    """The number of groups that a token's experts may be in."""
+
+
+@dataclass
+class Overrides:
+    n_layers: int | None = None
+    """The number of layers, dense ones included. Unset, here and below: the flavor's size."""
+
+    n_dense_layers: int | None = None
+    """DeepSeek-V3: the number of first layers that have no experts."""
+
+    dim: int | None = None
+    """The hidden size."""
+
+    inter_dim: int | None = None
+    """DeepSeek-V3: the width of a dense layer's feed-forward."""
+
+    moe_inter_dim: int | None = None
+    """The width of one expert."""
+
+    n_heads: int | None = None
+    """The number of attention heads."""
+
+    n_kv_heads: int | None = None
+    """Qwen3-MoE: the number of key and value heads."""
+
+    q_lora_rank: int | None = None
+    """DeepSeek-V3: the width of the query latent; 0 to project queries directly."""
+
+    kv_lora_rank: int | None = None
+    """DeepSeek-V3: the width of the key and value latent."""
+
+    vocab_size: int | None = None
+    """The number of tokens in the vocabulary."""
+
+    moe_args: MoEOverrides = field(default_factory=MoEOverrides)
+
+
+@dataclass
 class Model:
     attention: Literal["flavor", "flash_attention_4"] = "flavor"
     """The flavor's attention (FlexAttention from 16B on, as published), or FlashAttention-4 with
     the same mask. The log's `cookbook active` line names the one that ran."""
+
+    overrides: Overrides = field(default_factory=Overrides)
 
 
 @dataclass

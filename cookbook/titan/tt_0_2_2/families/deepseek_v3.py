@@ -5,7 +5,7 @@ TorchTitan's smallest flavors are a debug model of 6 narrow layers, and 16B, whi
 affects the loss. `16B_8layers` is 16B with 8 of its 27 layers, for timing its kernels on two GPUs.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torchtitan.models.deepseek_v3.infra.parallelize as infra
 from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args, get_train_spec
@@ -13,6 +13,7 @@ from torchtitan.models.deepseek_v3.model.model import Attention, DeepSeekV3Model
 from torchtitan.models.moe import MoEArgs
 
 from cookbook.titan.tt_0_2_2.families.parts import (
+    SIZES,
     AttentionChoice,
     CookbookArgs,
     FamilyParts,
@@ -21,18 +22,9 @@ from cookbook.titan.tt_0_2_2.families.parts import (
 
 
 class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):
-    def own_sizes(self) -> dict[str, Any]:
-        return {
-            "kv_heads": self.n_heads,
-            "qk_norm": False,
-            "q_lora": self.q_lora_rank,
-            "kv_lora": self.kv_lora_rank,
-            "nope": self.qk_nope_head_dim,
-            "rope": self.qk_rope_head_dim,
-            "v_head": self.v_head_dim,
-            "dense_hidden": self.inter_dim,
-            "n_dense_layers": self.n_dense_layers,
-        }
+    SIZES: ClassVar = SIZES | {"kv_heads": "n_heads", "n_dense_layers": "n_dense_layers"}
+    SIZES |= {"q_lora": "q_lora_rank", "kv_lora": "kv_lora_rank", "dense_hidden": "inter_dim"}
+    SIZES |= {"nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "v_head": "v_head_dim"}
 
     def transformers_config(self, seq_len: int) -> dict[str, Any]:
         """Return `config.json` entries of DeepSeek-V3, or of V2 if the router scores by softmax."""
@@ -120,6 +112,7 @@ DEEPSEEK_V3 = FamilyParts(
         "model.embed_tokens.weight": ("vocab", "dim"),
         "model.layers.0.self_attn.kv_b_proj.weight": (None, "kv_lora"),
         "model.layers.0.mlp.gate_proj.weight": ("dense_hidden", "dim"),
+        "model.layers.{n_dense_layers}.mlp.gate.weight": ("num_experts", "dim"),
     },
     # Published weights have one more layer, for multi-token prediction.
     extra_layers=1,

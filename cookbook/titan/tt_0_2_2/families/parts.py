@@ -9,7 +9,8 @@ as TorchTitan's own mask.
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -179,6 +180,7 @@ class FamilyParts:
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
     has_pipelines: bool = True
+    shares_experts: bool = True
 
     @property
     def family(self) -> Family:
@@ -187,12 +189,12 @@ class FamilyParts:
         # TorchTitan can dequantize published weights only if the adapter overrides this method.
         adapter: Any = self.released().state_dict_adapter
         reads = adapter.get_hf_storage_reader is not StateDictAdapter.get_hf_storage_reader
-        facts = self.weights, reads, self.extra_layers, self.has_pipelines
-        return Family(self.name, self.title, flavors, *facts)
+        names = next(iter(self.flavors.values())).SIZES
+        facts = names, reads, self.extra_layers, self.has_pipelines, self.shares_experts
+        return Family(self.name, self.title, flavors, self.weights, *facts)
 
-    def config_json(self, flavor: str, seq_len: int, dtype: str) -> dict[str, Any]:
-        """Return Transformers' `config.json` for a flavor trained at sequence length `seq_len`."""
-        args = self.flavors[flavor]
+    def config_json(self, args: Any, seq_len: int, dtype: str) -> dict[str, Any]:
+        """Return Transformers' `config.json` for a model trained at sequence length `seq_len`."""
         return {
             "torch_dtype": dtype,
             "vocab_size": args.vocab_size,
@@ -215,43 +217,46 @@ def copied(kind: type, released: Mapping[str, Any], shorter: Mapping[str, int]) 
 
     `shorter={"16B": 8}` adds the flavor `16B_8layers`, a copy of `16B` with only 8 layers.
     """
-    found = {
-        name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
-        for name, args in released.items()
-    }
+    found = {name: kind(**deepcopy(vars(args))) for name, args in released.items()}
     for name, n_layers in shorter.items():
         found[f"{name}_{n_layers}layers"] = replace(deepcopy(found[name]), n_layers=n_layers)
     return found
 
 
+# The model argument that each of these fields of `Model` is read from, in every family.
+SIZES = {"n_layers": "n_layers", "dim": "dim", "heads": "n_heads", "vocab": "vocab_size"}
+SIZES |= {"expert_hidden": "moe_inter_dim", "attn_type": "attn_type"}
+_ROUTED = ("num_experts", "num_shared_experts", "top_k", "num_expert_groups", "num_limited_groups")
+SIZES |= {name: f"moe_args.{name}" for name in (*_ROUTED, "gate_bias")}
+
+
 class CookbookArgs:
     """A mixin that applies a job's options to TorchTitan's model arguments.
 
-    Each family's class must define two methods. `own_sizes()` returns the fields of `Model` that
-    every family computes differently, such as `kv_heads`. `transformers_config(seq_len)` returns
-    the family's entries of `config.json` for a model trained at sequence length `seq_len`.
+    Each family's class must define SIZES, with more fields of `Model`, and a method:
+    `transformers_config(seq_len)` returns the family's entries of `config.json` for a model trained
+    at sequence length `seq_len`.
     """
 
     def sizes(self: Any) -> Model:
-        moe = self.moe_args
         return Model(
-            dim=self.dim,
-            heads=self.n_heads,
-            expert_hidden=self.moe_inter_dim,
-            shared_hidden=self.moe_inter_dim * moe.num_shared_experts,
-            num_experts=moe.num_experts,
-            top_k=moe.top_k,
-            vocab=self.vocab_size,
-            gate_bias=moe.gate_bias,
-            n_layers=self.n_layers,
-            num_expert_groups=moe.num_expert_groups,
-            num_limited_groups=moe.num_limited_groups,
-            attn_type=self.attn_type,
+            **{field: attrgetter(name)(self) for field, name in self.SIZES.items()},
+            shared_hidden=self.moe_inter_dim * self.moe_args.num_shared_experts,
             by_document=self.attn_mask_type == "block_causal",
             # Transformers' routers that score by softmax (DeepSeek-V2, Qwen3-MoE) have no bias.
-            publishes_bias=moe.score_func == "sigmoid",
-            **self.own_sizes(),
+            publishes_bias=self.moe_args.score_func == "sigmoid",
         )
+
+    def override(self: Any, overrides: Mapping[str, int]) -> None:
+        """Set the sizes in `overrides`, which are keyed by names such as `moe_args.top_k`."""
+        for name, size in overrides.items():
+            if name not in self.SIZES.values():
+                raise refuse(f"model.overrides.{name}: the model has no such size")
+            owner, _, field = name.rpartition(".")
+            setattr(getattr(self, owner, self), field, size)
+        # TorchTitan's router would take 0 groups for a limit.
+        if self.moe_args.num_expert_groups == 0:
+            self.moe_args.num_expert_groups = self.moe_args.num_limited_groups = None
 
     def update_from_config(self: Any, job_config: Any, **kwargs: Any) -> None:
         """Apply the job's options and patches; TorchTitan calls this before building the model."""
@@ -261,6 +266,9 @@ class CookbookArgs:
                 f"--experimental.custom_import={package} needs the cookbook's options; add "
                 f"--job.custom_config_module={package}.job_config"
             )
+        sizes = asdict(job_config.model.overrides)
+        sizes |= {f"moe_args.{name}": size for name, size in sizes.pop("moe_args").items()}
+        self.override({name: size for name, size in sizes.items() if size is not None})
         replace_mx_converters()
         save_when_ranks_agree()
         watch_gradients(job_config)

@@ -6,7 +6,7 @@ Neither TorchTitan nor the cookbook supports pipelines for Qwen3.
 `30B-A3B_4layers` is 30B-A3B with 4 of its 48 layers, for timing its kernels on one GPU.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn as nn
 import torchtitan.models.qwen3.infra.parallelize as infra
@@ -15,6 +15,7 @@ from torchtitan.models.qwen3 import Qwen3ModelArgs, get_train_spec, qwen3_args
 from torchtitan.models.qwen3.model.model import Attention, Qwen3Model
 
 from cookbook.titan.tt_0_2_2.families.parts import (
+    SIZES,
     AttentionChoice,
     CookbookArgs,
     FamilyParts,
@@ -23,14 +24,8 @@ from cookbook.titan.tt_0_2_2.families.parts import (
 
 
 class ModelArgs(CookbookArgs, Qwen3ModelArgs):
-    def own_sizes(self) -> dict[str, Any]:
-        return {
-            "kv_heads": self.n_kv_heads,
-            "qk_norm": self.qk_norm,
-            **dict.fromkeys(("q_lora", "kv_lora", "nope", "n_dense_layers"), 0),
-            **dict.fromkeys(("rope", "v_head"), self.head_dim),
-            "dense_hidden": self.hidden_dim,
-        }
+    SIZES: ClassVar = SIZES | {"kv_heads": "n_kv_heads", "qk_norm": "qk_norm"}
+    SIZES |= {"rope": "head_dim", "v_head": "head_dim", "dense_hidden": "hidden_dim"}
 
     def transformers_config(self, seq_len: int) -> dict[str, Any]:
         return {
@@ -80,4 +75,5 @@ QWEN3 = FamilyParts(
         "model.layers.0.mlp.experts.0.gate_proj.weight": ("expert_hidden", "dim"),
     },
     has_pipelines=False,
+    shares_experts=False,
 )
