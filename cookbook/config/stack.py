@@ -10,11 +10,11 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError, described, nearest, quotes_remedy, unknown_name
 from cookbook.base.family import Family, Model
-from cookbook.base.paths import ROOT
 from cookbook.config.dialect.names import PACKAGE, SET_BY_SCRIPTS
 from cookbook.config.pins import read_pins, stack_name
 
@@ -140,7 +140,8 @@ def load_stack(name: str | None = None) -> Stack:
     """Read the stack that requirements.txt names; raise InputError if `name` is another one."""
     if name not in (None, own := stack_name()):
         raise unknown_name("requirements.txt", "stack", str(name), [own])
-    file = ROOT.joinpath(*PACKAGE.split("."), "options.json")
+    # Beside this code: a job runs a copy of the cookbook, and the checkout may have changed since.
+    file = Path(__file__).parents[2].joinpath(*PACKAGE.split("."), "options.json")
     pins = {pin.name: pin.value for pin in read_pins()}
     if not file.is_file():
         found = f"no package in cookbook/titan is for torchtitan {pins['torchtitan']}"
