@@ -45,9 +45,11 @@ _FROM_0, _FROM_1, _SHARE = (0, math.inf), (1, math.inf), (0, 1)
 
 
 class Names:
+    """The facts of a job that are options, TorchTitan's or added by the cookbook's hooks."""
+
     options: _Values
 
-    # The model. `attention` and all sections without a name of TorchTitan's are the cookbook's.
+    # The model.
     model_name = Fact[str]("model.name")
     flavor = Fact[str]("model.flavor")
     assets = Fact[str | None]("model.hf_assets_path")
