@@ -244,3 +244,26 @@ def test_a_record_has_the_facts_of_its_cell() -> None:
     assert facts.text_key == "text" and Facts.text_key == "data.text_key"
     with pytest.raises(FrozenInstanceError):
         facts.seq_len = 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "selective", "kept", "recomputed"),
+    [
+        ("none", "2", 0, ""),
+        ("memory_budget", "2", 0, ""),
+        ("full", "2", 0, "1234"),
+        ("full", "2", 1, "123"),
+        ("selective", "op", 1, "123"),
+        ("selective", "2", 0, "24"),
+        ("selective", "3", 2, ""),
+    ],
+)
+def test_the_layers_that_a_backward_recomputes(
+    mode: str, selective: str, kept: int, recomputed: str
+) -> None:
+    """Of a stage of four layers, by their number on the rank."""
+    options = {Facts.ac_mode: mode, Facts.ac_selective: selective, Facts.ac_layers_kept: kept}
+    settings = {name: Setting(value, "") for name, value in options.items()}
+    facts = Facts(Options(STACK, settings), 1)
+    found = [number for number in range(1, 5) if facts.recomputes(number - 1, 4, number)]
+    assert "".join(map(str, found)) == recomputed

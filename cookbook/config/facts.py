@@ -126,11 +126,8 @@ class Facts(Names):
 
     @property
     def microbatches(self) -> int | None:
-        """Microbatches per step; None without a pipeline or for an uneven split."""
-        size, batch = self.microbatch, self.local_batch
-        if self.layout.pp == 1 or size < 1 or batch % size:
-            return None
-        return batch // size
+        """Microbatches per step in a valid layout; None without a pipeline."""
+        return self.local_batch // self.microbatch if self.layout.pp > 1 else None
 
     @property
     def accumulation_steps(self) -> int:
