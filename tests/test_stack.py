@@ -267,3 +267,13 @@ def test_the_layers_that_a_backward_recomputes(
     facts = Facts(Options(STACK, settings), 1)
     found = [number for number in range(1, 5) if facts.recomputes(number - 1, 4, number)]
     assert "".join(map(str, found)) == recomputed
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "dtype"), [(1, 1, "bfloat16"), (2, 1, "bfloat16"), (2, 2, "float32")]
+)
+def test_autocast_and_fsdp_compute_in_bf16_and_tp_alone_in_fp32(
+    world: int, tp: int, dtype: str
+) -> None:
+    settings = {Facts.tp: Setting(tp, "")}
+    assert Facts(Options(STACK, settings), world).param_dtype == dtype
