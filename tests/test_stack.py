@@ -277,3 +277,14 @@ def test_autocast_and_fsdp_compute_in_bf16_and_tp_alone_in_fp32(
 ) -> None:
     settings = {Facts.tp: Setting(tp, "")}
     assert Facts(Options(STACK, settings), world).param_dtype == dtype
+
+
+def test_an_option_that_the_stack_lacks_is_not_set() -> None:
+    """Its fact has no name: see `Fact`."""
+    assert not Options(STACK, {}).override({"": Setting(1, "")}).settings
+
+
+def test_nothing_is_compiled_where_compilation_is_off() -> None:
+    for enabled in (False, True):
+        facts = Facts(Options(STACK, {Facts.is_compile_on: Setting(enabled, "")}), 1)
+        assert facts.is_compiled is facts.is_loss_compiled is enabled

@@ -151,7 +151,7 @@ def gemm_format(cell: Cell, operator: Operator) -> str | None:
     linear = [one for one in cell.facts.quantizes if one.gemms == "linear_layers"]
     if not linear or cell.precision in cell.emulated_parts:
         return None
-    # FP8 comes first if a cell names both formats.
-    chosen = min(linear, key=lambda one: one.format)
-    is_left_out = any(name in operator.module for name in cell.options[chosen.filter])
-    return None if is_left_out else chosen.format
+    # The rules refuse a cell with two formats.
+    (one, *_) = linear
+    is_left_out = any(name in operator.module for name in cell.options[one.filter])
+    return None if is_left_out else one.format
