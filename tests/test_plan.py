@@ -188,7 +188,7 @@ def test_other_degrees_are_varied_too(short: str, base: Cell, values: set[int], 
 
 def test_a_refused_value_is_rejected_with_its_own_reason() -> None:
     for words, lines in (
-        ([f"{TP}=2", f"{ETP}=1,2"], [f"{ETP}=2: DeepEP needs 1, found 2; set it to 1"]),
+        ([f"{TP}=2", f"{ETP}=1,2"], [f"{ETP}=2: deepep needs 1, found 2; set it to 1"]),
         ([f"{TP}=1,2"], []),
     ):
         asked = space_of(DEEPEP, [f"{PP}=1", f"{EP}=4", *words], {}, DEEPEP_ONLY)

@@ -34,16 +34,18 @@ def _gpu_of(cell: Cell) -> tuple[float, str]:
 @rule(RULES, reference=_PARALLELIZE)
 def needs(cell: Cell) -> Problems:
     for overlay in (cell.precision, cell.ep_backend):
-        needed, unmet = overlay.needs, list[str]()
+        needed = overlay.needs
         if needed.device == "cuda" and cell.cluster.gpu is None:
-            unmet.append(f"CUDA GPUs, cluster {cell.cluster.name} runs on the CPU")
+            reason = f"needs CUDA GPUs, cluster {cell.cluster.name} runs on the CPU"
+            yield "", f"{overlay.name} {reason}", ""
+            continue
         if needed.expert_parallel and cell.facts.ep < 2:
-            unmet.append(f"{Facts.ep} above 1")
-        for name, setting in needed.settings.items():
-            if (value := cell.options[name]) != setting.value:
-                unmet.append(f"{name} {setting.value}, found {value}")
-        for reason in unmet[:1]:
-            yield "", f"{overlay.name} needs {reason}", ""
+            yield "", f"{overlay.name} needs {Facts.ep} above 1", ""
+            continue
+        for option, setting in needed.settings.items():
+            if (found := cell.options[option]) != setting.value:
+                reason = f"{overlay.name} needs {setting.value}, found {found}"
+                yield option, reason, f"set it to {setting.value}"
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/protocols/model_converter.py")
