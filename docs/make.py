@@ -25,7 +25,7 @@ from cookbook.config.options import Setting
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import cell_on, published_number
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
-from cookbook.predict.facts import hardware_of
+from cookbook.predict.hardware import hardware_of
 from cookbook.predict.memory import predict_memory
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import predict_step

@@ -9,8 +9,8 @@ from typing import Any
 
 from cookbook.base.gpus import Gpu, InstalledGpu, NoGpusError
 from cookbook.config.cluster import load_cluster
-from cookbook.config.stack import read_pins
-from cookbook.doctor.check import Answer, Finding, Surroundings, diagnose, node_faults
+from cookbook.config.pins import read_pins
+from cookbook.doctor.check import Answer, CheckResult, Surroundings, diagnose, node_faults
 from cookbook.doctor.machine import KERNEL_LOG
 from cookbook.doctor.software import CONFIG, PARTITIONS
 from tests.submit import ROOT
@@ -72,7 +72,7 @@ class Node:
             **options,
         )
 
-    def findings(self, profile: str = "", **options: Any) -> Mapping[str, Finding]:
+    def findings(self, profile: str = "", **options: Any) -> Mapping[str, CheckResult]:
         found = diagnose(self.surroundings(profile, **options))
         assert len({finding.name for finding in found}) == len(found)
         return {finding.name: finding for finding in found}

@@ -14,13 +14,13 @@ from pathlib import Path
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
 from cookbook.config.cluster import load_cluster
+from cookbook.config.dialect.names import PACKAGE
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import merge_config, resolve_cell
-from cookbook.config.stack import stack_name
 from cookbook.launch.script import render_launcher, render_script
 
 GOLDEN = Path(__file__).parent / "golden"
-OPTION_TABLE = ROOT / "cookbook/config/tables" / f"{stack_name()}.json"
+OPTION_TABLE = ROOT.joinpath(*PACKAGE.split("."), "options.json")
 LAUNCHERS = {"train_671b.sh": "deepseek_v3_671b", "train_16b.sh": "deepseek_v3_16b"}
 # Scripts name the folder of the cookbook, which is elsewhere on every machine.
 _ROOT = Path("/shared/moe-cookbook")
@@ -47,8 +47,8 @@ def launchers() -> dict[str, str]:
 
 
 def option_table() -> str:
-    """The table of the installed TorchTitan, as `cookbook/config/tables/<name>.json` holds it."""
-    command = [sys.executable, "-m", "cookbook.titan.tt_0_2_2.job_config"]
+    """The table of the installed TorchTitan, as the stack's `options.json` holds it."""
+    command = [sys.executable, "-m", f"{PACKAGE}.job_config"]
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

@@ -7,7 +7,7 @@ from cookbook.base.gpus import Gpu
 from cookbook.base.paths import RECIPES
 from cookbook.config.cell import Cell
 from cookbook.config.resolve import this_machine
-from cookbook.predict.facts import Hardware, load_hardware
+from cookbook.predict.hardware import Hardware, load_hardware
 from tests.check_cells import cell_of
 
 H200 = load_hardware(RECIPES / "hardware/h200.yaml")

@@ -1,13 +1,12 @@
 """Describes every rank of the dry run as `describe_ranks` counts it, read from the sharded model.
 
-    python -m tests.rank_view STACK
+    python -m tests.rank_view
 
 How TP, EP and FSDP cut each parameter is not computed again. It answers as the dry run does.
 """
 
 import dataclasses
 import re
-import sys
 from collections import Counter
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 
-from cookbook.titan import dry_build
 from cookbook.titan.common.schedules import in_flight, rank_actions
+from cookbook.titan.tt_0_2_2 import dry_build
 from cookbook.titan.tt_0_2_2.families import FAMILIES
 
 describe = dry_build.describe
@@ -28,12 +27,12 @@ _FSDP_DIMS = ("fsdp", "efsdp")
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
-def view_rank(build: dry_build.Build, stack: str) -> dict[str, Any]:
+def view_rank(build: dry_build.Build) -> dict[str, Any]:
     """Return the parts of the model on this rank, and the pipeline's order."""
     trainer = build.trainer
     modules = [module for part in trainer.model_parts for module in part.modules()]
     meshes = trainer.parallel_dims.get_all_one_dimensional_meshes()
-    return describe(build, stack) | {
+    return describe(build) | {
         **COUNTS,
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "parts": [_view_part(part) for part in trainer.model_parts],
@@ -151,4 +150,4 @@ def _pipeline(trainer: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     count_models()
     dry_build.describe = view_rank
-    dry_build.main(sys.argv[1])
+    dry_build.main()

@@ -60,7 +60,7 @@ def checked(
     ],
 )
 def test_verdicts_turn_at_92_or_88_and_105_percent(gib: float, stages: int, verdict: str) -> None:
-    assert memory.verdict(gib, 1000.0, cell_of(SMALL, {PP: stages}).options) == verdict
+    assert memory.verdict(gib, 1000.0, cell_of(SMALL, {PP: stages}).facts) == verdict
 
 
 @pytest.mark.parametrize(

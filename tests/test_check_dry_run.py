@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cookbook.check.check import Built, dry_run
 from cookbook.config.cell import Cell
-from cookbook.config.options import DEGREES
+from cookbook.config.dialect.names import DEGREES
 from cookbook.config.validate import validation_errors
 from tests.check_cells import cell_of, cluster_of, with_options
 from tests.waiting import until

@@ -13,7 +13,7 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu, NoGpusError
-from cookbook.config.stack import read_pins, stack_name
+from cookbook.config.pins import read_pins, stack_name
 from cookbook.doctor.__main__ import main
 from cookbook.doctor.check import CHECKS, Answer, is_ready, render_findings
 from cookbook.doctor.machine import DCGM_HEALTH, KERNEL_LOG

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from cookbook.base.paths import ROOT
-from cookbook.config.options import DEGREES
+from cookbook.config.dialect.names import DEGREES
 from tests.cells import walked
 from tests.checkout import copy_checkout
 from tests.submit import environment, submit

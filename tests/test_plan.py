@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 
-from cookbook.config.cell import SAVE_LIST, Cell
-from cookbook.config.options import DEGREES, Setting
+from cookbook.config.cell import Cell
+from cookbook.config.dialect.names import DEGREES
+from cookbook.config.facts import Facts
+from cookbook.config.options import Setting
 from cookbook.config.validate import validation_errors
 from cookbook.plan.report import degrees
-from cookbook.plan.search import BATCH, Found, evaluate, recomputation, search, walk
+from cookbook.plan.search import SearchResult, evaluate, recomputation, search, walk
 from cookbook.plan.space import RECOMPUTATION, rejected_values, space_of
-from cookbook.predict.facts import C4
+from cookbook.predict.hardware import C4
 from cookbook.predict.step import predict_step
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 
 TP, PP, EP, ETP = (DEGREES[short] for short in ("tp", "pp", "ep", "etp"))
+BATCH, SAVE_LIST = Facts.local_batch, Facts.ac_save_list
 MODE, BUDGET = "activation_checkpoint.mode", "activation_checkpoint.memory_budget"
 EVERY, KEPT = "activation_checkpoint.selective_ac_option", "activation_checkpoint.num_layers_kept"
 CHUNKS, ATTENTION = "loss.num_chunks", "model.attention"
@@ -52,11 +55,11 @@ def tried() -> list[Cell]:
 
 
 @pytest.fixture(scope="module")
-def found(tried: list[Cell]) -> Found:
+def found(tried: list[Cell]) -> SearchResult:
     return search(tried)
 
 
-def test_all_that_the_rules_allow_is_looked_at_once(tried: list[Cell], found: Found) -> None:
+def test_all_that_the_rules_allow_is_looked_at_once(tried: list[Cell], found: SearchResult) -> None:
     check_skipped(tried, found)
     assert len(found.candidates) + found.larger == len(tried) > 80
     assert len({json.dumps(cell.options.values, default=str) for cell in tried}) == len(tried)
@@ -68,7 +71,7 @@ def test_all_that_the_rules_allow_is_looked_at_once(tried: list[Cell], found: Fo
     assert len({recomputation(cell) for cell in tried}) == len(RECOMPUTATION)
 
 
-def check_skipped(tried: list[Cell], found: Found) -> None:
+def check_skipped(tried: list[Cell], found: SearchResult) -> None:
     """Skipped layouts do not fit."""
     looked_at = {one.cell.name for one in found.candidates}
     skipped = [cell for cell in tried if cell.name not in looked_at]
@@ -92,7 +95,7 @@ def test_kept_layers_count_in_a_search(option: str, values: list[Any], mode: str
 
 
 def test_an_interrupted_search_keeps_its_candidates(tried: list[Cell]) -> None:
-    def stop(found: Found) -> None:
+    def stop(found: SearchResult) -> None:
         if len(found.candidates) == 7:
             raise KeyboardInterrupt
 
@@ -185,7 +188,7 @@ def test_other_degrees_are_varied_too(short: str, base: Cell, values: set[int], 
 
 def test_a_refused_value_is_rejected_with_its_own_reason() -> None:
     for words, lines in (
-        ([f"{TP}=2", f"{ETP}=1,2"], [f"{ETP}=2: DeepEP needs 1, found 2; set it to 1"]),
+        ([f"{TP}=2", f"{ETP}=1,2"], [f"{ETP}=2: deepep needs 1, found 2; set it to 1"]),
         ([f"{TP}=1,2"], []),
     ):
         asked = space_of(DEEPEP, [f"{PP}=1", f"{EP}=4", *words], {}, DEEPEP_ONLY)

@@ -17,19 +17,20 @@ from cookbook.cli import plan
 from cookbook.cli.main import main
 from cookbook.config import cluster
 from cookbook.config.cell import Cell
-from cookbook.config.options import DEGREES
+from cookbook.config.dialect.names import DEGREES
+from cookbook.config.facts import Facts
 from cookbook.config.recipe import load_recipe
 from cookbook.plan import search as searching
 from cookbook.plan.report import as_mapping, render_json, render_recipe, render_text
-from cookbook.plan.search import BATCH, Candidate, Found, evaluate
-from cookbook.predict.facts import C4, Documents
+from cookbook.plan.search import Candidate, SearchResult, evaluate
+from cookbook.predict.hardware import C4, Documents
 from cookbook.predict.memory import FITS, TIGHT, TOO_LARGE, StageMemory
 from cookbook.predict.step import StepTime
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 
 EP, TP, PP = DEGREES["ep"], DEGREES["tp"], DEGREES["pp"]
-CONTEXT = DEGREES["cp"]
+CONTEXT, BATCH = DEGREES["cp"], Facts.local_batch
 CELL = on_gpus(4)
 UNHELD = ["plan", "deepseek_v3_16b", "--cluster", "h200-node"]
 ONE_NODE = [*UNHELD, "--set", f"{EP}=8"]
@@ -46,7 +47,7 @@ def candidate(
 
 
 ALL = [(90, 40), (100, 50), (80, 40), (95, 60), (70, 30)]
-FOUND = Found([candidate(speed, gib) for speed, gib in ALL])
+FOUND = SearchResult([candidate(speed, gib) for speed, gib in ALL])
 RECIPE = candidate(50, 70)
 
 
@@ -92,7 +93,7 @@ def test_a_layout_for_programs() -> None:
 
 
 def test_the_table_has_shares_of_the_step_and_counts_every_layout() -> None:
-    found = Found([*FOUND.candidates, candidate(1, 150, TIGHT)], larger=3, interrupted=True)
+    found = SearchResult([*FOUND.candidates, candidate(1, 150, TIGHT)], larger=3, interrupted=True)
     found.candidates += [candidate(1, 200, TOO_LARGE, unknown="it hides")] * 2
     text = render_text(found, CELL, RECIPE, 2, C4, 40, ["a=1: why"])
     assert "11 of 40 layouts (interrupted); 5 fit, 1 are tight, 5 do not fit" in text
@@ -109,9 +110,9 @@ def test_the_table_has_shares_of_the_step_and_counts_every_layout() -> None:
 
 def test_the_best_is_held_to_published_numbers() -> None:
     base = cell_of("deepseek_v3_671b")
-    text = render_text(Found([candidate(1302, 50)]), base, None, 1, C4, 1)
+    text = render_text(SearchResult([candidate(1302, 50)]), base, None, 1, C4, 1)
     assert "\npublished bf16+standard: 651 tokens/s/GPU; the first is at 2.00x\n" in text
-    assert "published" not in render_text(Found(), base, None, 1, C4, 1)
+    assert "published" not in render_text(SearchResult(), base, None, 1, C4, 1)
 
 
 def test_a_recipe_says_where_it_runs_and_what_limits_it() -> None:
@@ -150,11 +151,14 @@ class Search:
     def __init__(self) -> None:
         self.cells: Sequence[Cell] = ()
         self.documents: Documents | None = None
-        self.found = Found()
+        self.found = SearchResult()
 
     def __call__(
-        self, cells: Sequence[Cell], documents: Documents, on_progress: Callable[[Found], None]
-    ) -> Found:
+        self,
+        cells: Sequence[Cell],
+        documents: Documents,
+        on_progress: Callable[[SearchResult], None],
+    ) -> SearchResult:
         self.cells, self.documents = cells, documents
         made = [candidate(100, 50, cell=cells[0]), candidate(90, 50, cell=cells[1])]
         self.found.candidates = self.found.candidates or made

@@ -9,7 +9,7 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.cli.main import main
-from cookbook.predict.facts import (
+from cookbook.predict.hardware import (
     C4,
     LOCAL,
     Documents,

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from cookbook.predict.facts import Hardware
+from cookbook.predict.hardware import Hardware
 from cookbook.predict.layer_time import Kernels, LayerTimes, exchange_wait_ms
 from cookbook.predict.operators import Operator, Unit
-from cookbook.predict.rank import Layer, Part, describe_ranks
+from cookbook.predict.rank import Layer, ModelPart, describe_ranks
 from cookbook.predict.shapes import Shapes, shapes_of
 from cookbook.predict.traffic import Links
 from tests.check_cells import cell_of, with_options
@@ -149,7 +149,7 @@ def test_the_loss_passes_over_the_logits(compiled: bool, bytes_a_logit: int) -> 
 def test_what_reads_and_writes_takes_the_memorys_time() -> None:
     found = kernels(only(memory_bandwidth_gb_per_s=1.0))
     units = (Unit("norm", 2, 10, 40, 4), Unit("output", 2, 5, 20, 4))
-    rank = dataclasses.replace(RANK, parts=(Part((), head=units),))
+    rank = dataclasses.replace(RANK, parts=(ModelPart((), head=units),))
     assert found.optimizer(rank) == pytest.approx(40 * 15 / 1e6)
     # Gather: 6 bytes a stored element, 4 a gathered one; reduction: 6 and 8 the other way; sum: 10.
     gathers, reduces = 6 * 15 + 4 * 60, 6 * 60 + 8 * 15
@@ -222,10 +222,10 @@ def layers(hardware: Hardware, cell: Any = BF16, **shapes: Any) -> LayerTimes:
     return LayerTimes(Kernels(cell, hardware, own, 1000.0), Links(cell, own, hardware))
 
 
-def part(*moe: bool, recomputed: bool = False, ends: bool = False) -> Part:
+def part(*moe: bool, recomputed: bool = False, ends: bool = False) -> ModelPart:
     found = tuple(Layer(index, one, recomputed) for index, one in enumerate(moe))
     one = (Unit("output", 1, 1, 1, 4),) if ends else ()
-    return Part(found, one, one)
+    return ModelPart(found, one, one)
 
 
 def test_hidden_states_are_exchanged_in_each_layer_and_around_both_ends() -> None:

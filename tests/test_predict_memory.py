@@ -15,7 +15,7 @@ from cookbook.predict import memory as memory_terms
 from cookbook.predict.layer_memory import RankLayers, layer_bytes
 from cookbook.predict.memory import GIB, StageMemory, predict_memory
 from cookbook.predict.operators import Unit
-from cookbook.predict.rank import Layer, Part, describe_ranks, model_of
+from cookbook.predict.rank import Layer, ModelPart, describe_ranks, model_of
 from cookbook.predict.shapes import destinations, padded_tokens, shapes_of
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
@@ -276,7 +276,8 @@ def test_a_rank_keeps_at_most_three_stages_gathered() -> None:
     sizes = (10, 40, 20, 30)
     scale = 1_000_000
     parts = tuple(
-        Part((Layer(0, False, True, (Unit("layer", 4, size, size * scale, 4),)),)) for size in sizes
+        ModelPart((Layer(0, False, True, (Unit("layer", 4, size, size * scale, 4),)),))
+        for size in sizes
     )
     rank = dataclasses.replace(
         rank, parts=parts, stages=[0, 2, 4, 6], num_stages=8, num_microbatches=6

@@ -12,8 +12,8 @@ from bench.fits.step_times import compare, read_points
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
-from cookbook.predict.facts import hardware_of, load_hardware
-from cookbook.predict.shapes import RESHARD
+from cookbook.config.dialect.names import DEGREES
+from cookbook.predict.hardware import hardware_of, load_hardware
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import FACTS, RATES, on_gpus
@@ -40,8 +40,9 @@ CELLS = {
 QWEN3 = [cell_of("qwen3_30b_a3b_32nodes", options) for options in ({}, FLASH)]
 
 
-def step_of(cell: Cell, **facts: Any) -> StepTime:
-    return predict_step(cell, hardware=dataclasses.replace(hardware_of(cell), **facts))
+def step_of(cell: Cell, released: bool = False, **facts: Any) -> StepTime:
+    hardware = dataclasses.replace(hardware_of(cell), **facts)
+    return predict_step(cell, hardware=hardware, released=released)
 
 
 @pytest.mark.parametrize("fact", FACTS)
@@ -51,12 +52,12 @@ def test_every_fact_has_a_unit_and_counts(fact: str) -> None:
     )
     float8 = cell_of("deepseek_v3_16b", {}, precision="float8", ep_backend="deepep")
     plain = cell_of("deepseek_v3_16b", {})
-    released = dataclasses.replace(
-        cell_of("deepseek_v3_16b", {}, ep_backend="deepep"), hooks="none"
-    )
+    deepep = cell_of("deepseek_v3_16b", {}, ep_backend="deepep")
+    cells = [(cell, False) for cell in (*CELLS.values(), float8, plain, *QWEN3)]
     assert any(
-        step_of(cell, **{fact: getattr(hardware_of(cell), fact) / 100}) != step_of(cell)
-        for cell in [*CELLS.values(), float8, plain, released, *QWEN3]
+        step_of(cell, released, **{fact: getattr(hardware_of(cell), fact) / 100})
+        != step_of(cell, released)
+        for cell, released in [*cells, (deepep, True)]
     )
 
 
@@ -67,7 +68,7 @@ def test_a_job_of_several_nodes_needs_all_facts_of_the_network(
     cell = cell_of("deepseek_v3_16b", {})
     missing: dict[str, Any] = {fact: None}
     known = dataclasses.replace(hardware_of(cell), **missing)
-    monkeypatch.setattr("cookbook.predict.facts.load_hardware", lambda path: known)
+    monkeypatch.setattr("cookbook.predict.hardware.load_hardware", lambda path: known)
     with pytest.raises(InputError, match="says nothing of the network between nodes"):
         hardware_of(cell)
 
@@ -132,10 +133,11 @@ def test_every_measured_point_is_predicted() -> None:
         ({"compile.components": ["loss"]}, "not compiled"),
         ({"training.enable_cpu_offload": True}, "CPU offload"),
         ({"training.mixed_precision_param": "float32"}, "FP32"),
-        ({RESHARD: "always", "parallelism.pipeline_parallel_degree": 2}, "each microbatch"),
+        ({"parallelism.fsdp_reshard_after_forward": "always", DEGREES["pp"]: 2}, "each microbatch"),
         ({"optimizer.implementation": "foreach"}, "not fused"),
         ({"training.dataset_path": "/data/mine"}, "documents in /data/mine"),
         ({"model.flavor": "17B"}, "not counted"),
+        ({DEGREES["pp"]: 2, "parallelism.pipeline_parallel_schedule_csv": "a"}, "is not simu"),
     ],
 )
 def test_what_the_model_does_not_know_is_refused(options: dict[str, Any], word: str) -> None:

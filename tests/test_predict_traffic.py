@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from cookbook.config.cell import Cell
-from cookbook.config.options import Layout
+from cookbook.config.facts import Layout
 from cookbook.predict.operators import Unit, fsdp_units, layer_operators
-from cookbook.predict.rank import Layer, Part, Rank, describe_ranks, model_of
+from cookbook.predict.rank import Layer, ModelPart, Rank, describe_ranks, model_of
 from cookbook.predict.shapes import destinations, shapes_of
 from cookbook.predict.traffic import Traffic, Work, count_work, step_traffic
 from tests.check_cells import cell_of, with_options
@@ -26,7 +26,7 @@ def work(cell: Cell) -> Work:
     return count_work(cell, describe_ranks(cell))
 
 
-def rank_of(cell: Cell, *parts: Part, **changed: Any) -> Rank:
+def rank_of(cell: Cell, *parts: ModelPart, **changed: Any) -> Rank:
     """The cell's first rank with other parts; a pipeline's is that of no pipeline, changed."""
     (rank,) = describe_ranks(with_options(cell, {PP: 1}))
     return dataclasses.replace(rank, parts=parts or rank.parts, **changed)
@@ -77,7 +77,7 @@ def test_the_rank_that_sends_most_is_shown() -> None:
 def test_bytes_of_fsdp(policy: str, pp: int, gathers: int) -> None:
     cell = on_gpus(4 * pp, {"parallelism.fsdp_reshard_after_forward": policy, PP: pp, EP: 4})
     units = (Unit("layer", 4, 200, 800, 4), Unit("layer.moe.experts", 1, 4000, 4000, 4))
-    rank = rank_of(cell, Part((), head=units), gradient_accumulation_steps=3)
+    rank = rank_of(cell, ModelPart((), head=units), gradient_accumulation_steps=3)
     # Rings of 4 ranks pass 3/4 on: parameters of 2 bytes, gradients of 4. Each of 4 EP ranks has
     # its experts for itself.
     sent = step_traffic(cell, rank)["fsdp"]
@@ -112,7 +112,7 @@ def test_bytes_of_an_exchange(
     by_operator = {"activation_checkpoint.selective_ac_option": "op"}
     cell = on_gpus(4, {MODE: mode, BATCH: 1, "training.seq_len": 256, **by_operator})
     layers = tuple(Layer(index, index > 0, mode != "none") for index in range(3))
-    rank = rank_of(cell, Part(layers), gradient_accumulation_steps=5)
+    rank = rank_of(cell, ModelPart(layers), gradient_accumulation_steps=5)
     found = step_traffic(cell, rank)[f"ep/{backend}"].nvlink
     # 256 tokens to 6 experts each; two layers with experts, five times.
     rows = 256 * 6 * DIM * 3 / 4 * 2 * 5

@@ -14,7 +14,6 @@ from cookbook.cli.main import main
 from cookbook.config.cluster import cluster_from_record, load_cluster
 from cookbook.config.options import RESERVED, exported
 from cookbook.config.recipe import (
-    implied,
     load_ep_backend,
     load_overlay,
     load_precision,
@@ -179,7 +178,7 @@ def test_the_local_profile_is_filled_in_from_the_machine(
 def test_every_overlay_turns_on_what_it_declares(point: Point) -> None:
     cell = point.cell()
     declared = {**cell.precision.expect, **cell.ep_backend.expect}
-    assert implied(cell.options) == {
+    assert cell.facts.active == {
         name.removeprefix("cookbook."): setting.value for name, setting in declared.items()
     }
 

@@ -17,7 +17,7 @@ from cookbook.config.cell import Finding
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.recipe import load_precision, load_recipe
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
-from cookbook.predict.facts import Documents
+from cookbook.predict.hardware import Documents
 from cookbook.predict.rank import count_parameters, model_of
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import cell_of, cluster_of, refusals
@@ -140,23 +140,6 @@ def test_nothing_is_said_at_the_other_side_of_each_edge(case: list[Any]) -> None
 @pytest.mark.parametrize("recipe", [BIG, SMALL])
 def test_published_layouts_pass(recipe: str, precision: str, ep_backend: str) -> None:
     assert not refusals(recipe, {}, precision=precision, ep_backend=ep_backend)
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({}, [("error", "experimental.custom_import"), ("warning", "experimental.custom_import")]),
-        ({"loss.num_chunks": 8}, [("error", "loss.num_chunks")]),
-        ({"model.attention": "flash_attention_4"}, [("error", "model.attention")]),
-        ({"model.overrides.n_layers": 32}, [("error", "model.overrides.n_layers")]),
-    ],
-)
-def test_options_that_need_the_hooks(options: dict[str, Any], found: list[tuple[str, str]]) -> None:
-    cell = cell_of(BIG, options, precision="mxfp8", ep_backend="deepep")
-    on, off = check_cells([cell, dataclasses.replace(cell, hooks="mine")], build=False)
-    rules = {"hooks_are_on", "released_torchtitan"}
-    assert not [one for one in on.findings if one.rule in rules]
-    assert {*found} <= {(one.level, one.option) for one in off.findings if one.rule in rules}
 
 
 TP, PP, CP = (f"{P}.{word}_parallel_degree" for word in ("tensor", "pipeline", "context"))

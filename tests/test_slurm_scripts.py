@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.config.options import argv_of
+from cookbook.config.dialect.argv import argv_of
 from cookbook.config.recipe import load_recipe
 from cookbook.config.stack import load_stack
 from tests.gpu_nodes import EP_8, GpuNodes, Jobs

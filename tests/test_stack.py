@@ -1,7 +1,7 @@
 """Options, values and layouts: the words that TorchTitan reads, and degrees that divide."""
 
 import re
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from cookbook.base.errors import InputError
 from cookbook.base.family import is_v_shaped, loss_rank, stages_of
 from cookbook.config.cell import Finding
-from cookbook.config.options import DEGREES, Options, Setting, argv_of, parse_argv
-from cookbook.config.recipe import EXCHANGES
+from cookbook.config.dialect.argv import argv_of, parse_argv
+from cookbook.config.dialect.names import DEGREES
+from cookbook.config.facts import EXCHANGES, Facts, facts_of
+from cookbook.config.options import Options, Setting
 from cookbook.config.stack import Option
 from cookbook.config.validate.layout import layout_findings
 from tests.cells import STACK
+from tests.check_cells import cell_of
 from tests.golden import OPTION_TABLE, option_table
 from tests.titan_config import parse, typed
 
@@ -156,7 +159,7 @@ def _findings(options: dict[str, Any], world: int) -> list[Finding]:
     """As of the command line; without a model, what is left are ranks that divide."""
     stack = STACK if "model.name" in options else replace(STACK, families={})
     settings = {name: Setting(value, f"--set {name}") for name, value in options.items()}
-    return layout_findings(Options(stack, settings), world)
+    return layout_findings(Facts(Options(stack, settings), world))
 
 
 @pytest.mark.parametrize(
@@ -229,3 +232,59 @@ def test_the_rank_of_the_loss(schedule: str, per_rank: int, stages: list[list[in
     # Of 24 ranks, eight to a pipeline rank.
     assert loss_rank(schedule, 3, 24) == 8 * last
     assert is_v_shaped(schedule) == (found[0] != [0] and 5 in found[0])
+
+
+def test_a_record_has_the_facts_of_its_cell() -> None:
+    options = {"checkpoint.folder": "mine", "validation.enable": True, "validation.steps": 1}
+    cell = cell_of("deepseek_v3_671b", options)
+    facts = facts_of(cell.record())
+    assert facts.layout == cell.layout and facts.readers == cell.facts.readers
+    assert (facts.checkpoint_folder, facts.validates) == ("mine", True)
+    # Options that the record does not name have their defaults.
+    assert facts.text_key == "text" and Facts.text_key == "data.text_key"
+    with pytest.raises(FrozenInstanceError):
+        facts.seq_len = 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "selective", "kept", "recomputed"),
+    [
+        ("none", "2", 0, ""),
+        ("memory_budget", "2", 0, ""),
+        ("full", "2", 0, "1234"),
+        ("full", "2", 1, "123"),
+        ("selective", "op", 1, "123"),
+        ("selective", "2", 0, "24"),
+        ("selective", "3", 2, ""),
+    ],
+)
+def test_the_layers_that_a_backward_recomputes(
+    mode: str, selective: str, kept: int, recomputed: str
+) -> None:
+    """Of a stage of four layers, by their number on the rank."""
+    options = {Facts.ac_mode: mode, Facts.ac_selective: selective, Facts.ac_layers_kept: kept}
+    settings = {name: Setting(value, "") for name, value in options.items()}
+    facts = Facts(Options(STACK, settings), 1)
+    found = [number for number in range(1, 5) if facts.recomputes(number - 1, 4, number)]
+    assert "".join(map(str, found)) == recomputed
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "dtype"), [(1, 1, "bfloat16"), (2, 1, "bfloat16"), (2, 2, "float32")]
+)
+def test_autocast_and_fsdp_compute_in_bf16_and_tp_alone_in_fp32(
+    world: int, tp: int, dtype: str
+) -> None:
+    settings = {Facts.tp: Setting(tp, "")}
+    assert Facts(Options(STACK, settings), world).param_dtype == dtype
+
+
+def test_an_option_that_the_stack_lacks_is_not_set() -> None:
+    """Its fact has no name: see `Fact`."""
+    assert not Options(STACK, {}).override({"": Setting(1, "")}).settings
+
+
+def test_nothing_is_compiled_where_compilation_is_off() -> None:
+    for enabled in (False, True):
+        facts = Facts(Options(STACK, {Facts.is_compile_on: Setting(enabled, "")}), 1)
+        assert facts.is_compiled is facts.is_loss_compiled is enabled

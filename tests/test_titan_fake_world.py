@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cookbook.titan import dry_build
+from cookbook.titan.tt_0_2_2 import dry_build
 from tests.self_check_fault import FLOAT8
 from tests.started import python
 from tests.titan_run import EP2, FLASH, FLEX, FULL, JOB, PP2, TP2
@@ -48,7 +48,7 @@ def request(capability: float | None, options: tuple[str, ...]) -> dict[str, Any
     argv = [*(*JOB, *EP2, "--training.seq_len=64", "--metrics.enable_tensorboard", *options)]
     pp = 2 if PP2[0] in options else 1
     gpu = {"compute_capability": capability}
-    return {"argv": argv, "world": 4, "pp": pp, "ranks_per_node": 4} | gpu
+    return {"argv": argv, "world": 4, "pp": pp, "ranks_per_node": 4, "stand_ins": {}} | gpu
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def answers() -> dict[str, Any]:
     requests["failed in torch"] = request(10.0, (*PP2, unknown))
     requests["refused"] = request(9.0, MX_GROUPED)
     done = python(
-        *("-m", "cookbook.titan.dry_build", "cookbook.titan.tt_0_2_2"),
+        *("-m", "cookbook.titan.tt_0_2_2.dry_build"),
         variables={"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"},
         input="".join(f"{json.dumps(one)}\n" for one in requests.values()),
     )

@@ -207,7 +207,7 @@ def test_what_a_layer_without_experts_saves_says_nothing_of_the_others() -> None
 def test_the_names_are_those_of_the_driver_and_cover_torchtitans_list() -> None:
     import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 
-    from cookbook.config.cell import SAVED_OPERATORS
+    from cookbook.config.facts import SAVED_OPERATORS
     from cookbook.titan.tt_0_2_2.recomputation import OPERATORS, kinds_of_operators
 
     kinds = kinds_of_operators()

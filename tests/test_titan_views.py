@@ -8,7 +8,7 @@ import pytest
 
 from cookbook.check.check import Built, dry_run
 from cookbook.config.cell import Cell
-from cookbook.config.options import OVERRIDES
+from cookbook.config.dialect.names import OVERRIDES
 from cookbook.predict.memory import groups_of
 from cookbook.predict.rank import describe_ranks, model_of
 from cookbook.predict.shapes import shapes_of

@@ -13,7 +13,7 @@ import pytest
 from cookbook.base.text_files import find_sources
 from cookbook.check.check import check_cells
 from cookbook.cli.main import main
-from cookbook.config.options import OVERRIDES
+from cookbook.config.dialect.names import OVERRIDES
 from cookbook.run.folder import CellFolder
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from tests.check_cells import STACK, cell_of

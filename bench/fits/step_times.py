@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from cookbook.base.tables import markdown_table
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import cell_on, this_machine
-from cookbook.predict.facts import C4, LOCAL, Documents
+from cookbook.predict.hardware import C4, LOCAL, Documents
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 
@@ -108,9 +108,7 @@ def cell_of_point(point: Point) -> Cell:
         where, recipe = this_machine(point.gpus, H200), "deepseek_v3_16b"
         ranks = {"parallelism.expert_parallel_degree": point.gpus}
         options = {**ranks, **_NODE, **cells[point.cell], **options}
-    cell = cell_on(where, recipe, point.precision, point.ep_backend, options)
-    # Without hooks the model counts TorchTitan's own computation.
-    return replace(cell, hooks="") if point.released else cell
+    return cell_on(where, recipe, point.precision, point.ep_backend, options)
 
 
 def compare(points: Sequence[Point]) -> Iterator[Comparison]:
@@ -118,7 +116,8 @@ def compare(points: Sequence[Point]) -> Iterator[Comparison]:
     for point in points:
         cell, documents = cell_of_point(point), DOCUMENTS[point.documents]
         views = describe_ranks(cell)
-        yield Comparison(point, predict_step(cell, views, documents, overlapped=point.overlapped))
+        step = predict_step(cell, views, documents, None, point.overlapped, point.released)
+        yield Comparison(point, step)
 
 
 def tables(comparisons: Sequence[Comparison]) -> str:

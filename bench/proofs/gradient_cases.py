@@ -8,7 +8,7 @@ from typing import Any
 
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
-from cookbook.config.options import OVERRIDES
+from cookbook.config.dialect.names import OVERRIDES
 from cookbook.config.resolve import cell_on, this_machine
 
 STEPS = 20

@@ -13,7 +13,7 @@ from torchtitan.models.llama4.infra import parallelize as released
 from torchtitan.models.moe.moe import GroupedExperts
 
 from cookbook.titan.common.expert_groups import collect, plan_groups, row_scores, spread
-from cookbook.titan.common.token_shard import gather_sequence, reduce_scatter_sequence
+from cookbook.titan.tt_0_2_2.token_shard import gather_sequence, reduce_scatter_sequence
 from tests.self_check_fault import instead, put_in, with_result
 from tests.self_check_faults import FAULTS as OF_KERNELS
 

@@ -66,7 +66,7 @@ def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
         end.record()
         times.append((begin, end))
     torch.cuda.synchronize()
-    measured = [float(begin.elapsed_time(end)) for begin, end in times]
+    measured: list[float] = [begin.elapsed_time(end) for begin, end in times]
     return statistics.median(measured)
 
 

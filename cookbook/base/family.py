@@ -1,7 +1,7 @@
 """Descriptions of model families, which `submit.py` reads without importing torch.
 
 `titan/tt_0_2_2/families` derives the descriptions from TorchTitan's model code. `make golden`
-writes them to a JSON file in `config/tables`.
+writes them to `options.json` in the stack's package.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -20,8 +20,10 @@ from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT, python_path
 from cookbook.check.warnings import ADVICE, BUILT_ADVICE
 from cookbook.config.cell import ERROR, WARNING, Cell, Finding, Verdict, train_argv
+from cookbook.config.dialect.argv import arguments
+from cookbook.config.dialect.names import PACKAGE, TORCHTITAN
+from cookbook.config.facts import Facts
 from cookbook.config.recipe import OF_PRECISION
-from cookbook.config.stack import TORCHTITAN, load_stack
 from cookbook.config.validate import judge
 from cookbook.predict.memory import FITS, TIGHT, StageMemory, predict_memory, state_gib, verdict
 from cookbook.predict.rank import Rank, describe_ranks
@@ -50,7 +52,7 @@ class Built:
 
 
 @contextlib.contextmanager
-def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell], Built]]:
+def dry_run(module: str = f"{PACKAGE}.dry_build") -> Iterator[Callable[[Cell], Built]]:
     """Start a subprocess, and yield a function that builds a configuration's model in it."""
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         # Errors go to a file: a pipe that nobody reads could block the subprocess.
@@ -67,7 +69,7 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
             "WANDB_MODE": "disabled",
         }
         with said.open("w") as errors:
-            command = [sys.executable, "-m", module, load_stack().hooks]
+            command = [sys.executable, "-m", module]
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
             # Start it in its own session, so that its forked children can be killed with it.
             pipes |= {"env": environment, "start_new_session": True}
@@ -109,14 +111,15 @@ def build_cells(cells: Sequence[Cell]) -> list[Built]:
 
 
 def _request(cell: Cell) -> dict[str, Any]:
-    gpu, named = cell.cluster.gpu, cell.options.stack.options["job.description"]
-    description = named.arguments(cell.description)
+    gpu, exchange = cell.cluster.gpu, cell.facts.exchange
+    description = arguments(cell.options.stack.options[Facts.description], cell.description)
     return {
         "argv": [word for word in train_argv(cell) if word not in description],
         "world": cell.world,
         "pp": cell.layout.pp,
         "ranks_per_node": cell.cluster.ranks_per_node,
         "compute_capability": gpu.compute_capability if gpu else None,
+        "stand_ins": {exchange.title: exchange.modules} if exchange.modules else {},
     }
 
 
@@ -168,7 +171,7 @@ class CellCheck:
     def verdict(self) -> str | None:
         """`fits`, `tight` or `will not fit`; None if there is no GPU or the memory is unknown."""
         gpu, peak = self.cell.cluster.gpu, self.peak
-        return verdict(peak.total, gpu.memory_gib, self.cell.options) if peak and gpu else None
+        return verdict(peak.total, gpu.memory_gib, self.cell.facts) if peak and gpu else None
 
     @property
     def summary(self) -> str:
@@ -263,11 +266,11 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
 
 def _remedy(check: CellCheck, largest: str) -> str:
     if largest in ("activations", "recomputed layer", "layer's temporaries"):
-        is_full = check.cell.options["activation_checkpoint.mode"] == "full"
-        more = "" if is_full else "set activation_checkpoint.mode full, or "
-        return f"{more}lower training.local_batch_size"
+        is_full = check.cell.facts.ac_mode == "full"
+        more = "" if is_full else f"set {Facts.ac_mode} full, or "
+        return f"{more}lower {Facts.local_batch}"
     if largest == "logits and loss":
-        return "lower training.local_batch_size, or compile the loss"
+        return f"lower {Facts.local_batch}, or compile the loss"
     if largest in ("gathered parameters", "unreduced gradients"):
         return "spread the experts over more ranks (EP), or use fewer pipeline ranks"
     state = state_gib(check.ranks[0])

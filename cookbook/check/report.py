@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
 from cookbook.config.cell import PARTS, Finding
-from cookbook.predict.facts import attended_text
+from cookbook.config.facts import EXCHANGES
+from cookbook.predict.hardware import attended_text
 from cookbook.predict.memory import state_gib
-from cookbook.predict.traffic import EP_BACKENDS
 
 
 def render_json(checks: Sequence[CellCheck]) -> str:
@@ -131,7 +131,8 @@ def _work(check: CellCheck) -> Iterator[str]:
     flops = f"{work.flops_per_gpu_step / 1e12:,.0f} TFLOP a GPU in a step"
     yield f"    {work.tokens_per_step:,} tokens and {flops}, which sends, in GiB:"
     titles = {"fsdp": "FSDP", "tp": "TP", "pp": "PP"}
-    titles |= {f"ep/{name}": f"EP {name}" for name in EP_BACKENDS}
+    backends = [exchange.ep_backend for exchange in EXCHANGES.values()]
+    titles |= {f"ep/{name}": f"EP {name}" for name in backends}
     rows = [["", "NVLink", "InfiniBand", ""]]
     for kind, title in titles.items():
         sizes = (work.bytes_per_gpu_step[kind].nvlink, work.bytes_per_gpu_step[kind].infiniband)
@@ -146,7 +147,7 @@ def _step(check: CellCheck) -> Iterator[str]:
         if check.no_step:
             yield f"  time: not predicted: {check.no_step}"
         return
-    yield f"  attention: {attended_text(step.documents, check.cell.options['training.seq_len'])}"
+    yield f"  attention: {attended_text(step.documents, check.cell.facts.seq_len)}"
     speed = f"{step.step_ms:,.0f} ms a step, {step.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
     source = "predicted (docs/evidence/prediction.md)"
     yield f"  time, {source}: {speed}; milliseconds of rank {step.rank}:"

@@ -3,24 +3,20 @@
 import math
 
 from cookbook.base.paths import ROOT
-from cookbook.config.cell import ATTENTION, HINT, WARNING, Cell, Problems, Rule, rule
+from cookbook.config.cell import HINT, WARNING, Cell, CellRule, Problems, rule
 from cookbook.config.cluster import seconds_of
-from cookbook.config.options import DEGREES
-from cookbook.config.recipe import COMM_BACKEND
-from cookbook.config.stack import FLASH_ATTENTION, PIPELINING, TORCHAO, TORCHTITAN
-from cookbook.config.validate.kernels import CUSTOM_IMPORT
-from cookbook.config.validate.layout import microbatches
+from cookbook.config.dialect.names import FLASH_ATTENTION, PIPELINING, TORCHAO, TORCHTITAN
+from cookbook.config.facts import Facts
 from cookbook.predict.operators import BYTES
 from cookbook.predict.rank import count_parameters, model_of
-from cookbook.predict.shapes import destinations, routing_of
+from cookbook.predict.shapes import destinations
 
-ADVICE: list[Rule] = []  # for cells whose input is valid
+ADVICE: list[CellRule] = []  # for cells whose input is valid
 # For cells whose model has also been built, and whose memory could be predicted.
-BUILT_ADVICE: list[Rule] = []
+BUILT_ADVICE: list[CellRule] = []
 
 # Runs of at most this many steps only measure throughput; in longer runs the loss matters.
 _LONG_RUN = 200
-_BATCH = "training.local_batch_size"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
 _BLOG = (
     "https://pytorch.org/blog/enabling-up-to-41-faster-pre-training-mxfp8-and-deepep-"
@@ -31,16 +27,15 @@ _BLOG = (
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/train.py")
 def fewer_nodes(cell: Cell) -> Problems:
     """Warn if the cell has fewer nodes than its recipe is designed for."""
-    wanted, layout = cell.recipe.nodes, cell.layout
+    wanted, facts = cell.recipe.nodes, cell.facts
     if cell.nodes >= wanted or cell.stand_in_for is not None or cell.cluster.scheduler == "local":
         return
     reason = f"{cell.recipe.name} is made for {wanted} nodes and runs on {cell.nodes}"
-    if cell.options["training.global_batch_size"] < 0:
-        local = cell.options[_BATCH]
-        replicas = layout.dp_replicate * layout.dp_shard
+    if facts.global_batch < 0:
+        local, replicas = facts.local_batch, facts.layout.replicas
         reason += f", and a step trains {local * replicas:,} sequences (local batch {local} x "
         reason += f"{replicas} data-parallel ranks)"
-    yield "", reason, "set training.global_batch_size to keep the batch"
+    yield "", reason, f"set {Facts.global_batch} to keep the batch"
 
 
 @rule(ADVICE, level=HINT)
@@ -59,99 +54,92 @@ def short_time_limit(cell: Cell) -> Problems:
         yield "", f"time {limit} is {minutes:g} minutes to sbatch", f"write {limit}:00 for hours"
 
 
-@rule(ADVICE, level=WARNING, reference="https://github.com/pytorch/torchtitan/pull/2416")
-def released_torchtitan(cell: Cell) -> Problems:
-    """Warn if the cookbook's hooks, which fix bugs in TorchTitan, are not used."""
-    hooks = cell.options.stack.hooks
-    if cell.hooks != hooks:
-        reason = "without the cookbook's hooks the router's gradient is wrong under TP, and "
-        yield CUSTOM_IMPORT, f"{reason}V-shaped schedules log no loss", f"set it to {hooks}"
-
-
 @rule(ADVICE, level=WARNING, reference=PIPELINING)
 def starved_pipeline(cell: Cell) -> Problems:
-    count, ranks = microbatches(cell), cell.layout.pp
+    count, ranks = cell.facts.microbatches, cell.layout.pp
     if count is not None and count < ranks:
-        size = cell.options["parallelism.pipeline_parallel_microbatch_size"]
+        size = cell.facts.microbatch
         reason = f"{count} microbatches cannot keep {ranks} pipeline ranks busy"
-        yield _BATCH, reason, f"raise it to {4 * ranks * size} or more"
+        yield Facts.local_batch, reason, f"raise it to {4 * ranks * size} or more"
 
 
 @rule(ADVICE, level=HINT, reference=PIPELINING)
 def pipeline_bubble(cell: Cell) -> Problems:
-    count, ranks = microbatches(cell), cell.layout.pp
+    count, ranks = cell.facts.microbatches, cell.layout.pp
     if count is not None and ranks <= count < 4 * ranks:
         idle = f"{(ranks - 1) / (count + ranks - 1):.0%} of the time is bubble"
         reason = f"with {count} microbatches for {ranks} pipeline ranks about {idle} (less with an"
-        yield _BATCH, f"{reason} interleaved schedule)", "raise it where memory allows"
+        yield Facts.local_batch, f"{reason} interleaved schedule)", "raise it where memory allows"
 
 
 @rule(ADVICE, level=WARNING, reference=_CHECKPOINT)
 def checkpoints_resume(cell: Cell) -> Problems:
     """Warn of checkpoint settings with which a resumed run loses progress or state."""
-    steps, options = cell.steps, cell.options
-    if not options["checkpoint.enable"]:
+    steps, facts = cell.steps, cell.facts
+    if not facts.checkpoints:
         if steps > _LONG_RUN:
             reason = f"no checkpoint in {steps} steps: a lost node costs the whole run"
-            yield "checkpoint.enable", reason, "set checkpoint.enable true"
+            yield Facts.checkpoints, reason, f"set {Facts.checkpoints} true"
         return
-    if options["checkpoint.last_save_model_only"]:
+    if facts.last_save_model_only:
         reason = "the last step is saved without optimizer and cannot be resumed"
-        yield "checkpoint.last_save_model_only", reason, "set it to false to be able to continue"
-    interval = options["checkpoint.interval"]
-    if interval > steps and not options["checkpoint.interval_minutes"]:
+        yield Facts.last_save_model_only, reason, "set it to false to be able to continue"
+    interval = facts.save_interval
+    if interval > steps and not facts.save_minutes:
         reason = f"{interval} is beyond the last step ({steps}): nothing is saved before the end"
-        yield "checkpoint.interval", reason, f"try {max(steps // 6, 1)}"
-    if options["checkpoint.load_only"]:
+        yield Facts.save_interval, reason, f"try {max(steps // 6, 1)}"
+    if facts.load_only:
         reason = "nothing is saved: a requeued job begins where this one did"
-        yield "checkpoint.load_only", reason, "set it to false"
+        yield Facts.load_only, reason, "set it to false"
 
 
 def _routing_option(cell: Cell) -> str:
-    forced = "debug.moe_force_load_balance"
-    return forced if cell.options[forced] else "debug.moe_routing"
+    return Facts.is_balance_forced if cell.facts.is_balance_forced else Facts.moe_routing
 
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/components/lr_scheduler.py")
 def warm_up_ends(cell: Cell) -> Problems:
     """Warn of a warm-up that is longer than the schedule, except in benchmarks."""
-    options, option = cell.options, "lr_scheduler.warmup_steps"
-    total = options["lr_scheduler.total_steps"] or cell.steps
+    facts = cell.facts
+    total = facts.total_steps or facts.steps
     # Do not warn about the published convergence experiment, which ends during its warm-up.
-    is_published = (options[option], total) == (2000, 1500)
-    if options[option] > total and not (is_published or options["debug.moe_force_load_balance"]):
-        reason = f"{options[option]} steps are longer than the run, whose {total} steps all warm up"
-        yield option, reason, f"try {max(1, total // 10)}"
+    is_published = (facts.warmup_steps, total) == (2000, 1500)
+    if facts.warmup_steps > total and not (is_published or facts.is_balance_forced):
+        reason = f"{facts.warmup_steps} steps are longer than the run, whose {total} steps all "
+        yield Facts.warmup_steps, f"{reason}warm up", f"try {max(1, total // 10)}"
 
 
 @rule(ADVICE, level=HINT, reference=_CHECKPOINT)
 def weights_are_read(cell: Cell) -> Problems:
     """Mention how many GB of published weights the ranks read when the job first starts."""
-    options = cell.options
-    if not (options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]):
+    facts = cell.facts
+    if not (facts.checkpoints and facts.initial_load_in_hf):
         return
-    shown = options["checkpoint.initial_load_path"] or options["model.hf_assets_path"]
+    shown = facts.initial_load_path or facts.assets or ""
     if size := sum(file.stat().st_size for file in (ROOT / shown).glob("*.safetensors")) / 1e9:
         part = f"each of {cell.world} ranks reads the tensors of its own shards"
         reason = f"{size:,.2f} GB are read from {shown}: {part}, and nothing is expanded on disk"
-        yield "checkpoint.initial_load_in_hf", reason, ""
+        yield Facts.initial_load_in_hf, reason, ""
 
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def balance_is_real(cell: Cell) -> Problems:
     """Warn of forced routing in a long run, because it makes the loss meaningless."""
-    if (routing := routing_of(cell)) != "trained" and cell.steps > _LONG_RUN:
+    if (routing := cell.facts.routing) != "trained" and cell.steps > _LONG_RUN:
         how = "round-robin" if routing == "round_robin" else "at random"
-        option = _routing_option(cell)
         reason = f"experts are dealt out {how} for {cell.steps} steps, and the loss says nothing"
-        value = "false" if "force" in option else "trained"
-        yield option, f"{reason} about convergence", f"set it to {value} where the loss matters"
+        value = "false" if cell.facts.is_balance_forced else "trained"
+        yield (
+            _routing_option(cell),
+            f"{reason} about convergence",
+            f"set it to {value} where the loss matters",
+        )
 
 
 @rule(ADVICE, level=HINT, reference=f"{TORCHTITAN}/protocols/state_dict_adapter.py")
 def routing_bias_stays_here(cell: Cell) -> Problems:
     model = cell.options.model
-    if model and not model.publishes_bias and cell.options["checkpoint.enable"]:
+    if model and not model.publishes_bias and cell.facts.checkpoints:
         reason = f"{cell.options.model_title}'s published format has no routing bias: transformers "
         yield "", f"{reason}routes an export without it; published weights start it at zero", ""
 
@@ -159,9 +147,9 @@ def routing_bias_stays_here(cell: Cell) -> Problems:
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/utils.py")
 def parameters_are_sharded(cell: Cell) -> Problems:
     layout = cell.layout
-    if layout.tp * layout.pp > 1 and not layout.has_fsdp and cell.param_dtype == "float32":
+    if layout.tp * layout.pp > 1 and not layout.has_fsdp and cell.facts.param_dtype == "float32":
         reason = "TP or PP without FSDP computes in FP32: mixed precision comes with FSDP"
-        yield DEGREES["dp_shard"], reason, "leave at least 2 ranks to data-parallel shards"
+        yield Facts.dp_shard, reason, "leave at least 2 ranks to data-parallel shards"
 
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/llama3/infra/parallelize.py")
@@ -170,8 +158,8 @@ def replicas_are_summed(cell: Cell) -> Problems:
     if layout.dp_replicate > 1 and not layout.has_fsdp:
         reason = "without shards DDP averages gradients that are divided by all replicas' tokens"
         reason += f" already: they are {layout.dp_replicate} times too small where they are clipped"
-        remedy = f"set it to 1 and {DEGREES['dp_shard']} to -1: FSDP sums"
-        yield DEGREES["dp_replicate"], reason, remedy
+        remedy = f"set it to 1 and {Facts.dp_shard} to -1: FSDP sums"
+        yield Facts.dp_replicate, reason, remedy
 
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/parallel_dims.py")
@@ -180,16 +168,16 @@ def tp_in_a_node(cell: Cell) -> Problems:
     degree, per_node = cell.layout.tp, cell.cluster.ranks_per_node
     if degree > per_node or per_node % degree:
         reason = f"{degree} ranks do not lie within one node of {per_node}"
-        yield DEGREES["tp"], reason, f"set it to a divisor of {per_node}"
+        yield Facts.tp, reason, f"set it to a divisor of {per_node}"
 
 
 @rule(ADVICE, level=HINT, reference="https://github.com/deepseek-ai/DeepEP/blob/main/README.md")
 def exchange_within_a_node(cell: Cell) -> Problems:
     """Point out that an EP backend built for InfiniBand may gain little within one node."""
-    exchange, ep = cell.exchange, cell.layout.ep
+    exchange, ep = cell.facts.exchange, cell.layout.ep
     if exchange.sends_once_per_rank and 1 < ep <= exchange.ranks_per_node:
         reason = f"at EP {ep} {exchange.title} may gain little over the all-to-all, or lose to it:"
-        yield COMM_BACKEND, f"{reason} tokens travel over NVLink alone", "measure both"
+        yield Facts.comm_backend, f"{reason} tokens travel over NVLink alone", "measure both"
 
 
 @rule(ADVICE, level=HINT, reference=f"{TORCHAO}/prototype/moe_training/README.md")
@@ -203,24 +191,24 @@ def emulated_has_no_speed(cell: Cell) -> Problems:
 def reference_has_no_speed(cell: Cell) -> Problems:
     if cell.attends_by_reference:
         reason = "a reference computes attention on the CPU, document by document: its numerics are"
-        yield ATTENTION, f"{reason} right, its speed means nothing", ""
+        yield Facts.attention, f"{reason} right, its speed means nothing", ""
 
 
 @rule(BUILT_ADVICE, level=HINT, reference=_BLOG)
 def small_experts(cell: Cell) -> Problems:
     """Point out that quantized GEMMs may not pay off for small experts."""
     hidden = model_of(cell).expert_hidden
-    if cell.options["model.converters"] and not cell.emulated and hidden < 2048:
+    if cell.facts.converters and not cell.emulated and hidden < 2048:
         reason = f"for experts of hidden size {hidden} quantizing may cost more than faster GEMMs"
         reason += " bring (published for 2,048, of the 671B; not gained on the 16B)"
-        yield "model.converters", reason, "compare with --precision bf16"
+        yield Facts.converters, reason, "compare with --precision bf16"
 
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def forced_balance_flatters(cell: Cell) -> Problems:
     """Point out that the EP backend is faster with round-robin routing than with real routing."""
-    ep, exchange = cell.layout.ep, cell.exchange
-    if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
+    ep, exchange = cell.layout.ep, cell.facts.exchange
+    if cell.facts.routing != "round_robin" or not exchange.sends_once_per_rank:
         return
     dealt, routed = (destinations(model_of(cell), ep, one) for one in ("round_robin", "random"))
     if dealt < 0.8 * routed:
@@ -232,24 +220,24 @@ def forced_balance_flatters(cell: Cell) -> Problems:
 @rule(BUILT_ADVICE, level=HINT, reference="https://doi.org/10.1016/j.future.2004.11.016")
 def saving(cell: Cell) -> Problems:
     """Suggest the save interval that loses the least time to saves and to failures."""
-    cluster, options = cell.cluster, cell.options
-    if not options["checkpoint.enable"] or cluster.node_failure_days is None:
+    cluster, facts = cell.cluster, cell.facts
+    if not facts.checkpoints or cluster.node_failure_days is None:
         return
     # A checkpoint holds the parameters and Adam's two moments.
     parameters, _ = count_parameters(model_of(cell))
-    size_gb = 3 * parameters * BYTES[options["training.dtype"]] / 1e9
+    size_gb = 3 * parameters * BYTES[facts.dtype] / 1e9
     waits_s = written_s = size_gb / cluster.write_gb_per_s if cluster.write_gb_per_s else None
-    if options["checkpoint.async_mode"] != "disabled":
+    if facts.async_mode != "disabled":
         # Training waits only for the copy to host memory, at about 10 GB/s. TorchTitan logs the
         # actual time as `Finished saving the checkpoint ...`.
         waits_s = size_gb / cell.world / 10.0
     if waits_s is None:
         reason = f"training waits until {size_gb:,.0f} GB are written, at each save"
-        yield "checkpoint.async_mode", reason, "set it to async"
+        yield Facts.async_mode, reason, "set it to async"
         return
     days = cluster.node_failure_days / cell.nodes
     best_s = max(math.sqrt(2 * waits_s * days * 86_400), written_s or 0.0)
-    found_s = 60 * options["checkpoint.interval_minutes"]
+    found_s = 60 * facts.save_minutes
     # The cost is flat around its minimum: an interval 3 times longer or shorter costs little more.
     if found_s and best_s / 3.0 <= found_s <= best_s * 3.0:
         return
@@ -257,4 +245,4 @@ def saving(cell: Cell) -> Problems:
     reason = f"saved {found}; a save of {size_gb:,.0f} GB keeps training waiting for about "
     reason += f"{waits_s:.2g} s, and one of {cell.nodes} nodes fails about every {days:.2g} days"
     remedy = f"set it to about {max(1, round(best_s / 60))} (Young and Daly)"
-    yield "checkpoint.interval_minutes", reason, remedy
+    yield Facts.save_minutes, reason, remedy

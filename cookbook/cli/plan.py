@@ -17,9 +17,9 @@ from cookbook.config.resolve import merge_config
 from cookbook.config.sweep import requested_pair
 from cookbook.config.validate import validation_errors
 from cookbook.plan import report
-from cookbook.plan.search import Candidate, Found, Stop, evaluate, search, walk
+from cookbook.plan.search import Candidate, SearchResult, Stop, evaluate, search, walk
 from cookbook.plan.space import rejected_values, space_of
-from cookbook.predict.facts import Documents, documents_of, hardware_of, parse_documents
+from cookbook.predict.hardware import Documents, documents_of, hardware_of, parse_documents
 from cookbook.predict.rank import model_of
 
 
@@ -58,7 +58,7 @@ def plan(arguments: argparse.Namespace) -> int:
     with Progress(*columns, console=stderr, transient=True, disable=is_hidden) as progress:
         task = progress.add_task("", total=len(cells))
 
-        def show(found: Found) -> None:
+        def show(found: SearchResult) -> None:
             progress.update(task, completed=len(found.candidates) + found.larger)
 
         found = search(cells, documents, show)

@@ -9,33 +9,15 @@ from typing import Any
 from cookbook.base.errors import nearest
 from cookbook.base.yamlfile import Words
 from cookbook.config.cluster import Cluster
-from cookbook.config.options import Layout, Options, argv_of, exported, layout_of
-from cookbook.config.recipe import (
-    EXCHANGES,
-    STANDARD,
-    Exchange,
-    Overlay,
-    Recipe,
-    implied,
-    reference,
-)
-from cookbook.config.stack import Stack
+from cookbook.config.dialect.argv import argv_of, launch_argv
+from cookbook.config.dialect.names import Names
+from cookbook.config.facts import Facts, Layout
+from cookbook.config.options import Options, Setting, exported
+from cookbook.config.recipe import Overlay, Recipe, reference
 from cookbook.run.record import CellRecord
 
-# Options that the cookbook adds to TorchTitan's.
-ATTENTION = "model.attention"
-NUM_CHUNKS = "loss.num_chunks"
-EP_CHUNKS = "deepep.num_chunks"
-SCORE_ACTIVATIONS = "deepep.score_activations"
-ROW_KERNELS = "cookbook.row_kernels"
-SAVE_LIST = "activation_checkpoint.op_sac_save_list"
-LAYERS_KEPT = "activation_checkpoint.num_layers_kept"
-# The options that do nothing unless TorchTitan imports the cookbook's hooks.
-OF_HOOKS = (NUM_CHUNKS, EP_CHUNKS, LAYERS_KEPT, SAVE_LIST, SCORE_ACTIVATIONS, ATTENTION)
 # Fields of `Cell` that are read from files, and the folder of those files, relative to `recipes/`.
 PARTS = {"recipe": "", "precision": "precision", "ep_backend": "ep_backend", "cluster": "cluster"}
-# The operators that SAVE_LIST may name; the first three are TorchTitan's default.
-SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +31,6 @@ class Cell:
     cluster: Cluster
     nodes: int
     options: Options
-    hooks: str  # the module that TorchTitan imports in every training process
     emulated: bool  # whether software emulates the precision or EP backend on this cluster
     stand_in_for: str | None = None  # the recipe asked for, if a small one replaces it
     refused: str | None = None  # why the cell cannot run
@@ -70,12 +51,16 @@ class Cell:
         return self.recipe.spare_nodes if self.cluster.scheduler == "slurm" else 0
 
     @functools.cached_property
+    def facts(self) -> Facts:
+        return Facts(self.options, self.world)
+
+    @property
     def layout(self) -> Layout:
-        return layout_of(self.options, self.world)
+        return self.facts.layout
 
     @property
     def steps(self) -> int:
-        return int(self.options["training.steps"])
+        return self.facts.steps
 
     @property
     def description(self) -> str:
@@ -93,11 +78,6 @@ class Cell:
         parts = (self.precision, self.ep_backend)
         return tuple(one for one in parts if self.emulated and one.emulated is not None)
 
-    @functools.cached_property
-    def exchange(self) -> Exchange:
-        """The implementation of MoE token dispatch and combine that the options select."""
-        return EXCHANGES.get(implied(self.options)["dispatch"], STANDARD)
-
     @property
     def own_pair(self) -> str:
         """The pair that the recipe was written for; empty if it is this cell's or the default."""
@@ -105,35 +85,9 @@ class Cell:
         return "" if own in (self.pair, "bf16+standard") else own
 
     @property
-    def uses_flash_attention(self) -> bool:
-        """Whether FlashAttention-4, or its reference on the CPU, computes attention."""
-        return bool(self.options[ATTENTION] == "flash_attention_4")
-
-    @property
     def attends_by_reference(self) -> bool:
         """Whether attention runs on the CPU, in FlashAttention-4's reference implementation."""
-        return self.uses_flash_attention and self.cluster.gpu is None
-
-    @property
-    def saves(self) -> frozenset[str]:
-        """The operators whose outputs selective recomputation saves; empty if that mode is off."""
-        modes = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
-        if [self.options[name] for name in modes] != ["selective", "op"]:
-            return frozenset()
-        return frozenset(self.options[SAVE_LIST] or SAVED_OPERATORS[:3])
-
-    @property
-    def is_compiled(self) -> bool:
-        components = self.options["compile.components"]
-        return bool(self.options["compile.enable"] and "model" in components)
-
-    @property
-    def param_dtype(self) -> str:
-        """The dtype in which forward and backward compute."""
-        layout = self.layout
-        # FSDP casts the parameters. Without FSDP, TorchTitan uses autocast, but not with TP or PP.
-        casts = layout.has_fsdp or layout.tp * layout.pp == 1
-        return str(self.options["training.mixed_precision_param" if casts else "training.dtype"])
+        return self.facts.uses_flash_attention and self.cluster.gpu is None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -173,23 +127,12 @@ class Cell:
 
 def train_argv(cell: Cell) -> list[str]:
     """Return the cell's arguments for TorchTitan, except those that name the run's folders."""
-    stack = cell.options.stack
-    words = launch_argv(stack, cell.description)
-    for overlay in (cell.precision, cell.ep_backend):
-        words += stack.options[f"cookbook.{overlay.kind}"].arguments(overlay.name)
-        words += argv_of(stack, overlay.expect)
-    words += stack.options["cookbook.emulated"].arguments(True) if cell.emulated else []
-    return words + argv_of(stack, cell.options.settings)
-
-
-def launch_argv(stack: Stack, description: str) -> list[str]:
-    """Return the arguments that make TorchTitan load the cookbook's options and hooks."""
-    values = {
-        "job.custom_config_module": f"{stack.hooks}.job_config",
-        "experimental.custom_import": stack.hooks,
-        "job.description": description,
-    }
-    return [word for name in values for word in stack.options[name].arguments(values[name])]
+    stack, said = cell.options.stack, dict[str, Setting]()
+    for name, overlay in ((Names.precision, cell.precision), (Names.ep_backend, cell.ep_backend)):
+        said |= {name: Setting(overlay.name, ""), **overlay.expect}
+    if cell.emulated:
+        said[Names.emulated] = Setting(True, "")
+    return launch_argv(stack, cell.description) + argv_of(stack, said | {**cell.options.settings})
 
 
 ERROR, WARNING, HINT = "error", "warning", "hint"
@@ -217,15 +160,15 @@ class Finding:
 
 # What the body of a rule yields: tuples of option, reason and remedy.
 Problems = Iterator[tuple[str, str, str]]
-Rule = Callable[..., Iterator[Finding]]
+CellRule = Callable[..., Iterator[Finding]]
 
 
 def rule(
-    rules: list[Rule], *, level: str = ERROR, reference: str = "", is_input: bool = False
-) -> Callable[[Callable[..., Problems]], Rule]:
+    rules: list[CellRule], *, level: str = ERROR, reference: str = "", is_input: bool = False
+) -> Callable[[Callable[..., Problems]], CellRule]:
     """Return a decorator that turns a generator of problems into a rule and adds it to `rules`."""
 
-    def register(problems: Callable[..., Problems]) -> Rule:
+    def register(problems: Callable[..., Problems]) -> CellRule:
         def findings(*arguments: Any) -> Iterator[Finding]:
             for problem in problems(*arguments):
                 yield Finding(level, problems.__name__, *problem, reference, is_input)

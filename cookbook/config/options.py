@@ -8,10 +8,9 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.base.family import Family, Model
 from cookbook.base.yamlfile import Words, YamlFile
+from cookbook.config.dialect.names import OVERRIDES, Names
 from cookbook.config.stack import Stack, load_stack
 from cookbook.run.record import CellRecord
-
-OVERRIDES = "model.overrides."
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Options:
 
     def override(self, *layers: Settings) -> "Options":
         """Return these options, overridden by each of the settings in `layers`; later ones win."""
-        over = {name: setting for layer in layers for name, setting in layer.items()}
+        over = {n: setting for layer in layers for n, setting in layer.items() if n}
         return Options(self.stack, {**self.settings, **over})
 
     def origin(self, name: str) -> str:
@@ -55,8 +54,8 @@ class Options:
 
     @property
     def family(self) -> Family | None:
-        """The model family that option `model.name` selects; None if there is no such family."""
-        return self.stack.families.get(self["model.name"])
+        """The model family that the options select; None if there is no such family."""
+        return self.stack.families.get(self[Names.model_name])
 
     @property
     def overrides(self) -> dict[str, int]:
@@ -66,60 +65,18 @@ class Options:
 
     @property
     def model(self) -> Model | None:
-        flavor = self.family and self.family.flavors.get(self["model.flavor"])
+        flavor = self.family and self.family.flavors.get(self[Names.flavor])
         return self.family.overridden(flavor, self.overrides) if self.family and flavor else None
 
     @property
     def model_title(self) -> str:
-        name = self.family.title if self.family else self["model.name"]
-        return f"{name} {self['model.flavor']}" + " with overrides" * bool(self.overrides)
+        name = self.family.title if self.family else self[Names.model_name]
+        return f"{name} {self[Names.flavor]}" + " with overrides" * bool(self.overrides)
 
 
 def options_of(record: CellRecord) -> Options:
     """Return the options in `record`; any other option has TorchTitan's default."""
     return Options(load_stack(), {name: Setting(v, "") for name, v in record.options.items()})
-
-
-DEGREES = {
-    "pp": "parallelism.pipeline_parallel_degree",
-    "dp_replicate": "parallelism.data_parallel_replicate_degree",
-    "dp_shard": "parallelism.data_parallel_shard_degree",
-    "cp": "parallelism.context_parallel_degree",
-    "tp": "parallelism.tensor_parallel_degree",
-    "ep": "parallelism.expert_parallel_degree",
-    "etp": "parallelism.expert_tensor_parallel_degree",
-}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The parallel degrees of a job; in a valid job each is at least 1."""
-
-    world: int
-    pp: int
-    dp_replicate: int
-    # A configured -1 means all remaining ranks; it is resolved here, to 0 if no ranks remain.
-    dp_shard: int
-    cp: int
-    tp: int
-    ep: int
-    etp: int
-
-    @property
-    def stage_ranks(self) -> int:
-        return self.world // self.pp
-
-    @property
-    def has_fsdp(self) -> bool:
-        return self.dp_shard * self.cp > 1
-
-
-def layout_of(options: Options, world: int) -> Layout:
-    degrees = {short: options[name] for short, name in DEGREES.items()}
-    if degrees["dp_shard"] == -1:
-        others = degrees["dp_replicate"] * degrees["cp"] * degrees["tp"] * degrees["pp"]
-        degrees["dp_shard"] = world // max(others, 1)
-    return Layout(world=world, **degrees)
 
 
 def read_sections(file: YamlFile) -> Settings:
@@ -165,47 +122,6 @@ def command_line_settings(words: Sequence[str]) -> Settings:
             raise InputError(place, "has no value", "write --set SECTION.KEY=VALUE")
         settings[name] = Setting(load_stack().setting(place, name).parse(place, text), place)
     return settings
-
-
-def argv_of(stack: Stack, settings: Settings) -> list[str]:
-    options = stack.options
-    return [word for name in settings for word in options[name].arguments(settings[name].value)]
-
-
-def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
-    """Parse `--section.key=value` and `--section.key value`; the last value of an option wins."""
-    settings, left = dict[str, Setting](), list(words)
-    while left:
-        word = left.pop(0)
-        if not (word.startswith("--") and "." in word.partition("=")[0]):
-            remedy = "TorchTitan's begin with --section.key, sbatch's go before the script"
-            if (own := re.sub("=.*", "", word)) in ("--precision", "--ep-backend"):
-                remedy = f"write {own[2:].replace('-', '_').upper()}=NAME before sbatch"
-            raise InputError(place, f"found {word!r}", remedy)
-        name, equals, text = word[2:].partition("=")
-        name = name.replace("-", "_")
-        section, _, key = name.rpartition(".")
-        positive = f"{section}.{key.removeprefix('no_')}"
-        is_negative = name not in stack.options and positive in stack.options
-        option = stack.option(place, positive if is_negative else name)
-        at = f"{place}: {option.name}"
-        value: Any
-        if option.kind == "bool":
-            if equals:
-                no = f"--{section}.no_{key}"
-                raise InputError(at, f"takes no value, found {text!r}", f"write --{name} or {no}")
-            value = not is_negative
-        elif option.kind == "lists" and not equals:
-            items = []
-            while left and not left[0].startswith("--"):
-                items.append(left.pop(0).split(","))
-            value = option.check(at, items)
-        else:
-            if not equals and not left:
-                raise InputError(at, "has no value", f"write --{name}=VALUE")
-            value = option.parse(at, text if equals else left.pop(0))
-        settings[option.name] = Setting(value, at)
-    return Options(stack, settings)
 
 
 # Environment variables that users may not set, because bash or the scripts use them.

@@ -1,7 +1,7 @@
 """Find files in `recipes/` by name; read recipes and the overlays that modify them.
 
 To add a precision or an EP backend, write a YAML file. If an EP backend dispatches tokens in a new
-way, also add a row to `EXCHANGES`, a dispatcher to `titan/` and its speed to `predict/`.
+way, also describe that way: see CONTRIBUTING.md.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from cookbook.base.yamlfile import (
     read_yaml,
     shown_path,
 )
+from cookbook.config.dialect.names import EXPECTED
 from cookbook.config.options import (
-    Options,
     Setting,
     Settings,
     check_environment,
@@ -105,58 +105,6 @@ def reference(kind: str, path: Path) -> str:
     return path.stem if path.parent == (RECIPES / kind).resolve() else str(path)
 
 
-COMM_BACKEND = "parallelism.expert_parallel_comm_backend"
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """How tokens travel to the ranks of their experts."""
-
-    name: str  # as YAML files and logs write it: `deepep`
-    title: str  # as error messages write it: `DeepEP`
-    sizes: tuple[int, ...] = ()  # supported EP degrees; empty for any
-    ranks_per_node: int = 0  # required ranks per node if EP spans nodes; 0 for any number
-    has_etp: bool = True  # whether expert tensor parallelism is supported
-    has_own_layer: bool = False  # whether the cookbook has its own MoE layer for this exchange
-    sends_once_per_rank: bool = False  # whether a token is sent once per rank, not per expert
-
-
-STANDARD = Exchange("standard", "the all-to-all")
-_MXFP8 = Exchange("mxfp8", "TorchAO's quantized all-to-all")
-# EP degrees for which the pinned DeepEP has a configuration. At any other degree its
-# `Buffer.get_dispatch_config` fails an assertion.
-_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-_DEEPEP = Exchange(
-    "deepep", "DeepEP", _SIZES, 8, has_etp=False, has_own_layer=True, sends_once_per_rank=True
-)
-EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8, _DEEPEP)}
-
-
-def implied(options: Options) -> dict[str, str]:
-    """Return the GEMM formats and the token dispatch that `options` select."""
-    own_fp8 = options["quantize.linear.float8.recipe_name"] == "power_of_two"
-    formats = {
-        "grouped_gemms": {
-            "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],
-            "quantize.grouped_mm.float8": "fp8",
-        },
-        "linear_layers": {
-            "quantize.linear.mx": "mx",
-            "quantize.linear.float8": "fp8" if own_fp8 else "float8",
-        },
-    }
-    found = dict[str, str]()
-    for key, of in formats.items():
-        enabled = [of[name] for name in options["model.converters"] if name in of]
-        found[key] = " and ".join(enabled) or "bf16"
-    found["dispatch"] = options[COMM_BACKEND]
-    exchanges = ("a2a_dispatch_fwd", "a2a_combine_bwd")
-    quantized = {options[f"parallelism.expert_parallel_{name}_precision"] for name in exchanges}
-    if found["dispatch"] == STANDARD.name and quantized != {"default"}:
-        found["dispatch"] = "mxfp8" if quantized == {"mxfp8"} else "mxfp8 in one exchange of two"
-    return found
-
-
 Kind = Literal["precision", "ep_backend"]
 OF_PRECISION = ("grouped_gemms", "linear_layers")
 # The keys of the `expect` block in each kind of overlay, and their defaults.
@@ -196,7 +144,7 @@ class Overlay:
     environment_from: Words = field(default_factory=Words)
 
     def expects(self, key: str) -> Any:
-        return self.expect[f"cookbook.{key}"].value
+        return self.expect[EXPECTED[key]].value
 
 
 def load_precision(name: str, gpu: Gpu | None = None) -> Overlay:
@@ -230,7 +178,7 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
         place = file.place("expect", key)
         if key not in known:
             raise unknown_name(place, "key", key, known)
-        option = load_stack().option(place, f"cookbook.{key}")
+        option = load_stack().option(place, EXPECTED[key])
         expect[option.name] = Setting(option.check(place, value), place)
     own: dict[str, Any] = {"kind": kind, "name": path.stem, "path": path, "needs": needs}
     own |= {"expect": expect, "settings": read_sections(file)}

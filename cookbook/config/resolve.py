@@ -11,7 +11,8 @@ from cookbook.base.gpus import Gpu
 from cookbook.base.yamlfile import Words
 from cookbook.config.cell import PARTS, Cell
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.options import DEGREES, Options, Setting, Settings
+from cookbook.config.dialect.names import Names
+from cookbook.config.options import Options, Setting, Settings
 from cookbook.config.recipe import Overlay, Recipe, load_ep_backend, load_precision, load_recipe
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
@@ -61,11 +62,11 @@ def merge_config(
         stand_in_for, recipe = recipe.name, load_recipe(recipe.stand_in)
         left_out, of_sweep = tuple(of_sweep), {}
     options = Options(load_stack(), recipe.settings)
-    if is_local and DEGREES["ep"] in options and options.model:
+    if is_local and Names.ep in options and options.model:
         ranks = cluster.ranks_per_node
         degree = math.gcd(ranks, options.model.num_experts)
         origin = f"cluster {cluster.name} ({ranks} ranks)"
-        options = options.override({DEGREES["ep"]: Setting(degree, origin)})
+        options = options.override({Names.ep: Setting(degree, origin)})
     have = cluster.gpu.compute_capability if cluster.gpu else 0.0
     lacking = [one for one in (ep_backend, precision) if one.needs.compute_capability > have]
     emulated = [one.emulated for one in lacking if one.emulated is not None and cluster.emulate]
@@ -73,8 +74,7 @@ def merge_config(
     options = options.override(cluster.settings, of_sweep, overrides)
     name = "-".join([recipe.short_name, precision.name, ep_backend.name])
     parts = (recipe, precision, ep_backend, cluster, _nodes(recipe, cluster, nodes))
-    hooks = load_stack().hooks
-    return Cell(name, *parts, options, hooks, bool(emulated), stand_in_for, left_out=left_out)
+    return Cell(name, *parts, options, bool(emulated), stand_in_for, left_out=left_out)
 
 
 def published_number(cell: Cell) -> float | None:
@@ -130,16 +130,16 @@ def cell_from_record(
     nodes = _nodes(recipe, cluster, nodes or record.nodes)
     kept = ("emulated", "stand_in_for", "baseline", "prediction")
     as_before = {key: getattr(record, key) for key in kept}
-    merged = (recipe, precision, ep_backend, cluster, nodes, options, stack.hooks)
+    merged = (recipe, precision, ep_backend, cluster, nodes, options)
     return _judged(Cell(name, *merged, **as_before))
 
 
 def keep_schedule(options: Options, record: CellRecord, place: str) -> Options:
     """Return the options for resuming a run without changing its learning-rate schedule."""
     steps = record.schedule_steps
-    if TOTAL_STEPS in options or steps in (None, options["training.steps"]):
+    if TOTAL_STEPS in options or steps in (None, options[Names.steps]):
         return options
-    return options.override({TOTAL_STEPS: Setting(steps, f"{place}: training.steps")})
+    return options.override({TOTAL_STEPS: Setting(steps, f"{place}: {Names.steps}")})
 
 
 def this_machine(

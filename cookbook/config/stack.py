@@ -1,14 +1,13 @@
 """A stack: pinned packages, and the options and models of the pinned TorchTitan.
 
-It is read from `requirements.txt` and `tables/<name>.json`, which is generated from the installed
-TorchTitan (see `job_config.py` of the stack's package in `titan/`).
+It is read from `requirements.txt` and from `options.json` in the stack's package in `titan/`, which
+that package's `job_config.py` generates from the installed TorchTitan.
 """
 
 import contextlib
 import functools
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,45 +15,8 @@ from typing import Any
 
 from cookbook.base.errors import InputError, described, nearest, quotes_remedy, unknown_name
 from cookbook.base.family import Family, Model
-from cookbook.base.paths import REQUIREMENTS
-
-# URLs of source code at the stack's versions; for FlashAttention, of the main branch.
-TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
-TORCHAO = "https://github.com/pytorch/ao/blob/v0.16.0/torchao"
-FLASH_ATTENTION = "https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/cute"
-PIPELINING = (
-    "https://github.com/pytorch/pytorch/blob/v2.10.0/torch/distributed/pipelining/schedules.py"
-)
-_LINE = re.compile(
-    r"([A-Za-z0-9_.-]+)\s*(?:==\s*([^\s;#]+)|@\s*(\S+@([0-9a-f]{7,40})))"
-    r"\s*(?:;\s*extra\s*==\s*[\"'](\w+)[\"'])?"
-)
-
-
-@dataclass(frozen=True)
-class Pin:
-    """A pinned package; `value` is its version, or its commit if `source` is a repository."""
-
-    name: str
-    value: str
-    source: str = ""
-    extra: str = ""
-
-    @property
-    def requirement(self) -> str:
-        """The package and its pin, in the form that `pip install` accepts."""
-        return f"{self.name} @ {self.source}" if self.source else f"{self.name}=={self.value}"
-
-
-def read_pins(path: Path = REQUIREMENTS) -> list[Pin]:
-    found = map(_LINE.match, path.read_text(encoding="utf-8").splitlines())
-    rows = (match.groups("") for match in found if match)
-    return [Pin(name, version or sha, url, extra) for name, version, url, sha, extra in rows]
-
-
-def stack_name(path: Path = REQUIREMENTS) -> str:
-    """Return the name of the stack from the first line of `path` (`# stack 2026.02`)."""
-    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# stack").strip()
+from cookbook.config.dialect.names import PACKAGE, SET_BY_SCRIPTS
+from cookbook.config.pins import read_pins, stack_name
 
 
 @dataclass(frozen=True)
@@ -112,17 +74,6 @@ class Option:
             return json.dumps(value) if self.kind == "lists" else ",".join(value)
         return str(value)
 
-    def arguments(self, value: Any) -> list[str]:
-        """Return the argv words that set this option to a checked `value`."""
-        section, _, key = self.name.rpartition(".")
-        if self.kind == "bool":
-            return [f"--{section}.{key}" if value else f"--{section}.no_{key}"]
-        if self.kind == "lists" and value is not None:
-            return [f"--{self.name}", *(",".join(items) for items in value)]
-        if self.kind == "list" and not value:
-            return []
-        return [f"--{self.name}={self.as_text(value)}"]
-
 
 _ALLOWED = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
 _ALLOWED |= {"list": "a list of texts", "lists": "a list of lists of texts"}
@@ -135,22 +86,6 @@ def _holds(kind: str, value: Any) -> bool:
     return type(value).__name__ == kind and (kind != "float" or math.isfinite(value))
 
 
-# Options that only the scripts may set, and what a user can do instead.
-_SET_BY_SCRIPTS = {
-    "job.dump_folder": "set CELL_DIR or COOKBOOK_RUNS in the environment",
-    "metrics.save_tb_folder": "it is in the attempt's folder",
-    "comm.save_traces_folder": "it is in the attempt's folder",
-    "profiling.save_traces_folder": "it is in the attempt's folder",
-    "profiling.save_memory_snapshot_folder": "it is in the attempt's folder",
-    "job.custom_config_module": "add options to the stack's job_config.py in cookbook/titan",
-    "experimental.custom_import": "add it to the stack's package in cookbook/titan",
-    "cookbook.precision": "use --precision, or PRECISION before sbatch",
-    "cookbook.ep_backend": "use --ep-backend, or EP_BACKEND before sbatch",
-    "cookbook.grouped_gemms": "set grouped_gemms in the precision's `expect` block",
-    "cookbook.linear_layers": "set linear_layers in the precision's `expect` block",
-    "cookbook.dispatch": "set dispatch in the EP backend's `expect` block",
-    "cookbook.emulated": "it follows from precision and cluster",
-}
 # Keys of recipes and sweeps that are not TorchTitan options, and how to set them.
 _OWN_KEYS = {
     "precision": "use --precision, or `precision` at the top of a recipe or sweep",
@@ -174,12 +109,12 @@ class Stack:
     @property
     def hooks(self) -> str:
         """The package that TorchTitan imports in every training process."""
-        return f"cookbook.titan.tt_{self.pins['torchtitan'].replace('.', '_')}"
+        return PACKAGE
 
     def option(self, place: str, name: str) -> Option:
         """Return the option called `name`; raise InputError with the nearest names if unknown."""
         if name not in self.options:
-            known = [full for full in self.options if full not in _SET_BY_SCRIPTS]
+            known = [full for full in self.options if full not in SET_BY_SCRIPTS]
             last = {full: full.rpartition(".")[2] for full in known}
             keys = nearest(name.rpartition(".")[2], last.values())
             # Users abbreviate degrees: for `tp`, suggest `tensor_parallel_degree`.
@@ -195,19 +130,23 @@ class Stack:
         """Return the option called `name`; raise InputError if users may not set it."""
         if name in _OWN_KEYS:
             raise InputError(place, "is not an option of TorchTitan", _OWN_KEYS[name])
-        if name in _SET_BY_SCRIPTS:
-            raise InputError(place, f"{name} is set by the scripts", _SET_BY_SCRIPTS[name])
+        if name in SET_BY_SCRIPTS:
+            raise InputError(place, f"{name} is set by the scripts", SET_BY_SCRIPTS[name])
         return self.option(place, name)
 
 
 @functools.cache
 def load_stack(name: str | None = None) -> Stack:
-    """Read the stack called `name`, by default the one that requirements.txt names."""
-    name = name or stack_name()
-    tables = {path.stem: path for path in (Path(__file__).parent / "tables").glob("*.json")}
-    if name not in tables:
-        raise unknown_name("requirements.txt", "stack", name, tables)
-    table = json.loads(tables[name].read_text(encoding="utf-8"))
+    """Read the stack that requirements.txt names; raise InputError if `name` is another one."""
+    if name not in (None, own := stack_name()):
+        raise unknown_name("requirements.txt", "stack", str(name), [own])
+    # Beside this code: a job runs a copy of the cookbook, and the checkout may have changed since.
+    file = Path(__file__).parents[2].joinpath(*PACKAGE.split("."), "options.json")
+    pins = {pin.name: pin.value for pin in read_pins()}
+    if not file.is_file():
+        found = f"no package in cookbook/titan is for torchtitan {pins['torchtitan']}"
+        raise InputError("requirements.txt", found, "see `another stack` in CONTRIBUTING.md")
+    table = json.loads(file.read_text(encoding="utf-8"))
     choices, optional = table["choices"], table["optional"]
     options = {}
     for one, default in table["options"].items():
@@ -217,7 +156,6 @@ def load_stack(name: str | None = None) -> Stack:
     for entry in table["families"]:
         flavors = {name: Model(**sizes) for name, sizes in entry["flavors"].items()}
         families[entry["name"]] = Family(**{**entry, "flavors": flavors})
-    pins = {pin.name: pin.value for pin in read_pins()}
     sections = frozenset(option.partition(".")[0] for option in options)
     refused, datasets = table["refused_families"], table["datasets"]
-    return Stack(name, pins, options, sections, families, refused, datasets)
+    return Stack(own, pins, options, sections, families, refused, datasets)

@@ -92,11 +92,11 @@ class Surroundings:
 State = Literal["ok", "warning", "problem", "not here"]
 # A check's result: a state, a finding and, unless the state is ok, a remedy; None if the check does
 # not apply.
-Verdict = tuple[State, str] | tuple[State, str, str] | None
+Outcome = tuple[State, str] | tuple[State, str, str] | None
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of a diagnosis, with a remedy if its state is not ok."""
 
     name: str
@@ -118,17 +118,17 @@ class Check:
     """One of the doctor's checks. Some checks are also made on a job's nodes before training."""
 
     name: str
-    look: Callable[[Surroundings], Verdict]
+    look: Callable[[Surroundings], Outcome]
     is_for_local: bool  # whether the doctor also runs it with --local
     node_hours: float | None  # how long a failing node is excluded; None if not run on nodes
     is_for_gpus: bool  # whether to skip it if no GPU is visible
     is_for_ranks: bool  # whether to skip it if jobs run in a container, which has its own software
 
-    def finding(self, here: Surroundings) -> Finding | None:
+    def finding(self, here: Surroundings) -> CheckResult | None:
         if self.is_for_ranks and here.cluster and here.cluster.container:
-            return Finding(self.name, "not here", "that of the container's image counts")
+            return CheckResult(self.name, "not here", "that of the container's image counts")
         verdict = self.look(here) if here.gpus or not self.is_for_gpus else None
-        return Finding(self.name, *verdict) if verdict else None
+        return CheckResult(self.name, *verdict) if verdict else None
 
 
 PASSING_H = 1.0  # hours for which a node with a temporary fault is excluded
@@ -145,15 +145,15 @@ def check(
     node_hours: float | None = None,
     of_gpus: bool = False,
     of_ranks: bool = False,
-) -> Callable[[Callable[[Surroundings], Verdict]], Check]:
-    def add(look: Callable[[Surroundings], Verdict]) -> Check:
+) -> Callable[[Callable[[Surroundings], Outcome]], Check]:
+    def add(look: Callable[[Surroundings], Outcome]) -> Check:
         CHECKS.append(Check(name, look, local, node_hours, of_gpus, of_ranks))
         return CHECKS[-1]
 
     return add
 
 
-def diagnose(here: Surroundings) -> list[Finding]:
+def diagnose(here: Surroundings) -> list[CheckResult]:
     looked = [one.finding(here) for one in CHECKS if one.is_for_local or not here.local]
     return [finding for finding in looked if finding]
 
@@ -166,11 +166,11 @@ def node_faults(here: Surroundings) -> list[Fault]:
     ]
 
 
-def is_ready(findings: Sequence[Finding]) -> bool:
+def is_ready(findings: Sequence[CheckResult]) -> bool:
     return all(finding.state != "problem" for finding in findings)
 
 
-def render_findings(findings: Sequence[Finding]) -> str:
+def render_findings(findings: Sequence[CheckResult]) -> str:
     """Return a table of findings, each with its remedy below, and the counts per state."""
     texts = ("\n-> ".join(filter(None, [one.found, one.remedy])) for one in findings)
     rows = [[one.name, one.state, text] for one, text in zip(findings, texts, strict=True)]

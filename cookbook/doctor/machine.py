@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from cookbook.base.gpus import Gpu, InstalledGpu
-from cookbook.doctor.check import HARDWARE_H, PASSING_H, State, Surroundings, Verdict, check
+from cookbook.doctor.check import HARDWARE_H, PASSING_H, Outcome, State, Surroundings, check
 from cookbook.install import find_distribution
 from cookbook.install.deepep import torch_cuda
 
@@ -24,7 +24,7 @@ OLDEST_BLACKWELL_DRIVER = 570
 
 
 @check("gpus", local=True, node_hours=HARDWARE_H)
-def gpus(here: Surroundings) -> Verdict:
+def gpus(here: Surroundings) -> Outcome:
     if not here.installed_gpus:
         return _without_gpus(here)
     if not here.gpus:
@@ -67,7 +67,7 @@ def driver_branch(driver: str) -> int:
     return int("0" + driver.partition(".")[0])
 
 
-def _without_gpus(here: Surroundings) -> Verdict:
+def _without_gpus(here: Surroundings) -> Outcome:
     reason = here.why_no_gpus
     if here.is_login_node:
         counts = _promised(here) or "the compute nodes' GPUs count"
@@ -128,7 +128,7 @@ def _faults(here: Surroundings, fault: Callable[[InstalledGpu], str]) -> str:
 
 
 @check("idle", node_hours=PASSING_H, of_gpus=True)
-def idle(here: Surroundings) -> Verdict:
+def idle(here: Surroundings) -> Outcome:
     def use(gpu: InstalledGpu) -> str:
         if gpu.processes:
             return f"process {gpu.processes[-1]} uses it"
@@ -142,7 +142,7 @@ def idle(here: Surroundings) -> Verdict:
 
 
 @check("gpu memory", node_hours=HARDWARE_H, of_gpus=True)
-def gpu_memory(here: Surroundings) -> Verdict:
+def gpu_memory(here: Surroundings) -> Outcome:
     def errors(gpu: InstalledGpu) -> str:
         count = gpu.ecc_errors
         words = [f"{count} uncorrectable ECC error(s)"] if count else []
@@ -158,7 +158,7 @@ def gpu_memory(here: Surroundings) -> Verdict:
 
 
 @check("xid", node_hours=HARDWARE_H, of_gpus=True)
-def xid(here: Surroundings) -> Verdict:
+def xid(here: Surroundings) -> Outcome:
     """Check the kernel log, if readable, for the GPU driver's errors of the last day."""
     log, uptime = here.answer(KERNEL_LOG), here.text("/proc/uptime").split()
     if log.status != 0 or not uptime:
@@ -176,7 +176,7 @@ def xid(here: Surroundings) -> Verdict:
 
 
 @check("nvlink", node_hours=HARDWARE_H)
-def nvlink(here: Surroundings) -> Verdict:
+def nvlink(here: Surroundings) -> Outcome:
     """Check for a GPU with fewer active NVLinks than the others; skip GPUs without NVLink."""
     most = max((gpu.links for gpu in here.gpus), default=0)
     if len(here.gpus) < 2 or not most:
@@ -188,7 +188,7 @@ def nvlink(here: Surroundings) -> Verdict:
 
 
 @check("dcgm", node_hours=HARDWARE_H, of_gpus=True)
-def dcgm(here: Surroundings) -> Verdict:
+def dcgm(here: Surroundings) -> Outcome:
     """Report DCGM's health verdict, if DCGM runs and its health watches are enabled."""
     output = here.answer(DCGM_HEALTH).output
     overall = re.search(r"Overall Health[\s|:]+(\w+)", output)
@@ -202,7 +202,7 @@ def dcgm(here: Surroundings) -> Verdict:
 
 
 @check("ibgda", node_hours=HARDWARE_H)
-def ibgda(here: Surroundings) -> Verdict:
+def ibgda(here: Surroundings) -> Outcome:
     """Check for IBGDA, where the GPU rings the NIC's doorbell: DeepEP needs it between nodes."""
     if not here.installed_gpus:
         return "not here", "no GPU driver here; the compute nodes' options count"
@@ -223,7 +223,7 @@ def ibgda(here: Surroundings) -> Verdict:
 
 
 @check("memlock", node_hours=HARDWARE_H)
-def memlock(here: Surroundings) -> Verdict:
+def memlock(here: Surroundings) -> Outcome:
     match = re.search(r"^Max locked memory\s+(\S+)", here.text("/proc/self/limits"), re.MULTILINE)
     if match is None:
         return "not here", "this system does not say"
@@ -246,7 +246,7 @@ def rdma_devices(here: Surroundings) -> dict[str, str]:
 
 
 @check("network", node_hours=HARDWARE_H)
-def network(here: Surroundings) -> Verdict:
+def network(here: Surroundings) -> Outcome:
     devices = rdma_devices(here)
     chosen = here.environment.get("NCCL_IB_HCA", "")
     place = "NCCL_IB_HCA"
@@ -276,7 +276,7 @@ def network(here: Surroundings) -> Verdict:
 
 
 @check("disk", local=True, node_hours=PASSING_H)
-def disk(here: Surroundings) -> Verdict:
+def disk(here: Surroundings) -> Outcome:
     folder = here.job_folder or here.runs
     if not here.is_in_job:
         # If the runs folder does not exist yet, check the nearest existing parent.
@@ -294,7 +294,7 @@ def disk(here: Surroundings) -> Verdict:
 
 
 @check("scratch", local=True, node_hours=PASSING_H)
-def scratch(here: Surroundings) -> Verdict:
+def scratch(here: Surroundings) -> Outcome:
     """Check that /tmp and /dev/shm have space for the files of compilers and worker processes.
 
     NCCL uses a segment of /dev/shm per pair of ranks, but containers often have only 64 MiB there.
@@ -313,7 +313,7 @@ def scratch(here: Surroundings) -> Verdict:
 
 
 @check("memory", node_hours=PASSING_H)
-def memory(here: Surroundings) -> Verdict:
+def memory(here: Surroundings) -> Outcome:
     text = here.text("/proc/meminfo")
     sizes = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", text, re.MULTILINE))
     if len(sizes) < 2:
@@ -327,7 +327,7 @@ def memory(here: Surroundings) -> Verdict:
 
 
 @check("job folder", node_hours=PASSING_H)
-def job_folder(here: Surroundings) -> Verdict:
+def job_folder(here: Surroundings) -> Outcome:
     """Check that the run's folder exists on this node and is writable."""
     if here.job_folder is None:
         return None

@@ -20,12 +20,12 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import visible_gpus
 from cookbook.base.paths import ROOT, python_path
-from cookbook.config.cell import ATTENTION, Cell, train_argv
+from cookbook.config.cell import Cell, train_argv
 from cookbook.config.cluster import Cluster
-from cookbook.config.options import DEGREES
+from cookbook.config.dialect.names import PACKAGE
+from cookbook.config.facts import Facts
 from cookbook.config.recipe import names_in
 from cookbook.config.resolve import cell_on, this_machine
-from cookbook.config.stack import load_stack
 from cookbook.config.validate import missing_here, validation_errors
 from cookbook.observe.failure import find_reason
 
@@ -56,7 +56,7 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *(f"--nproc-per-node={ranks}", f"--redirects={redirects}"),
-            *(f"--log-dir={folder}/ranks", "-m", f"{load_stack().hooks}.self_check_main"),
+            *(f"--log-dir={folder}/ranks", "-m", f"{PACKAGE}.self_check_main"),
             *(str(cells), "-o", str(written)),
         ]
         environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
@@ -105,8 +105,8 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
 
     Each cell comes with the reason why it cannot run, or None if it can.
     """
-    chunks = {"loss.num_chunks": 8}
-    flash = {ATTENTION: "flash_attention_4"} | chunks
+    chunks = {Facts.loss_chunks: 8}
+    flash = {Facts.attention: "flash_attention_4"} | chunks
     backends = names_in("ep_backend")
     others = [backend for backend in backends if backend != "standard"]
     with_tp = backends if machine.gpu and machine.ranks_per_node > 1 else []
@@ -116,15 +116,15 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
         # Test EP backends in BF16 and in MXFP8: MXFP8 pads an expert's rows to a larger multiple.
         *((first, one, backend, {}) for backend, one in product(others, ("bf16", "mxfp8"))),
         (first, "bf16", "standard", flash),
-        *((first, "mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in with_tp),
+        *((first, "mxfp8", backend, {Facts.tp: 2} | chunks) for backend in with_tp),
         *((second, "bf16", "standard", options) for options in ({}, flash)),
     ]
     degrees = {
-        DEGREES["tp"]: 1,
-        DEGREES["pp"]: 1,
+        Facts.tp: 1,
+        Facts.pp: 1,
         # EP must divide the number of ranks and that of experts (64 or 128 in GPU recipes).
-        DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
-        "training.local_batch_size": 4,
+        Facts.ep: math.gcd(machine.ranks_per_node, 64),
+        Facts.local_batch: 4,
     }
     found = []
     for recipe, precision, ep_backend, options in choices:
@@ -135,7 +135,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
         problems = [
             finding
             for finding in [*validation_errors(cell), *missing_here(cell, is_submitted=True)]
-            if finding.rule != "files" and finding.option != DEGREES["dp_shard"]
+            if finding.rule != "files" and finding.option != Facts.dp_shard
         ]
         found.append((cell, problems[0].reason if problems else None))
     return found

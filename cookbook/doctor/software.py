@@ -12,8 +12,9 @@ import sysconfig
 from pathlib import Path
 
 from cookbook.base.errors import InputError
-from cookbook.config.stack import read_pins, stack_name
-from cookbook.doctor.check import Surroundings, Verdict, check
+from cookbook.config.dialect.names import Names
+from cookbook.config.pins import read_pins, stack_name
+from cookbook.doctor.check import Outcome, Surroundings, check
 from cookbook.doctor.machine import OLDEST_DRIVER, driver_branch
 from cookbook.install import attention, find_distribution, package_folder
 from cookbook.install.corpus import is_made
@@ -21,7 +22,7 @@ from cookbook.install.deepep import find_deepep, find_nvshmem, torch_cuda
 
 
 @check("python", local=True)
-def python(here: Surroundings) -> Verdict:
+def python(here: Surroundings) -> Outcome:
     version = sys.version_info[:2]
     found = f"{platform.python_version()} in {sys.prefix}"
     if version < (3, 11):
@@ -32,7 +33,7 @@ def python(here: Surroundings) -> Verdict:
 
 
 @check("user", local=True)
-def user(here: Surroundings) -> Verdict:
+def user(here: Surroundings) -> Outcome:
     """Check that the user has a name: torch.compile needs it to name its cache."""
     try:
         getpass.getuser()
@@ -43,7 +44,7 @@ def user(here: Surroundings) -> Verdict:
 
 
 @check("pins", local=True)
-def pins(here: Surroundings) -> Verdict:
+def pins(here: Surroundings) -> Outcome:
     requirements = here.repository / "requirements.txt"
     pinned = [pin for pin in read_pins(requirements) if not pin.extra]
     found = attention.differences(pinned, here.site)
@@ -58,7 +59,7 @@ def pins(here: Surroundings) -> Verdict:
 
 
 @check("torchao kernels", of_ranks=True)
-def torchao_kernels(here: Surroundings) -> Verdict:
+def torchao_kernels(here: Surroundings) -> Outcome:
     """Check that TorchAO's CUDA kernels, built for one CUDA major version, can load."""
     cuda, folder = torch_cuda(here.site), package_folder("torchao", here.site)
     if folder is None or not cuda:
@@ -72,7 +73,7 @@ def torchao_kernels(here: Surroundings) -> Verdict:
 
 
 @check("compiler", local=True, of_ranks=True)
-def compiler(here: Surroundings) -> Verdict:
+def compiler(here: Surroundings) -> Outcome:
     """Check for the C compiler and the Python headers that torch.compile and Triton need."""
     missing = [] if any(map(here.which, ("gcc", "cc", "clang"))) else ["a C compiler"]
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
@@ -85,7 +86,7 @@ def compiler(here: Surroundings) -> Verdict:
 
 
 @check("bytecode", of_ranks=True)
-def bytecode(here: Surroundings) -> Verdict:
+def bytecode(here: Surroundings) -> Outcome:
     """Check that the packages have bytecode; otherwise each rank compiles them at each start."""
     folder = package_folder("torch", here.site)
     if folder is None:
@@ -98,7 +99,7 @@ def bytecode(here: Surroundings) -> Verdict:
 
 
 @check("deepep", of_ranks=True)
-def deepep(here: Surroundings) -> Verdict:
+def deepep(here: Surroundings) -> Outcome:
     pin = next(pin for pin in read_pins(here.repository / "requirements.txt") if pin.source)
     built = find_deepep(here.site)
     rebuild = "run ./setup.sh on a machine with a CUDA toolkit (--arch where it has no GPU)"
@@ -126,7 +127,7 @@ def deepep(here: Surroundings) -> Verdict:
 
 
 @check("flash attention", local=True, of_ranks=True)
-def flash_attention(here: Surroundings) -> Verdict:
+def flash_attention(here: Surroundings) -> Outcome:
     models = [gpu.model for gpu in here.gpus]
     if here.is_login_node and here.cluster:
         models = [here.cluster.gpu] if here.cluster.gpu else []
@@ -137,7 +138,7 @@ def flash_attention(here: Surroundings) -> Verdict:
     pinned = attention.flash_attention_pins(here.repository / "requirements.txt")
     version = next(pin.value for pin in pinned if pin.name == attention.PACKAGE)
     if find_distribution(attention.PACKAGE, here.site) is None:
-        found = "not installed: cells with model.attention=flash_attention_4 are refused"
+        found = f"not installed: cells with {Names.attention}=flash_attention_4 are refused"
         return "warning", found, "run ./setup.sh"
     if differing := attention.differences(pinned, here.site):
         return "problem", "; ".join(differing), "run ./setup.sh"
@@ -155,7 +156,7 @@ def flash_attention(here: Surroundings) -> Verdict:
 
 
 @check("tokenizers")
-def tokenizers(here: Surroundings) -> Verdict:
+def tokenizers(here: Surroundings) -> Outcome:
     """Check the tokenizers of all recipes, except the local corpus's own tokenizer."""
     # Search the recipes as text: the doctor must work before PyYAML is installed.
     named = re.compile(r"^[^#\n]*\bhf_assets_path:\s*[\"']?([^\s\"'#]+)", re.MULTILINE)
@@ -172,14 +173,14 @@ def tokenizers(here: Surroundings) -> Verdict:
 
 
 @check("local corpus", local=True)
-def local_corpus(here: Surroundings) -> Verdict:
+def local_corpus(here: Surroundings) -> Outcome:
     if is_made(here.repository / "assets/local"):
         return "ok", "assets/local"
     return "warning", "not made: local runs have no data", "run ./setup.sh --local"
 
 
 @check("wandb")
-def wandb(here: Surroundings) -> Verdict:
+def wandb(here: Surroundings) -> Outcome:
     home = Path(here.environment.get("HOME", ""))
     netrc, logged_in = Path(here.environment.get("NETRC") or home / ".netrc"), False
     with contextlib.suppress(OSError):
@@ -196,7 +197,7 @@ PARTITIONS = ("sinfo", "--noheader", "--noconvert", "--format=%P|%a|%D|%G|%l")
 
 
 @check("slurm")
-def slurm(here: Surroundings) -> Verdict:
+def slurm(here: Surroundings) -> Outcome:
     if not here.has_slurm:
         if here.cluster:
             return "problem", f"no sbatch, which {here.cluster.name} needs", "log in to the cluster"
@@ -218,7 +219,7 @@ def slurm(here: Surroundings) -> Verdict:
 
 
 @check("partition")
-def partition(here: Surroundings) -> Verdict:
+def partition(here: Surroundings) -> Outcome:
     if not here.has_slurm or here.answer(CONFIG).status != 0:
         return None
     lines = here.answer(PARTITIONS).output.splitlines()
@@ -250,7 +251,7 @@ def partition(here: Surroundings) -> Verdict:
 
 
 @check("left out")
-def excluded_nodes(here: Surroundings) -> Verdict:
+def excluded_nodes(here: Surroundings) -> Outcome:
     """List the nodes that new jobs exclude because they failed an earlier job's checks."""
     if not here.has_slurm:
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.config.stack import read_pins
+from cookbook.config.pins import read_pins
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
 # Import names that differ from the package name by more than case and hyphens.

@@ -16,7 +16,7 @@ from pathlib import Path
 from cookbook.base.errors import run_command
 from cookbook.base.gpus import installed_gpus
 from cookbook.base.paths import REQUIREMENTS
-from cookbook.config.stack import Pin, read_pins
+from cookbook.config.pins import Pin, read_pins
 from cookbook.install import PIP, find_distribution, package_folder
 from cookbook.install.deepep import torch_cuda
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from cookbook.base.errors import run_command
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import installed_gpus
-from cookbook.config.stack import Pin, read_pins
+from cookbook.config.pins import Pin, read_pins
 from cookbook.install import PIP, find_distribution, package_folder
 
 FAILED, IMPOSSIBLE, TO_BUILD = 1, 3, 4

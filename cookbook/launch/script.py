@@ -15,9 +15,10 @@ from typing import Any
 import jinja2
 
 from cookbook.base.paths import ROOT, TEMPLATES
-from cookbook.config.cell import Cell, launch_argv, train_argv
+from cookbook.config.cell import Cell, train_argv
 from cookbook.config.cluster import Cluster, OptionValue
-from cookbook.config.options import argv_of, exported
+from cookbook.config.dialect.argv import argv_of, launch_argv
+from cookbook.config.options import exported
 from cookbook.config.recipe import (
     Overlay,
     Recipe,

@@ -13,11 +13,11 @@ import yaml
 from cookbook.base.errors import InputError
 from cookbook.base.tables import text_table
 from cookbook.base.yamlfile import shown_path
-from cookbook.config.cell import ATTENTION, Cell
+from cookbook.config.cell import Cell
 from cookbook.config.recipe import check_name, reference
 from cookbook.config.resolve import merge_config
-from cookbook.plan.search import BATCH, Candidate, Found, Stop, recomputation
-from cookbook.predict.facts import Documents, attended_text
+from cookbook.plan.search import Candidate, SearchResult, Stop, recomputation
+from cookbook.predict.hardware import Documents, attended_text
 from cookbook.predict.layer_time import add
 from cookbook.predict.step import BUBBLE
 
@@ -37,9 +37,8 @@ def degrees(cell: Cell) -> str:
 def _schedule(cell: Cell) -> str | None:
     if cell.layout.pp == 1:
         return None
-    name = cell.options["parallelism.pipeline_parallel_schedule"]
-    layers = cell.options["parallelism.pipeline_parallel_layers_per_stage"]
-    return f"{name}/{layers}" if layers else str(name)
+    name, layers = cell.facts.schedule, cell.facts.layers_per_stage
+    return f"{name}/{layers}" if layers else name
 
 
 def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str, Any]:
@@ -55,9 +54,9 @@ def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str,
         "expert_parallel_degree": layout.ep,
         "expert_tensor_parallel_degree": layout.etp,
         "data_parallel_replicate_degree": layout.dp_replicate,
-        "local_batch_size": cell.options[BATCH],
+        "local_batch_size": cell.facts.local_batch,
         "recomputation": recomputation(cell),
-        "attention": cell.options[ATTENTION],
+        "attention": cell.facts.attention,
         "verdict": candidate.verdict,
         "memory_gib": round(candidate.memory.total, 1),
         "memory_largest": candidate.memory.largest,
@@ -74,7 +73,7 @@ def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str,
 
 
 def render_json(
-    found: Found,
+    found: SearchResult,
     base: Cell,
     recipe: Candidate | None,
     best: int,
@@ -106,7 +105,7 @@ def render_json(
 
 
 def render_text(
-    found: Found,
+    found: SearchResult,
     base: Cell,
     recipe: Candidate | None,
     best: int,
@@ -123,7 +122,7 @@ def render_text(
         f"{base.recipe.short_name} on {base.nodes} node(s) x {base.cluster.ranks}: "
         f"{counts['looked_at']:,} of {total:,} layouts{cut}; {counts['fit']:,} fit, "
         f"{counts['tight']:,} are tight, {counts['too_large']:,} do not fit",
-        f"attention: {attended_text(documents, base.options['training.seq_len'])}",
+        f"attention: {attended_text(documents, base.facts.seq_len)}",
         "predicted, not measured (docs/evidence/prediction.md)",
         "",
         text_table(rows, align="rrrlrllrrrl"),
@@ -146,7 +145,7 @@ def _row(place: str, one: Candidate, base: Candidate | None) -> list[str]:
         f"{one.speed:,.0f}" if step else "-",
         f"{ratio:.2f}x" if ratio else "",
         degrees(cell),
-        str(cell.options[BATCH]),
+        str(cell.facts.local_batch),
         recomputation(cell),
         cell.pair,
         f"{one.memory.total:.0f}",

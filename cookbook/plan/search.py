@@ -7,22 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from cookbook.base.errors import InputError
-from cookbook.config.cell import (
-    ATTENTION,
-    EP_CHUNKS,
-    LAYERS_KEPT,
-    NUM_CHUNKS,
-    SCORE_ACTIVATIONS,
-    Cell,
-)
-from cookbook.config.options import DEGREES, Setting
+from cookbook.config.cell import Cell
+from cookbook.config.facts import Facts
+from cookbook.config.options import Setting
 from cookbook.config.validate import validation_errors
-from cookbook.predict.facts import Documents
+from cookbook.predict.hardware import Documents
 from cookbook.predict.memory import FITS, TIGHT, TOO_LARGE, StageMemory, predict_memory, verdict
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
-
-BATCH = "training.local_batch_size"
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The candidates found so far; `larger` counts layouts skipped as too large (see `search`)."""
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -74,35 +66,42 @@ class Found:
         return counts | {"too_large": of[TOO_LARGE] + self.larger}
 
 
+# The options of recomputation.
+_RECOMPUTATION = (
+    *(Facts.ac_mode, Facts.ac_selective, Facts.ac_budget),
+    *(Facts.ac_save_list, Facts.ac_layers_kept),
+)
+
+
 def recomputation(cell: Cell) -> str:
     """Describe recomputation: its mode or saved operators, and how many layers are exempt."""
-    mode = str(cell.options["activation_checkpoint.mode"])
-    if mode == "memory_budget":
-        mode += f" {cell.options['activation_checkpoint.memory_budget']:g}"
-    elif cell.saves:
-        mode = f"saves {', '.join(sorted(cell.saves))}"
+    facts, mode = cell.facts, cell.facts.ac_mode
+    if facts.budget is not None:
+        mode += f" {facts.budget:g}"
+    elif facts.saves:
+        mode = f"saves {', '.join(sorted(facts.saves))}"
     elif mode == "selective":
-        mode = f"1 layer in {cell.options['activation_checkpoint.selective_ac_option']}"
-    kept = cell.options[LAYERS_KEPT]
+        mode = f"1 layer in {facts.ac_selective}"
+    kept = facts.ac_layers_kept
     return f"{mode}; keeps {kept} layers" if kept else mode
 
 
 def search(
     cells: Iterable[Cell],
     documents: Documents | None = None,
-    on_progress: Callable[[Found], None] = lambda found: None,
-) -> Found:
+    on_progress: Callable[[SearchResult], None] = lambda found: None,
+) -> SearchResult:
     """Predict memory and speed of every cell; Ctrl-C returns the results so far.
 
     If a cell does not fit, do not predict those that differ from it only in options with which they
     need even more memory: count them as too large.
     """
-    found, too_large = Found(), dict[tuple[str, str], int]()
+    found, too_large = SearchResult(), dict[tuple[str, str], int]()
     try:
         for cell in cells:
-            batch, mode = cell.options[BATCH], recomputation(cell)
+            batch, mode = cell.facts.local_batch, recomputation(cell)
             settings = sorted(cell.options.values.items())
-            rest = [s for s in settings if not s[0].startswith((BATCH, "activation_checkpoint."))]
+            rest = [one for one in settings if one[0] not in (Facts.local_batch, *_RECOMPUTATION)]
             structure = str([cell.pair, rest])
             if any(too_large.get((structure, m), batch + 1) <= batch for m in (mode, "full")):
                 found.larger += 1
@@ -121,7 +120,7 @@ def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
     ranks = describe_ranks(cell)
     memory = max((predict_memory(cell, rank) for rank in ranks), key=lambda stage: stage.total)
     gpu = cell.cluster.gpu
-    fits = verdict(memory.total, gpu.memory_gib, cell.options) if gpu else FITS
+    fits = verdict(memory.total, gpu.memory_gib, cell.facts) if gpu else FITS
     if fits != FITS:
         return Candidate(cell, memory, fits)
     try:
@@ -131,16 +130,22 @@ def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
 
 
 _OVERLAYS = "precision and EP backend"
-# Groups of options, as prefixes of their names, in the order in which `walk` changes them. Groups
-# that free memory come first, since a larger batch or less recomputation may fit only after that.
+# Groups of options, in the order in which `walk` changes them. Groups that free memory come first,
+# since a larger batch or less recomputation may fit only after that.
 _GROUPS: dict[str, tuple[str, ...]] = {
-    "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
+    "attention and loss": (
+        *(Facts.attention, Facts.loss_chunks),
+        *(Facts.data_workers, Facts.data_prefetch, Facts.data_workers_stay),
+    ),
     _OVERLAYS: (),  # gets every option that no other group has
-    "TP": (DEGREES["tp"],),
-    "data parallelism": ("parallelism.data_parallel_",),
-    "EP": (DEGREES["ep"], DEGREES["etp"], EP_CHUNKS, SCORE_ACTIVATIONS),
-    "pipeline and batch": ("parallelism.pipeline_parallel", BATCH),
-    "recomputation": ("activation_checkpoint.",),
+    "TP": (Facts.tp,),
+    "data parallelism": (Facts.dp_replicate, Facts.dp_shard),
+    "EP": (Facts.ep, Facts.etp, Facts.ep_chunks, Facts.score_activations),
+    "pipeline and batch": (
+        *(Facts.pp, Facts.schedule, Facts.layers_per_stage, Facts.microbatch, Facts.local_batch),
+        *(Facts.first_stage_less, Facts.last_stage_less, Facts.ep_overlap),
+    ),
+    "recomputation": _RECOMPUTATION,
 }
 
 
@@ -170,7 +175,7 @@ def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Sto
     groups: dict[str, dict[str, Setting]] = {title: {} for title in _GROUPS}
     for name in {*start.options.settings, *end.options.settings}:
         if start.options[name] != end.options[name]:
-            own = (title for title, prefixes in _GROUPS.items() if name.startswith(prefixes))
+            own = (title for title, options in _GROUPS.items() if name in options)
             groups[next(own, _OVERLAYS)][name] = Setting(end.options[name], "plan")
     stops, at, waiting = [stop("from", start)], start, list[str]()
     for title, settings in groups.items():

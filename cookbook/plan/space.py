@@ -10,56 +10,46 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError, named_at
-from cookbook.config.cell import (
-    ATTENTION,
-    EP_CHUNKS,
-    LAYERS_KEPT,
-    NUM_CHUNKS,
-    SAVE_LIST,
-    SCORE_ACTIVATIONS,
-    Cell,
-)
-from cookbook.config.options import DEGREES, Setting, Settings
+from cookbook.config.cell import Cell
+from cookbook.config.facts import EXCHANGES, Facts
+from cookbook.config.options import Setting, Settings
 from cookbook.config.recipe import Overlay, load_ep_backend, load_precision
 from cookbook.config.resolve import merge_config
 from cookbook.config.validate import validation_errors, wrong_value
-from cookbook.config.validate.layout import less_layers
-from cookbook.plan.search import BATCH
 from cookbook.predict.rank import model_of
 from cookbook.predict.step import refuse_unmodelled
 
-_SCHEDULE = "parallelism.pipeline_parallel_schedule"
-_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
-_MODE, _BY = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-_BUDGET = "activation_checkpoint.memory_budget"
-_STRUCTURE = (DEGREES["tp"], DEGREES["pp"], DEGREES["ep"], _SCHEDULE, _PER_STAGE, BATCH, _MODE)
+_STRUCTURE = (
+    *(Facts.tp, Facts.pp, Facts.ep, Facts.schedule, Facts.layers_per_stage, Facts.local_batch),
+    Facts.ac_mode,
+)
 # Options that only one recomputation mode reads, each mapped to that mode.
-_OF_MODE = {_BY: "selective", _BUDGET: "memory_budget"}
+_OF_MODE = {Facts.ac_selective: "selective", Facts.ac_budget: "memory_budget"}
 
 
 def _saving(*operators: str) -> dict[str, Any]:
-    return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
+    chosen = {Facts.ac_selective: "op", Facts.ac_save_list: list(operators)}
+    return {Facts.ac_mode: "selective", **chosen}
 
 
 # For each recomputation mode: values that turn off the options of other modes.
 _RESETS: dict[str, dict[str, Any]] = {
-    "full": {SAVE_LIST: []},
-    "none": {SAVE_LIST: [], LAYERS_KEPT: 0},
-    "memory_budget": {SAVE_LIST: [], LAYERS_KEPT: 0},
+    "full": {Facts.ac_save_list: []},
+    "none": {Facts.ac_save_list: [], Facts.ac_layers_kept: 0},
+    "memory_budget": {Facts.ac_save_list: [], Facts.ac_layers_kept: 0},
 }
 RECOMPUTATION: tuple[dict[str, Any], ...] = (
-    {_MODE: "full", **_RESETS["full"]},
+    {Facts.ac_mode: "full", **_RESETS["full"]},
     _saving("attention", "communication"),
     _saving("attention", "communication", "grouped_mm"),
     _saving("attention", "communication", "grouped_mm", "mm"),
-    {_MODE: "none", **_RESETS["none"]},
+    {Facts.ac_mode: "none", **_RESETS["none"]},
 )
-_WORKERS = "training.dataloader.num_workers"
 # Start one data-loader process, which tokenizes while the GPU trains.
 _WORKER: dict[str, Any] = {
-    _WORKERS: 1,
-    "training.dataloader.prefetch_factor": 2,
-    "training.dataloader.persistent_workers": True,
+    Facts.data_workers: 1,
+    Facts.data_prefetch: 2,
+    Facts.data_workers_stay: True,
 }
 # Local batch sizes to try: without pipelines, and with them. The cell's own size is always tried.
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
@@ -100,70 +90,76 @@ class Space:
     def _combinations(self, start: Cell) -> Iterator[dict[str, Any]]:
         cluster, model, world = self.base.cluster, model_of(self.base), self.base.world
         largest = {
-            DEGREES["tp"]: min(cluster.ranks_per_node, model.heads),
-            DEGREES["pp"]: min(_MOST_PIPELINE_RANKS, model.n_layers, world),
-            DEGREES["ep"]: min(model.num_experts, world),
+            Facts.tp: min(cluster.ranks_per_node, model.heads),
+            Facts.pp: min(_MOST_PIPELINE_RANKS, model.n_layers, world),
+            Facts.ep: min(model.num_experts, world),
         }
         powers = {n: [1 << bit for bit in range(most.bit_length())] for n, most in largest.items()}
         recomputations = [*RECOMPUTATION]
-        if _MODE in self.varied:
-            recomputations = [{_MODE: mode, **_RESETS.get(mode, {})} for mode in self.varied[_MODE]]
-        elif _BUDGET in self.varied:
-            recomputations.append({_MODE: "memory_budget", **_RESETS["memory_budget"]})
+        if Facts.ac_mode in self.varied:
+            modes = self.varied[Facts.ac_mode]
+            recomputations = [{Facts.ac_mode: mode, **_RESETS.get(mode, {})} for mode in modes]
+        elif Facts.ac_budget in self.varied:
+            recomputations.append({Facts.ac_mode: "memory_budget", **_RESETS["memory_budget"]})
         others = [self._axis(name) for name in self.varied if name not in _STRUCTURE]
         for degrees in _combined(self._axis(name, usual) for name, usual in powers.items()):
-            pp, ep = degrees[DEGREES["pp"]], degrees[DEGREES["ep"]]
+            pp, ep = degrees[Facts.pp], degrees[Facts.ep]
             if world % pp or world // pp % ep:
                 continue
             fixed = self._means(start, ep) | degrees
             usual = _BATCHES if pp == 1 else _MICROBATCHES
-            batches = sorted({*usual, self.base.options[BATCH]})
-            axes = [fixed], self._schedules(pp), self._axis(BATCH, batches), recomputations, *others
-            yield from map(self._settled, _combined(axes))
+            batches = sorted({*usual, self.base.facts.local_batch})
+            axes = [fixed], self._schedules(pp), self._axis(Facts.local_batch, batches)
+            yield from map(self._settled, _combined([*axes, recomputations, *others]))
 
     def _axis(self, name: str, usual: Sequence[Any] = ()) -> list[dict[str, Any]]:
         return [{name: value} for value in self.varied.get(name, usual)]
 
     def _settled(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        mode = chosen[_MODE]
+        mode = chosen[Facts.ac_mode]
         settled = {n: value for n, value in chosen.items() if _OF_MODE.get(n, mode) == mode}
-        if settled[DEGREES["ep"]] == 1:
-            settled.pop(DEGREES["etp"], None)
-        by_layer = mode == "selective" and settled.get(_BY, self.base.options[_BY]) != "op"
-        if by_layer and SAVE_LIST not in self.varied:
-            settled[SAVE_LIST] = []
+        if settled[Facts.ep] == 1:
+            settled.pop(Facts.etp, None)
+        selective = settled.get(Facts.ac_selective, self.base.facts.ac_selective)
+        by_layer = mode == "selective" and selective != "op"
+        if by_layer and Facts.ac_save_list not in self.varied:
+            settled[Facts.ac_save_list] = []
         return settled
 
     def _means(self, start: Cell, ep: int) -> dict[str, Any]:
         """Return settings that save time or memory in any layout (docs/evidence/performance.md)."""
-        cluster, options = self.base.cluster, self.base.options
-        means: dict[str, Any] = {NUM_CHUNKS: options[NUM_CHUNKS] or 8}
+        cluster, facts = self.base.cluster, self.base.facts
+        means: dict[str, Any] = {Facts.loss_chunks: facts.loss_chunks or 8}
         if cluster.gpu is not None and cluster.gpu.compute_capability >= 9.0:
-            means[ATTENTION] = "flash_attention_4"
-        if start.exchange.has_own_layer:
+            means[Facts.attention] = "flash_attention_4"
+        if start.facts.exchange.has_own_layer:
             # If EP spans nodes, overlap the experts' compute with dispatch and combine.
             between_nodes = ep > cluster.ranks_per_node
-            means[EP_CHUNKS] = max(start.options[EP_CHUNKS], 2) if between_nodes else 1
-            means[SCORE_ACTIVATIONS] = True
-        if not _WORKER.keys() & self.varied.keys() and not options[_WORKERS]:
+            means[Facts.ep_chunks] = max(start.facts.ep_chunks, 2) if between_nodes else 1
+            means[Facts.score_activations] = True
+        if not _WORKER.keys() & self.varied.keys() and not facts.data_workers:
             means |= _WORKER
         return means
 
     def _schedules(self, pp: int) -> list[dict[str, Any]]:
-        options = self.base.options
+        facts = self.base.facts
         if pp == 1:
             return [{}]
-        if _SCHEDULE in self.varied or _PER_STAGE in self.varied:
-            return [*_combined(self._axis(n, [options[n]]) for n in (_SCHEDULE, _PER_STAGE))]
-        layers = model_of(self.base).n_layers + sum(less_layers(options))
+        if Facts.schedule in self.varied or Facts.layers_per_stage in self.varied:
+            own = {Facts.schedule: facts.schedule, Facts.layers_per_stage: facts.layers_per_stage}
+            return [*_combined(self._axis(name, [value]) for name, value in own.items())]
+        layers = model_of(self.base).n_layers + sum(facts.less_layers)
         sizes: list[int | None] = [
             size
             for stages in range(2 * pp, _MOST_STAGES_PER_RANK * pp + 1, 2 * pp)
             if math.ceil(layers / (size := math.ceil(layers / stages))) == stages
         ]
         return [
-            {_SCHEDULE: "1F1B", _PER_STAGE: None},
-            *({_SCHEDULE: "Interleaved1F1B", _PER_STAGE: size} for size in sizes or [None]),
+            {Facts.schedule: "1F1B", Facts.layers_per_stage: None},
+            *(
+                {Facts.schedule: "Interleaved1F1B", Facts.layers_per_stage: size}
+                for size in sizes or [None]
+            ),
         ]
 
 
@@ -209,7 +205,8 @@ def space_of(
             place = asked[key].origin if key in asked else f"--vary {key}"
             if wrong := wrong_value(_changed(base, {key: Setting(value, place)}), key):
                 raise InputError(place, *wrong)
-    usual = {"precision": ["bf16"], "ep_backend": ["standard", "deepep"]}
+    backends = [one.ep_backend for one in EXCHANGES.values() if not one.is_quantized]
+    usual = {"precision": ["bf16"], "ep_backend": backends}
     if gpu and gpu.compute_capability >= load_precision("mxfp8").needs.compute_capability:
         usual["precision"].append("mxfp8")
     for kind, names in usual.items():

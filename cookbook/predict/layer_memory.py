@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cookbook.config.cell import Cell
 from cookbook.predict.operators import Operator
-from cookbook.predict.rank import Layer, Part, Rank
+from cookbook.predict.rank import Layer, ModelPart, Rank
 from cookbook.predict.shapes import Shapes, spared_products
 
 # GEMMs whose outputs the backward reads: always (_READ), or only if there is a QK norm (_NORMED).
@@ -190,20 +190,18 @@ class RankLayers:
             self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        cost, options, s = self._bytes[layer.moe], self._cell.options, self._shapes
+        cost, facts, s = self._bytes[layer.moe], self._cell.facts, self._shapes
         layer_input = s.hidden_bytes * (2 if s.casts_at_each_use else 1)
-        mode = options["activation_checkpoint.mode"]
-        if mode == "memory_budget":
-            budget = options["activation_checkpoint.memory_budget"]
-            spared = (1 - budget) * (cost.saved - cost.between)
+        if facts.budget is not None:
+            spared = (1 - facts.budget) * (cost.saved - cost.between)
             return cost, layer_input + cost.saved - spared, spared
         if not layer.recomputed:
             return cost, layer_input + cost.saved, 0.0
-        if mode == "selective" and options["activation_checkpoint.selective_ac_option"] == "op":
+        if facts.saves:
             return cost, layer_input + cost.selected + cost.beside, cost.saved - cost.selected
         return cost, layer_input, cost.saved
 
-    def kept(self, part: Part) -> float:
+    def kept(self, part: ModelPart) -> float:
         """Return the bytes that this part of the model keeps for the backward of one microbatch."""
         return sum(self._cost(layer)[1] for layer in part.layers)
 

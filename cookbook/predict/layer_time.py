@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cookbook.config.cell import EP_CHUNKS, Cell
-from cookbook.predict.facts import Hardware
+from cookbook.config.cell import Cell
+from cookbook.predict.hardware import Hardware
 from cookbook.predict.operators import (
     Operator,
     attention_operators,
@@ -19,7 +19,7 @@ from cookbook.predict.operators import (
     gemm_format,
     head_operators,
 )
-from cookbook.predict.rank import Layer, Part, Rank, model_of
+from cookbook.predict.rank import Layer, ModelPart, Rank, model_of
 from cookbook.predict.shapes import Shapes, spared_products
 from cookbook.predict.traffic import Links
 
@@ -48,16 +48,12 @@ class Kernels:
     hardware: Hardware
     shapes: Shapes
     attended_tokens: float  # mean number of keys that a token attends to, on the slowest rank
-
-    @property
-    def is_released(self) -> bool:
-        """Whether TorchTitan runs as released, without the cookbook's patches."""
-        return self.cell.hooks != self.cell.options.stack.hooks
+    is_released: bool = False  # whether TorchTitan runs as released, without the cookbook's patches
 
     @property
     def chunks(self) -> int:
         """The number of chunks into which an MoE layer splits its tokens."""
-        return int(self.cell.options[EP_CHUNKS])
+        return self.cell.facts.ep_chunks
 
     def bytes_ms(self, size: float) -> float:
         """Return the time to read or write `size` bytes of GPU memory."""
@@ -113,18 +109,22 @@ class Kernels:
         """Return the time of attention: 2 matrix products in the forward, 5 in the backward."""
         s, hw = self.shapes, self.hardware
         head = s.nope + s.rope
-        kernel = kind = "flash_attention_4"
-        if not self.cell.uses_flash_attention:
-            kernel = kind = "sdpa" if model_of(self.cell).attn_type == "sdpa" else "flex_attention"
-        elif head == s.v_head == 128:
-            kind = f"{kernel}_128"
-        # `waste`: masked keys per query that the kernel computes anyway. It is 0 for SDPA, whose
-        # measured rate includes them.
-        waste = getattr(hw, f"{kernel}_waste_tokens", 0.0)
-        rate = getattr(hw, f"{kind}_{'backward' if backward else 'forward'}_tflops")
+        # `waste`: masked keys per query that the kernel computes anyway. SDPA's measured rates
+        # include them.
+        if self.cell.facts.uses_flash_attention:
+            waste = hw.flash_attention_4_waste_tokens
+            rates = hw.flash_attention_4_forward_tflops, hw.flash_attention_4_backward_tflops
+            if head == s.v_head == 128:
+                forward_rate = hw.flash_attention_4_128_forward_tflops
+                rates = forward_rate, hw.flash_attention_4_128_backward_tflops
+        elif model_of(self.cell).attn_type == "sdpa":
+            waste, rates = 0.0, (hw.sdpa_forward_tflops, hw.sdpa_backward_tflops)
+        else:
+            waste = hw.flex_attention_waste_tokens
+            rates = hw.flex_attention_forward_tflops, hw.flex_attention_backward_tflops
         widths = 3 * head + 2 * s.v_head if backward else head + s.v_head
         flops = 2.0 * s.tokens * s.heads * widths * (self.attended_tokens + waste)
-        return {ATTENTION: flops / (rate * 1e9)}
+        return {ATTENTION: flops / (rates[backward] * 1e9)}
 
     def pointwise(self, moe: bool, backward: bool) -> Terms:
         """Return the time of norms, residuals, RoPE, attention's copies, SwiGLU and the router."""
@@ -197,7 +197,6 @@ class Kernels:
 
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
-_MODE = "activation_checkpoint.mode"
 # The number of TP collectives in a layer's forward and backward. An all-reduce counts as two.
 # Without DeepEP the backward has only four, but five are assumed for every layer.
 _TP_FORWARD, _TP_BACKWARD = 4, 5
@@ -285,21 +284,21 @@ class LayerTimes:
         if not layer.moe:
             return terms
         # Recomputing a whole layer takes place while dispatches are in flight, which hides them.
-        whole = layer.recomputed and self._cell.options[_MODE] != "memory_budget"
+        whole = layer.recomputed and self._cell.facts.budget is None
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 
     def again(self, moe: bool, recomputed: bool) -> Terms:
         """Return the time that a layer's backward spends recomputing parts of the forward."""
-        terms, options, k = self._forward[moe], self._cell.options, self._kernels
-        if options[_MODE] == "memory_budget":
+        terms, facts, k = self._forward[moe], self._cell.facts, self._kernels
+        if facts.budget is not None:
             # The last of the experts' three GEMMs is not recomputed: no gradient needs its output.
             shares = {ATTENTION: 1, DENSE: 1, POINTWISE: 1, GROUPED: 2 / 3, QUANTIZING: 2 / 3}
             again = {kind: share * terms[kind] for kind, share in shares.items() if kind in terms}
-            return scaled(again, 1 - options["activation_checkpoint.memory_budget"])
+            return scaled(again, 1 - facts.budget)
         if not recomputed:
             return {}
-        saved, spared = self._cell.saves, set()
-        if "attention" in saved and self._cell.uses_flash_attention:
+        saved, spared = facts.saves, set()
+        if "attention" in saved and facts.uses_flash_attention:
             spared.add(ATTENTION)
         if "communication" in saved:
             spared |= {EP, HOST}
@@ -315,7 +314,7 @@ class LayerTimes:
             again = {kind: parts.get(kind, 1) * time_ms for kind, time_ms in again.items()}
         return again
 
-    def part(self, part: Part) -> tuple[Terms, Terms]:
+    def part(self, part: ModelPart) -> tuple[Terms, Terms]:
         """Return the forward and the backward time of one microbatch on a pipeline stage."""
         k, tensor = self._kernels, {TP: self._tensor_ms}
         forward = [self._forward[layer.moe] for layer in part.layers]

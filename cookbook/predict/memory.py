@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cookbook.config.cell import Cell
-from cookbook.config.options import Layout, Options
+from cookbook.config.facts import Facts, Layout
 from cookbook.predict.layer_memory import RankLayers
 from cookbook.predict.rank import Rank
 from cookbook.predict.shapes import Shapes, shapes_of
@@ -68,10 +68,9 @@ class StageMemory:
         return max(self.terms, key=lambda name: self.terms[name])
 
 
-def verdict(total_gib: float, gpu_gib: float, options: Options) -> str:
+def verdict(total_gib: float, gpu_gib: float, facts: Facts) -> str:
     """Return whether the total fits into the GPU's memory: `fits`, `tight` or `will not fit`."""
-    pipelined = options["parallelism.pipeline_parallel_degree"] > 1
-    if total_gib <= (MOST_FITS_PIPELINE if pipelined else MOST_FITS) * gpu_gib:
+    if total_gib <= (MOST_FITS_PIPELINE if facts.pp > 1 else MOST_FITS) * gpu_gib:
         return FITS
     return TIGHT if total_gib <= MOST_TIGHT * gpu_gib else TOO_LARGE
 
@@ -80,7 +79,7 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
     shapes, variables = shapes_of(cell), cell.environment
     layers = RankLayers(cell, rank, shapes)
     state, kept = dict[str, float](), _kept(rank, layers, shapes)
-    stored, offloads = float(rank.stored_bytes), cell.options["training.enable_cpu_offload"]
+    stored, offloads = float(rank.stored_bytes), cell.facts.cpu_offload
     if not offloads:
         state = {"parameters": stored, "optimizer state": 2 * stored}
         if not shapes.mixed_precision:
@@ -93,7 +92,7 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
         "a layer's backward": {**layers.backward(), **kept},
         "the optimizer step": {},
     }
-    if cell.options["optimizer.implementation"] == "foreach":
+    if cell.facts.optimizer == "foreach":
         # The multi-tensor Adam allocates the square roots of all second moments at once.
         moments["the optimizer step"] = {"optimizer step": state.get("parameters", 0.0)}
     rounds = rank.num_microbatches * rank.gradient_accumulation_steps

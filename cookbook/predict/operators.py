@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cookbook.base.family import Sizes
 from cookbook.config.cell import Cell
-from cookbook.config.options import Layout
+from cookbook.config.facts import Layout
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -148,10 +148,10 @@ def gemm_format(cell: Cell, operator: Operator) -> str | None:
     if operator.is_expert:
         active = cell.precision.expects("grouped_gemms")
         return None if active == "bf16" or cell.emulated else active
-    for kind in ("float8", "mx"):
-        converter = f"quantize.linear.{kind}"
-        is_native = cell.precision not in cell.emulated_parts
-        if converter in cell.options["model.converters"] and is_native:
-            filtered = cell.options[f"{converter}.filter_fqns"]
-            return None if any(name in operator.module for name in filtered) else kind
-    return None
+    linear = [one for one in cell.facts.quantizes if one.gemms == "linear_layers"]
+    if not linear or cell.precision in cell.emulated_parts:
+        return None
+    # The rules refuse a cell with two formats.
+    (one, *_) = linear
+    is_left_out = any(name in operator.module for name in cell.options[one.filter])
+    return None if is_left_out else one.format

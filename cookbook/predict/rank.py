@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from typing import Any, NamedTuple
 from cookbook.base.errors import InputError
 from cookbook.base.family import Model
 from cookbook.base.paths import ROOT
-from cookbook.config.cell import LAYERS_KEPT, Cell
-from cookbook.config.validate.layout import STAGES_PER_RANK, less_layers
+from cookbook.config.cell import Cell
+from cookbook.config.facts import Facts
 from cookbook.predict.operators import (
     BYTES,
     Unit,
@@ -57,11 +56,11 @@ def schedule_of(
     if not line.strip():
         _process.cache_clear()
         reason = f"torch did not list the actions of {name}"
-        raise InputError(f"{_PP}_schedule", reason, "is torch installed? bash setup.sh")
+        raise InputError(Facts.schedule, reason, "is torch installed? bash setup.sh")
     answer: Any = json.loads(line)
     if isinstance(answer, str):
         reason = f"torch rejects {name} with {microbatches} microbatches: {answer}"
-        raise InputError(f"{_PP}_schedule", reason, "name another schedule, or change the batch")
+        raise InputError(Facts.schedule, reason, "name another schedule, or change the batch")
     return list(answer)
 
 
@@ -124,9 +123,6 @@ def play(
     return Played(max(clock), busy)
 
 
-_PP = "parallelism.pipeline_parallel"
-
-
 @dataclass(frozen=True)
 class Layer:
     id: int
@@ -136,7 +132,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """The part of the model on a pipeline stage; the first has the embedding, the last the head."""
 
     layers: tuple[Layer, ...]
@@ -159,7 +155,7 @@ class Rank:
     """The lowest global rank at one pipeline position; the other ranks there do the same work."""
 
     rank: int  # global rank
-    parts: tuple[Part, ...]  # the part of the model on each of `stages`
+    parts: tuple[ModelPart, ...]  # the part of the model on each of `stages`
     stages: Sequence[int]
     # For each moment when memory may peak: the number of microbatches in flight on each stage.
     in_flight: Sequence[Sequence[int]]
@@ -193,42 +189,41 @@ class Rank:
 
 def model_of(cell: Cell) -> Model:
     """Return the dimensions of the cell's model; raise InputError if they are unknown."""
-    name, flavor = cell.options["model.name"], cell.options["model.flavor"]
-    family, model = cell.options.family, cell.options.model
+    facts, family, model = cell.facts, cell.options.family, cell.options.model
     if model is None:
         known = family.flavors if family else cell.options.stack.families
-        place = cell.options.origin("model.flavor" if family else "model.name")
-        found = f"the layers of {name} {flavor} are not counted"
+        place = cell.options.origin(Facts.flavor if family else Facts.model_name)
+        found = f"the layers of {facts.model_name} {facts.flavor} are not counted"
         raise InputError(place, found, f"counted: {', '.join(known)}")
     return model
 
 
 def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
     """Return a Rank per pipeline position; raise InputError if the cell cannot be predicted."""
-    model, options, layout = model_of(cell), cell.options, cell.layout
-    splits, batch = stage_layers(1, model.n_layers), options["training.local_batch_size"]
+    model, facts, pp = model_of(cell), cell.facts, cell.layout.pp
+    splits = stage_layers(1, model.n_layers)
     ranks: list[dict[str, Any]] = [{"stages": [0], "in_flight": [[1]], "actions": []}]
     microbatches = 1
-    if layout.pp > 1:
-        by_module = "parallelism.module_fqns_per_model_part"
-        if options[by_module]:
+    if pp > 1:
+        if facts.stage_modules:
             found = "stages that are named module by module are not counted"
-            raise InputError(options.origin(by_module), found, f"use {_PP}_layers_per_stage")
-        name, ends = _schedule(cell), less_layers(options)
-        num_stages = layout.pp * STAGES_PER_RANK[name]
-        if per_stage := options[f"{_PP}_layers_per_stage"]:
-            num_stages = math.ceil((model.n_layers + sum(ends)) / per_stage)
-        splits = stage_layers(num_stages, model.n_layers, *ends)
-        microbatches = batch // options[f"{_PP}_microbatch_size"]
-        ranks = schedule_of(name, layout.pp, num_stages // layout.pp, microbatches)
-    step = batch * layout.dp_replicate * layout.dp_shard
+            place = facts.options.origin(Facts.stage_modules)
+            raise InputError(place, found, f"use {Facts.layers_per_stage}")
+        if (name := facts.known_schedule) is None:
+            found = f"the schedule {facts.schedule!r} is not simulated"
+            place = facts.options.origin(Facts.schedule)
+            raise InputError(place, found, "try Interleaved1F1B")
+        num_stages = facts.num_stages(model.n_layers)
+        splits = stage_layers(num_stages, model.n_layers, *facts.less_layers)
+        microbatches = facts.local_batch // facts.microbatch
+        ranks = schedule_of(name, pp, num_stages // pp, microbatches)
     return tuple(
         Rank(
-            rank=index * layout.stage_ranks,
+            rank=index * cell.layout.stage_ranks,
             parts=_parts(cell, splits, own["stages"]),
             num_stages=len(splits),
             num_microbatches=microbatches,
-            gradient_accumulation_steps=max(options["training.global_batch_size"] // step, 1),
+            gradient_accumulation_steps=facts.accumulation_steps,
             **own,
         )
         for index, own in enumerate(ranks)
@@ -247,35 +242,22 @@ def stage_layers(
     return [list(itertools.islice(layers, max(size, 0))) for size in sizes]
 
 
-def _schedule(cell: Cell) -> str:
-    asked = cell.options[f"{_PP}_schedule"]
-    known = {name.lower(): name for name in STAGES_PER_RANK}
-    if cell.options[f"{_PP}_schedule_csv"] or asked.lower() not in known:
-        place = cell.options.origin(f"{_PP}_schedule")
-        raise InputError(place, f"the schedule {asked!r} is not simulated", "try Interleaved1F1B")
-    return known[asked.lower()]
-
-
-def _parts(cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]) -> tuple[Part, ...]:
-    model, options = model_of(cell), cell.options
-    width = BYTES[options["training.dtype"]]
+def _parts(
+    cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]
+) -> tuple[ModelPart, ...]:
+    model, width = model_of(cell), BYTES[cell.facts.dtype]
     units = functools.partial(fsdp_units, layout=cell.layout, width=width)
     of_layer = [units(layer_operators(model, moe), in_layer=True) for moe in (False, True)]
-    mode = options["activation_checkpoint.mode"]
-    option = options["activation_checkpoint.selective_ac_option"]
-    every = (int(option) or 1) if mode == "selective" and option != "op" else 1
     numbers, parts = itertools.count(1), []
     for stage in stages:
         indices, layers = splits[stage], []
-        first_kept = len(indices) - options[LAYERS_KEPT]
         for place, (index, number) in enumerate(zip(indices, numbers, strict=False)):
-            is_chosen = place < first_kept and number % every == 0
-            recomputed = is_chosen and mode in ("full", "selective")
+            recomputed = cell.facts.recomputes(place, len(indices), number)
             moe = model.is_moe(index)
             layers.append(Layer(index, moe, recomputed, of_layer[moe]))
         embedding = units(embedding_operators(model)) if stage == 0 else ()
         head = units(head_operators(model)) if stage == len(splits) - 1 else ()
-        parts.append(Part(tuple(layers), embedding, head))
+        parts.append(ModelPart(tuple(layers), embedding, head))
     return tuple(parts)
 
 

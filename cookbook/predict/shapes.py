@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cookbook.base.family import Model, Sizes
-from cookbook.config.cell import NUM_CHUNKS, ROW_KERNELS, SAVE_LIST, SCORE_ACTIVATIONS, Cell
+from cookbook.config.cell import Cell
 from cookbook.predict.operators import (
     BYTES,
     Operator,
@@ -21,7 +21,6 @@ from cookbook.predict.rank import model_of
 UNEVEN_ROUTING = 1.2
 # How many tokens `destinations` simulates for group-limited routing; the result is within 0.1%.
 _TOKENS = 16_384
-RESHARD = "parallelism.fsdp_reshard_after_forward"
 # The number of queries per block in FlashAttention-4's backward.
 FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
 
@@ -66,16 +65,14 @@ class Shapes(Sizes):
 
 
 def shapes_of(cell: Cell) -> Shapes:
-    model, layout, options = model_of(cell), cell.layout, cell.options
-    microbatch = "parallelism.pipeline_parallel_microbatch_size"
-    batch = options[microbatch if layout.pp > 1 else "training.local_batch_size"]
-    tokens = batch * options["training.seq_len"] // layout.cp
-    components = options["compile.components"] if options["compile.enable"] else []
-    num_chunks = options[NUM_CHUNKS]
-    loss_parallel = layout.tp > 1 and not options["parallelism.disable_loss_parallel"]
+    model, layout, facts = model_of(cell), cell.layout, cell.facts
+    batch = facts.microbatch if layout.pp > 1 else facts.local_batch
+    tokens = batch * facts.seq_len // layout.cp
+    has_own_layer, num_chunks = facts.exchange.has_own_layer, facts.loss_chunks
+    loss_parallel = layout.tp > 1 and not facts.is_loss_parallel_off
     # With ETP 1, EP includes the TP ranks, and each TP rank dispatches its share of the tokens.
     sent = tokens // (layout.tp if layout.ep > 1 and layout.etp == 1 else 1)
-    routing = routing_of(cell)
+    routing = facts.routing
     uneven = UNEVEN_ROUTING if routing == "trained" and layout.ep > 1 else 1.0
     nodes = max(layout.ep * layout.etp // cell.cluster.ranks_per_node, 1)
     sizes = asdict(model) | {
@@ -96,23 +93,23 @@ def shapes_of(cell: Cell) -> Shapes:
         rows=int(sent * model.top_k * uneven),
         ranks_per_token=destinations(model, layout.ep, routing),
         nodes_per_token=destinations(model, nodes, routing),
-        act=BYTES[cell.param_dtype],
-        grad=BYTES[options["training.mixed_precision_reduce"]],
+        act=BYTES[facts.param_dtype],
+        grad=BYTES[facts.mixed_precision_reduce],
         ep=layout.ep,
-        deepep=cell.exchange.has_own_layer,
-        scored_activations=cell.exchange.has_own_layer and options[SCORE_ACTIVATIONS],
-        row_kernels=not cell.exchange.has_own_layer and options[ROW_KERNELS],
+        deepep=has_own_layer,
+        scored_activations=has_own_layer and facts.score_activations,
+        row_kernels=not has_own_layer and facts.row_kernels,
         quantized=cell.precision.expects("grouped_gemms") != "bf16",
         mixed_precision=layout.has_fsdp,
         # If there is a pipeline, TorchTitan's FSDP does not reshard after the forward by default.
-        keeps_gathered=layout.pp > 1 or options[RESHARD] == "never",
+        keeps_gathered=layout.pp > 1 or facts.fsdp_reshard == "never",
         autocast=layout.tp * layout.pp == 1 and not layout.has_fsdp,
-        compiled="model" in components,
-        saves=cell.saves,
+        compiled=facts.is_compiled,
+        saves=facts.saves,
         loss_tokens=-(-tokens // num_chunks) if num_chunks else None,
-        loss_compiled="loss" in components,
+        loss_compiled=facts.is_loss_compiled,
         loss_parallel=loss_parallel,
-        padded_tokens=padded_tokens(cell, batch) if cell.uses_flash_attention else None,
+        padded_tokens=padded_tokens(cell, batch) if facts.uses_flash_attention else None,
     )
 
 
@@ -122,16 +119,10 @@ def padded_tokens(cell: Cell, sequences: int) -> int:
     Every sequence has a fixed number of slots for documents (`bounds_capacity` in
     titan/common/varlen_attention.py). Even an empty slot adds one block.
     """
-    length, gpu = cell.options["training.seq_len"], cell.cluster.gpu
+    length, gpu = cell.facts.seq_len, cell.cluster.gpu
     documents = 1 << (max(length // 128, min(length, 16)) - 1).bit_length()
     block = FLASH_BLOCK_SM90 if gpu and gpu.compute_capability < 10 else FLASH_BLOCK
     return int(sequences * length + (sequences * documents + 1) * block)
-
-
-def routing_of(cell: Cell) -> str:
-    """Return the routing of tokens to experts: `trained`, `random` or `round_robin`."""
-    forced = cell.options["debug.moe_force_load_balance"]
-    return "round_robin" if forced else str(cell.options["debug.moe_routing"])
 
 
 @functools.cache
@@ -169,7 +160,7 @@ def _chosen_experts(model: Model) -> Any:
 def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Operator]:
     """Return a layer's large BF16 GEMMs whose outputs are kept because the save list has `mm`."""
     # Only the cookbook's save list affects compiled code; TorchTitan's own list does not.
-    if not (moe and s.compiled and cell.saves and "mm" in cell.options[SAVE_LIST]):
+    if not (moe and s.compiled and cell.facts.saves and "mm" in cell.facts.ac_save_list):
         return []
     found = [*attention_operators(s), *feed_forward_operators(s, moe)]
     large = (one for one in found if one.is_product and one.shape[-1] >= s.dim)

@@ -11,8 +11,8 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
-from cookbook.config.options import DEGREES
-from cookbook.predict.facts import (
+from cookbook.config.facts import Facts
+from cookbook.predict.hardware import (
     Documents,
     Hardware,
     documents_of,
@@ -21,7 +21,7 @@ from cookbook.predict.facts import (
 )
 from cookbook.predict.layer_time import HOST, Kernels, LayerTimes, add, scaled
 from cookbook.predict.rank import Layer, Rank, describe_ranks, play
-from cookbook.predict.shapes import RESHARD, shapes_of
+from cookbook.predict.shapes import shapes_of
 from cookbook.predict.traffic import Links
 
 OPTIMIZER, COPIES = "optimizer and gradient norm", "copies and casts, FSDP's packing"
@@ -73,19 +73,21 @@ def predict_step(
     documents: Documents | None = None,
     hardware: Hardware | None = None,
     overlapped: bool = True,
+    released: bool = False,
 ) -> StepTime:
     """Predict the time of a cell's step; raise InputError if part of the cell is not modelled.
 
     `ranks`, `documents` and `hardware` override the cell's own. `overlapped`: whether DeepEP's
-    dispatch and combine may overlap compute.
+    dispatch and combine may overlap compute. `released`: whether TorchTitan runs without the
+    cookbook's patches.
     """
     refuse_unmodelled(cell)
     hardware = hardware or hardware_of(cell)
     documents = documents_of(cell, documents)
     ranks = ranks or describe_ranks(cell)
-    layout, options = cell.layout, cell.options
-    shapes, seq_len = shapes_of(cell), options["training.seq_len"]
-    if cell.hooks != options.stack.hooks and shapes.deepep:
+    facts, layout = cell.facts, cell.layout
+    shapes, seq_len = shapes_of(cell), facts.seq_len
+    if released and shapes.deepep:
         # TorchTitan as released dispatches every token once per TP rank.
         sent_rows, rows = shapes.sent_rows * layout.tp, shapes.rows * layout.tp
         shapes = replace(shapes, sent_tokens=shapes.tokens, sent_rows=sent_rows, rows=rows)
@@ -94,13 +96,14 @@ def predict_step(
     attended = (seq_len + 1) / 2
     if documents:
         attended = slowest_attended_tokens(documents, seq_len, sequences, meeting)
-    kernels, links = Kernels(cell, hardware, shapes, attended), Links(cell, shapes, hardware)
+    kernels = Kernels(cell, hardware, shapes, attended, released)
+    links = Links(cell, shapes, hardware)
     times = LayerTimes(kernels, links, overlapped)
     least_ms = hardware.host_ms_per_routed_layer
     if times.compute_ms(Layer(0, moe=True, recomputed=False))[0] < least_ms:
         found = f"a microbatch computes in a layer for less than {least_ms:g} ms: the host sets "
         found += "the pace, which is not modelled"
-        place = options.origin("training.local_batch_size")
+        place = cell.options.origin(Facts.local_batch)
         raise InputError(place, found, "use more tokens per microbatch")
     rounds = ranks[0].gradient_accumulation_steps
     busiest, bubble_ms = _busiest(ranks, times, links)
@@ -108,8 +111,7 @@ def predict_step(
     done = [terms for part in busiest.parts for terms in times.part(part)]
     exposed_ms, hidden_ms = _fsdp_ms(busiest, links, times)
     sums = microbatches if layout.pp > 1 else 0
-    tokens = float(options["training.local_batch_size"] * rounds * seq_len)
-    has_worker = options["training.dataloader.num_workers"] > 0
+    tokens = float(facts.local_batch * rounds * seq_len)
     terms = add(
         scaled(add(*done), microbatches),
         {
@@ -119,7 +121,7 @@ def predict_step(
             COPIES: kernels.copies(busiest, links.gathers * rounds, rounds, sums),
             OPTIMIZER: kernels.optimizer(busiest),
             HOST: hardware.host_ms_per_step,
-            TEXT: 0.0 if has_worker else tokens * hardware.text_us_per_token / 1000,
+            TEXT: 0.0 if facts.data_workers > 0 else tokens * hardware.text_us_per_token / 1000,
         },
     )
     recomputed = (times.again(layer.moe, layer.recomputed) for layer in busiest.layers)
@@ -127,7 +129,7 @@ def predict_step(
         rank=busiest.rank,
         terms_ms={name: time for name, time in terms.items() if time > 0},
         recompute_ms=microbatches * sum(sum(one.values()) for one in recomputed),
-        tokens_per_gpu=tokens * layout.dp_replicate * layout.dp_shard / layout.world,
+        tokens_per_gpu=tokens * layout.replicas / layout.world,
         documents=documents,
     )
 
@@ -170,18 +172,18 @@ def refuse_unmodelled(cell: Cell) -> None:
         found = "is emulated on this cluster: its time says nothing"
         remedy = "use bf16 and standard, or a cluster whose GPUs support it"
         raise InputError(cell.emulated_parts[0].name, found, remedy)
-    options = cell.options
-    offloads, is_eager = options["training.enable_cpu_offload"], not cell.is_compiled
-    is_unfused = options["optimizer.implementation"] != "fused"
-    param, is_fp32 = "training.mixed_precision_param", cell.param_dtype == "float32"
-    reshards = cell.layout.pp > 1 and options[RESHARD] == "always"
+    facts = cell.facts
+    param, is_fp32 = Facts.mixed_precision_param, facts.param_dtype == "float32"
+    is_eager, is_unfused = not facts.is_compiled, facts.optimizer != "fused"
+    reshards = facts.pp > 1 and facts.fsdp_reshard == "always"
     for name, is_found, found, remedy in (
-        (DEGREES["cp"], cell.layout.cp > 1, "context parallelism", "set it to 1"),
-        (RESHARD, reshards, "gathering for each microbatch", "use default"),
+        (Facts.cp, facts.cp > 1, "context parallelism", "set it to 1"),
+        (Facts.fsdp_reshard, reshards, "gathering for each microbatch", "use default"),
         (param, is_fp32, "FP32, as with TP or PP and no FSDP", "use bfloat16 and FSDP"),
-        ("compile.enable", is_eager, "a model that is not compiled", "compile the model"),
-        ("training.enable_cpu_offload", offloads, "CPU offload", "set it to false"),
-        ("optimizer.implementation", is_unfused, "an optimizer that is not fused", "use fused"),
+        (Facts.is_compile_on, is_eager, "a model that is not compiled", "compile the model"),
+        (Facts.cpu_offload, facts.cpu_offload, "CPU offload", "set it to false"),
+        (Facts.optimizer, is_unfused, "an optimizer that is not fused", "use fused"),
     ):
         if is_found:
-            raise InputError(options.origin(name), f"{found}: its time is not modelled", remedy)
+            place = cell.options.origin(name)
+            raise InputError(place, f"{found}: its time is not modelled", remedy)

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from cookbook.config.cell import Cell
-from cookbook.predict.facts import Hardware
+from cookbook.config.facts import EXCHANGES, Exchange
+from cookbook.predict.hardware import Hardware
 from cookbook.predict.operators import Unit
 from cookbook.predict.rank import Rank, count_parameters, model_of
 from cookbook.predict.shapes import Shapes, shapes_of
 
 # MXFP8: one byte per element, and one byte of scale per 32 elements.
 MXFP8_BYTES = 1 + 1 / 32
-EP_BACKENDS = ("standard", "deepep", "mxfp8_a2a")
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,17 @@ class Exchanges:
         within = s.ranks_per_token * (in_node - 1) / in_node
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
-    def experts(self, backend: str) -> tuple[Traffic, Traffic]:
+    def experts(self, exchange: Exchange) -> tuple[Traffic, Traffic]:
         """Return an MoE layer's dispatch and combine traffic, and what recomputation adds to it."""
         s = self.shapes
         if s.ep == 1:
             return Traffic(), Traffic()
-        if backend == "deepep":
+        if exchange.sends_once_per_rank:
             one = self.deepep()
             # Recomputation skips combine if no gradient needs its output.
             return one.times(4), one.times(1 if s.scored_activations else 2)
         # Each pass, forward or backward, has two all-to-alls. Only the first may be quantized.
-        first = self.all_to_all(MXFP8_BYTES if backend == "mxfp8_a2a" else s.act)
+        first = self.all_to_all(MXFP8_BYTES if exchange.is_quantized else s.act)
         forward = first + self.all_to_all(s.act)
         return forward.times(2), forward
 
@@ -131,10 +131,9 @@ class Work:
 
 def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
     """Return the FLOPs of a token, and the bytes that the busiest rank sends in a step."""
-    model, layout, options = model_of(cell), cell.layout, cell.options
-    seq_len = options["training.seq_len"]
-    batch = options["training.local_batch_size"] * ranks[0].gradient_accumulation_steps
-    tokens = batch * layout.dp_replicate * layout.dp_shard * seq_len
+    model, seq_len = model_of(cell), cell.facts.seq_len
+    batch = cell.facts.local_batch * ranks[0].gradient_accumulation_steps
+    tokens = batch * cell.layout.replicas * seq_len
     parameters, active = count_parameters(model)
     # Count FLOPs as TorchTitan does: no embedding, and attention over the whole sequence.
     scores = model.n_layers * model.heads * (model.nope + model.rope + model.v_head) * seq_len
@@ -156,7 +155,7 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
     """Return the traffic of `rank` in a step, by kind."""
     one = Exchanges(cell, shapes_of(cell))
     microbatches = rank.num_microbatches * rank.gradient_accumulation_steps
-    is_saved = "communication" in cell.saves
+    is_saved = "communication" in cell.facts.saves
     repeated = [layer for layer in rank.layers if layer.recomputed and not is_saved]
     # TP operations per forward and per backward: four per layer, one each for embedding and head.
     ends = sum(2 * bool(part.embedding) + 2 * bool(part.head) for part in rank.parts)
@@ -171,10 +170,10 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
         "pp": one.stage().times(rank.neighbours * microbatches),
     }
     moe, moe_repeated = (sum(layer.moe for layer in some) for some in (rank.layers, repeated))
-    for backend in EP_BACKENDS:
-        once, again = one.experts(backend)
+    for exchange in EXCHANGES.values():
+        once, again = one.experts(exchange)
         total = once.times(moe) + again.times(moe_repeated)
-        traffic[f"ep/{backend}"] = total.times(microbatches)
+        traffic[f"ep/{exchange.ep_backend}"] = total.times(microbatches)
     return traffic
 
 
@@ -190,7 +189,7 @@ class Links(Exchanges):
             return 0.0
         if self.shapes.deepep:
             return 2 * self.deepep_ms()
-        is_quantized = self.cell.ep_backend.expects("dispatch") == "mxfp8"
+        is_quantized = self.cell.facts.exchange.is_quantized
         widths = (MXFP8_BYTES if is_quantized else self.shapes.act, self.shapes.act)
         hw = self.hardware
         speeds = hw.nvlink_gb_per_s * hw.all_to_all_nvlink_share, hw.all_to_all_infiniband_share

@@ -18,7 +18,8 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.config import validate as rules
 from cookbook.config.cell import Cell, Finding
 from cookbook.config.cluster import load_cluster
-from cookbook.config.options import Options, parse_argv
+from cookbook.config.dialect.argv import parse_argv
+from cookbook.config.options import Options
 from cookbook.config.recipe import Overlay, load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import keep_schedule, published_number
 from cookbook.config.stack import load_stack
@@ -75,7 +76,6 @@ def validate(start: Start) -> Cell:
         cluster=load_cluster(start.cluster),
         nodes=start.nodes - start.spare_nodes,
         options=options,
-        hooks=options["experimental.custom_import"],
         emulated=options["cookbook.emulated"],
     )
     for name, own in (("PRECISION", start.precision), ("EP_BACKEND", start.ep_backend)):

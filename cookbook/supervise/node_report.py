@@ -22,7 +22,7 @@ from cookbook.base.gpus import read_gpus
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import find_sources
 from cookbook.config.cluster import cluster_from_record
-from cookbook.config.stack import read_pins
+from cookbook.config.pins import read_pins
 from cookbook.doctor.check import Fault, Surroundings, ask, node_faults
 from cookbook.doctor.machine import rdma_devices
 from cookbook.install import find_distribution

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
-from cookbook.config.options import OVERRIDES, Options, layout_of, options_of
+from cookbook.config.dialect.names import OVERRIDES
+from cookbook.config.facts import Facts
+from cookbook.config.options import Options, options_of
 from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.record import (
@@ -140,7 +142,7 @@ def _check_states(
 
 def _check_texts(checkpoint: Checkpoint, options: Options, before: Options, world: int) -> None:
     anew = f"read the texts from the start with {EXCLUDED}=dataloader"
-    layout, readers = layout_of(options, world), checkpoint.text_readers
+    layout, readers = Facts(options, world).layout, checkpoint.text_readers
     ranks = layout.dp_replicate * layout.dp_shard
     if readers != ranks:
         raise InputError(

@@ -16,19 +16,12 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import check_sources
-from cookbook.config.cell import ATTENTION, WARNING, Cell, Finding, Problems, Rule, Verdict, rule
+from cookbook.config.cell import WARNING, Cell, CellRule, Finding, Problems, Verdict, rule
 from cookbook.config.cluster import runs_here
+from cookbook.config.facts import TEXT, Facts
 from cookbook.config.validate import kernels, layout, values
 
-_SET_UP, _FOLDER = "run: bash setup.sh", "set it to a folder that this machine sees"
-# For each option that names a path: a file that must be in that folder (if any), and the remedy.
-_PATHS = {
-    "model.hf_assets_path": ("tokenizer.json", f"{_SET_UP}, or set it to a tokenizer's folder"),
-    "training.dataset_path": ("", _FOLDER),
-    "validation.dataset_path": ("", _FOLDER),
-    "checkpoint.initial_load_path": ("", "set it to a checkpoint that this machine sees"),
-    "job.config_file": ("", "set it to a file that this machine sees"),
-}
+_SET_UP = "run: bash setup.sh"
 
 
 def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
@@ -40,7 +33,7 @@ def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
 
 def validation_errors(cell: Cell) -> list[Finding]:
     """Return the errors in the parallel layout or, if there are none, those of all other rules."""
-    if problems := layout.layout_findings(cell.options, cell.world):
+    if problems := layout.layout_findings(cell.facts):
         return problems
     rules = (*values.RULES, *kernels.RULES, *layout.RULES)
     found = [finding for rule in rules for finding in rule(cell)]
@@ -50,7 +43,7 @@ def validation_errors(cell: Cell) -> list[Finding]:
 def wrong_value(cell: Cell, option: str) -> list[str] | None:
     """Return (reason, remedy) if the value of `option` is invalid in itself; None otherwise."""
     found = (*values.bounds(cell), *values.selected(cell))
-    problems = [*layout.impossible(cell.options), *((f.option, f.reason, f.remedy) for f in found)]
+    problems = [*layout.impossible(cell.facts), *((f.option, f.reason, f.remedy) for f in found)]
     return next((words for name, *words in problems if name == option), None)
 
 
@@ -64,32 +57,39 @@ def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
 
 
 # Rules about this machine. Paths are relative to the checkout, in which jobs run.
-HERE: list[Rule] = []
+HERE: list[CellRule] = []
 
 
 @rule(HERE)
 def files(cell: Cell) -> Problems:
-    options = cell.options
-    for name, (file, remedy) in _PATHS.items():
-        value, section = options[name], name.partition(".")[0]
-        is_off = section in ("checkpoint", "validation") and not options[f"{section}.enable"]
-        if not value or is_off or (section == "checkpoint" and cell.resumes):
+    facts, a_folder = cell.facts, "set it to a folder that this machine sees"
+    validation = facts.validation_path if facts.validates else None
+    loaded = facts.initial_load_path if facts.checkpoints and not cell.resumes else None
+    tokenizer = f"{_SET_UP}, or set it to a tokenizer's folder"
+    for option, value, remedy in (
+        (Facts.assets, facts.assets, tokenizer),
+        (Facts.dataset_path, facts.dataset_path, a_folder),
+        (Facts.validation_path, validation, a_folder),
+        (Facts.initial_load_path, loaded, "set it to a checkpoint that this machine sees"),
+        (Facts.config_file, facts.config_file, "set it to a file that this machine sees"),
+    ):
+        file = "tokenizer.json" if option == Facts.assets else ""
+        if not value:
             continue
         path, shown = ROOT / value / file, Path(value) / file
         if not path.exists():
             unexpanded = "write the whole path: nothing is expanded"
-            yield name, f"{shown} is not there", unexpanded if value[0] in "~$" else remedy
-        elif name.endswith("dataset_path") and not path.is_dir():
-            yield name, f"{shown} is a file, allowed: a folder", remedy
-    for section, name in values.readers(cell).items():
-        if options[f"{section}.dataset"] == values.TEXT and options[name]:
-            workers = max(options[f"{section}.dataloader.num_workers"], 1)
-            readers = cell.layout.dp_replicate * cell.layout.dp_shard * workers
+            yield option, f"{shown} is not there", unexpanded if value[0] in "~$" else remedy
+        elif remedy == a_folder and not path.is_dir():
+            yield option, f"{shown} is a file, allowed: a folder", remedy
+    for reader in facts.readers:
+        if reader.dataset == TEXT and reader.files:
+            count, option = facts.layout.replicas * max(reader.workers, 1), reader.options[1]
             try:
-                check_sources(options[name], options["data.text_key"], ROOT, readers)
+                check_sources(reader.files, facts.text_key, ROOT, count)
             except InputError as error:
-                place = "" if error.place == "data.files" else f"{error.place}: "
-                yield name, f"{place}{error.found}", error.remedy
+                place = "" if error.place == Facts.text_files else f"{error.place}: "
+                yield option, f"{place}{error.found}", error.remedy
 
 
 @rule(HERE)
@@ -102,7 +102,7 @@ def environment(cell: Cell) -> Problems:
 @rule(HERE)
 def vocabulary(cell: Cell) -> Problems:
     """Refuse a tokenizer that has token ids outside the model's vocabulary."""
-    path, model = cell.options["model.hf_assets_path"], cell.options.model
+    path, model = cell.facts.assets, cell.options.model
     tokenizer = ROOT / (path or "") / "tokenizer.json"
     if model is None or not tokenizer.is_file():
         return
@@ -116,22 +116,21 @@ def vocabulary(cell: Cell) -> Problems:
     if largest >= model.vocab:
         title, last = cell.options.model_title, model.vocab - 1
         reason = f"{path} has tokens up to {largest}, {title} takes tokens up to {last}"
-        yield "model.hf_assets_path", reason, "use the model's own tokenizer, or a larger flavor"
+        yield Facts.assets, reason, "use the model's own tokenizer, or a larger flavor"
 
 
 @rule(HERE)
 def weights(cell: Cell) -> Problems:
-    options = cell.options
-    is_read = options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]
-    if cell.resumes or not is_read:
+    facts, family = cell.facts, cell.options.family
+    if cell.resumes or not (facts.checkpoints and facts.initial_load_in_hf):
         return
-    has_own = options["checkpoint.initial_load_path"]
-    option = "checkpoint.initial_load_path" if has_own else "model.hf_assets_path"
-    shown, folder = options[option], ROOT / options[option]
+    option = Facts.initial_load_path if facts.initial_load_path else Facts.assets
+    shown = facts.initial_load_path or facts.assets or ""
+    folder = ROOT / shown
     index, files = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
     if not files:
         if folder.is_dir():
-            remedy = "download the weights there, or set checkpoint.initial_load_path"
+            remedy = f"download the weights there, or set {Facts.initial_load_path}"
             yield option, f"{shown} has no *.safetensors files", remedy
         return
     try:
@@ -145,14 +144,14 @@ def weights(cell: Cell) -> Problems:
         else:
             names = {name: file.name for file in files for name in read_shapes(file)}
         quantized = any(name.endswith("weight_scale_inv") for name in names)
-        is_said, family = "checkpoint.initial_load_in_hf_quantized", options.family
+        is_said = Facts.initial_load_quantized
         what = f"{shown} is quantized in blocks of FP8"
         if quantized and family and not family.reads_quantized:
             reason = f"{what}, and TorchTitan dequantizes no weights of {family.title}"
             yield option, reason, "name a checkpoint in BF16"
-        elif quantized and not options[is_said]:
+        elif quantized and not facts.initial_load_quantized:
             yield is_said, f"{what}, whose raw values would be trained on", "set it to true"
-        if not quantized and options[is_said]:
+        if not quantized and facts.initial_load_quantized:
             yield is_said, f"{shown} is not quantized", "set it to false"
         for reason, remedy in _unlike_model(cell, folder, names):
             yield option, f"{shown}{reason}", remedy
@@ -166,7 +165,7 @@ def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[t
     if not family or not model:
         return
     layers = {int(found[1]) for name in names if (found := re.match(r"model\.layers\.(\d+)", name))}
-    flavor = "set model.flavor to the checkpoint's"
+    flavor = f"set {Facts.flavor} to the checkpoint's"
     if len(layers) not in (model.n_layers, model.n_layers + family.extra_layers):
         yield f" has {len(layers)} layers, {title} has {model.n_layers}", flavor
         return
@@ -193,12 +192,12 @@ def packages(cell: Cell) -> Problems:
     if missing := sorted(name for name in needed if importlib.util.find_spec(name) is None):
         yield "", f"not installed: {', '.join(missing)}", _SET_UP
     # Look for the folder: find_spec("flash_attn.cute") would import FlashAttention-2, its parent.
-    outer = importlib.util.find_spec("flash_attn") if cell.uses_flash_attention else None
+    outer = importlib.util.find_spec("flash_attn") if cell.facts.uses_flash_attention else None
     folders = (outer and outer.submodule_search_locations) or ()
     is_here = any(Path(folder, "cute").is_dir() for folder in folders)
-    if cell.uses_flash_attention and not (is_here or cell.attends_by_reference):
+    if cell.facts.uses_flash_attention and not (is_here or cell.attends_by_reference):
         reason = "FlashAttention-4 (flash-attn-4) is not installed"
-        yield ATTENTION, reason, f"{_SET_UP}, or set {ATTENTION}=flavor"
+        yield Facts.attention, reason, f"{_SET_UP}, or set {Facts.attention}=flavor"
 
 
 def read_shapes(file: Path) -> dict[str, list[int]]:

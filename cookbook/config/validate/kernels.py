@@ -1,16 +1,16 @@
 """Rules about the GPUs and options that precisions, EP backends and attention kernels require."""
 
-from cookbook.config.cell import ATTENTION, OF_HOOKS, Cell, Problems, Rule, rule
-from cookbook.config.options import DEGREES, OVERRIDES
-from cookbook.config.recipe import implied
-from cookbook.config.stack import FLASH_ATTENTION, TORCHAO, TORCHTITAN
+from cookbook.config.cell import Cell, CellRule, Problems, rule
+from cookbook.config.dialect.names import (
+    DEGREES,
+    FLASH_ATTENTION,
+    TORCHAO,
+    TORCHTITAN,
+    Converter,
+)
+from cookbook.config.facts import Facts
 
-RULES: list[Rule] = []
-CUSTOM_IMPORT = "experimental.custom_import"
-MX = frozenset({"quantize.grouped_mm.mx", "quantize.linear.mx"})
-# Each converter needs weights whose dimensions are multiples of this.
-_MULTIPLES = dict.fromkeys(MX, 32)
-_MULTIPLES |= {"quantize.grouped_mm.float8": 16, "quantize.linear.float8": 16}
+RULES: list[CellRule] = []
 _PARALLELIZE = f"{TORCHTITAN}/models/llama4/infra/parallelize.py"
 _MX = f"{TORCHTITAN}/components/quantization/mx.py"
 
@@ -34,21 +34,23 @@ def _gpu_of(cell: Cell) -> tuple[float, str]:
 @rule(RULES, reference=_PARALLELIZE)
 def needs(cell: Cell) -> Problems:
     for overlay in (cell.precision, cell.ep_backend):
-        needed, unmet = overlay.needs, list[str]()
+        needed = overlay.needs
         if needed.device == "cuda" and cell.cluster.gpu is None:
-            unmet.append(f"CUDA GPUs, cluster {cell.cluster.name} runs on the CPU")
-        if needed.expert_parallel and cell.options[DEGREES["ep"]] < 2:
-            unmet.append(f"{DEGREES['ep']} above 1")
-        for name, setting in needed.settings.items():
-            if (value := cell.options[name]) != setting.value:
-                unmet.append(f"{name} {setting.value}, found {value}")
-        for reason in unmet[:1]:
-            yield "", f"{overlay.name} needs {reason}", ""
+            reason = f"needs CUDA GPUs, cluster {cell.cluster.name} runs on the CPU"
+            yield "", f"{overlay.name} {reason}", ""
+            continue
+        if needed.expert_parallel and cell.facts.ep < 2:
+            yield "", f"{overlay.name} needs {Facts.ep} above 1", ""
+            continue
+        for option, setting in needed.settings.items():
+            if (found := cell.options[option]) != setting.value:
+                reason = f"{overlay.name} needs {setting.value}, found {found}"
+                yield option, reason, f"set it to {setting.value}"
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/protocols/model_converter.py")
 def declaration(cell: Cell) -> Problems:
-    for key, found in implied(cell.options).items():
+    for key, found in cell.facts.active.items():
         is_exchange = key == "dispatch"
         overlay = cell.ep_backend if is_exchange else cell.precision
         what = "EP backend" if is_exchange else "precision"
@@ -57,12 +59,12 @@ def declaration(cell: Cell) -> Problems:
             reason = f"{what} {overlay.name} expects {key} {overlay.expects(key)}, and the options "
             reason += f"turn on {found}: the job would stop at its first step"
             remedy = f"correct the options, or `expect` in {overlay.path.name}"
-            yield "" if is_exchange else "model.converters", reason, remedy
+            yield "" if is_exchange else Facts.converters, reason, remedy
 
 
 @rule(RULES, reference=_PARALLELIZE)
 def ep_size(cell: Cell) -> Problems:
-    exchange, degree, option = cell.exchange, cell.layout.ep, DEGREES["ep"]
+    exchange, degree, option = cell.facts.exchange, cell.layout.ep, Facts.ep
     per_node = cell.cluster.ranks_per_node
     if not exchange.sizes:
         return
@@ -79,46 +81,27 @@ def ep_size(cell: Cell) -> Problems:
         yield option, f"{reason}{exchange.ranks_per_node} GPUs a node, not {per_node}", remedy
 
 
-@rule(RULES, reference=_PARALLELIZE)
-def expert_tensor_parallel(cell: Cell) -> Problems:
-    if not cell.exchange.has_etp and cell.layout.etp > 1:
-        reason = f"{cell.exchange.title} needs 1, found {cell.layout.etp}"
-        yield DEGREES["etp"], reason, "set it to 1"
-
-
-@rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe_deepep.py")
-def hooks_are_on(cell: Cell) -> Problems:
-    """Refuse a cell that needs the cookbook's hooks but runs without them."""
-    hooks = cell.options.stack.hooks
-    if cell.hooks == hooks:
-        return
-    title, remedy = cell.exchange.title, f"set {CUSTOM_IMPORT} to {hooks}"
-    uses_mx = MX & set(cell.options["model.converters"])
-    if cell.exchange.has_own_layer and (cell.layout.tp > 1 or uses_mx):
-        reason = f"without the hooks {title} counts tokens per TP rank and pads no MXFP8 groups"
-        yield CUSTOM_IMPORT, reason, remedy
-    for name in (*OF_HOOKS, *(f"{OVERRIDES}{size}" for size in cell.options.overrides)):
-        if cell.options[name] != cell.options.stack.options[name].default:
-            yield name, "only the cookbook's hooks have this option", remedy
+def _mx(cell: Cell) -> list[Converter]:
+    return [one for one in cell.facts.quantizes if one.is_mx]
 
 
 @rule(RULES, reference=_MX)
 def mxfp8_hardware(cell: Cell) -> Problems:
     capability, have = _gpu_of(cell)
-    for name in sorted(MX & set(cell.options["model.converters"])):
-        if capability < 10.0 and not cell.options[f"{name}.emulate"]:
-            reason = f"{name} needs compute capability 10.0 (SM100), {have}"
-            yield "model.converters", reason, f"set {name}.emulate=true for numerics without speed"
+    for one in _mx(cell):
+        if capability < 10.0 and not cell.options[one.emulate]:
+            reason = f"{one.name} needs compute capability 10.0 (SM100), {have}"
+            yield Facts.converters, reason, f"set {one.emulate}=true for numerics without speed"
 
 
 @rule(RULES, reference=_MX)
 def mxfp8_linear_compiles(cell: Cell) -> Problems:
     """Refuse compiled MXFP8 linear layers under TP, unless they are emulated."""
-    name = "quantize.linear.mx"
-    is_native = name in cell.options["model.converters"] and not cell.options[f"{name}.emulate"]
-    if is_native and cell.is_compiled and cell.layout.tp > 1:
+    linear = [one for one in _mx(cell) if one.gemms == "linear_layers"]
+    is_native = any(not cell.options[one.emulate] for one in linear)
+    if is_native and cell.facts.is_compiled and cell.layout.tp > 1:
         reason = "MXFP8 linear layers with tensor parallelism and a compiled model: torch.compile"
-        remedy = f"set {DEGREES['tp']} 1, or compile.components loss"
+        remedy = f"set {Facts.tp} 1, or {Facts.compiled_components} loss"
         yield "", f"{reason} does not support it yet", remedy
 
 
@@ -126,32 +109,34 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
 def whole_blocks(cell: Cell) -> Problems:
     """Refuse feed-forward layers that TP cuts to a width that quantized GEMMs cannot have."""
     model, layout = cell.options.model, cell.layout
-    for name in cell.options["model.converters"]:
-        if model is None or name not in _MULTIPLES:
-            continue
+    if model is None:
+        return
+    for one in cell.facts.quantizes:
         short, what, hidden = "tp" if layout.ep == 1 else "etp", "experts", model.expert_hidden
-        if ".linear." in name:
+        if one.gemms == "linear_layers":
             layers = (f"layers.{layer}.feed_forward." for layer in range(model.n_dense_layers))
             modules = [f"{layer}w{number}" for layer in layers for number in (1, 2, 3)]
-            filters = cell.options[f"{name}.filter_fqns"]
+            filters = cell.options[one.filter]
             is_left_out = all(any(part in module for part in filters) for module in modules)
             short, what, hidden = "tp", "dense layers", 0 if is_left_out else model.dense_hidden
-        if (width := hidden / getattr(layout, short)) % _MULTIPLES[name]:
+        if (width := hidden / getattr(layout, short)) % one.multiple:
             reason = f"it cuts the {what} of {cell.options.model_title} to a width of {width:g}"
-            reason += f", and {name} needs a multiple of {_MULTIPLES[name]}"
+            reason += f", and {one.name} needs a multiple of {one.multiple}"
             yield DEGREES[short], reason, "lower it, or use another precision"
 
 
 @rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
 def flash_attention(cell: Cell) -> Problems:
-    capability, have = _gpu_of(cell)
+    (capability, have), option = _gpu_of(cell), Facts.attention
+    if not cell.facts.uses_flash_attention:
+        return
     # It supports compute capabilities 9 (Hopper) and 10 (data-center Blackwell); 0 stands for CPUs.
-    if cell.uses_flash_attention and int(capability) not in (0, 9, 10):
+    if int(capability) not in (0, 9, 10):
         reason = "FlashAttention-4 needs a GPU of compute capability 9.x (H100, H200) or 10.x "
-        yield ATTENTION, f"{reason}(B200), {have}", f"set {ATTENTION}=flavor"
-    elif cell.uses_flash_attention and cell.cluster.gpu and cell.param_dtype == "float32":
+        yield option, f"{reason}(B200), {have}", f"set {option}=flavor"
+    elif cell.cluster.gpu and cell.facts.param_dtype == "float32":
         reason = "FlashAttention-4 cannot compute in FP32, as TorchTitan does with TP or PP and no "
-        yield ATTENTION, f"{reason}FSDP", f"use bfloat16 and FSDP, or set {ATTENTION}=flavor"
+        yield option, f"{reason}FSDP", f"use bfloat16 and FSDP, or set {option}=flavor"
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/context_parallel.py")
@@ -160,7 +145,7 @@ def context_parallel_attention(cell: Cell) -> Problems:
     model, title = cell.options.model, cell.options.model_title
     if cell.layout.cp == 1:
         return
-    if cell.uses_flash_attention:
+    if cell.facts.uses_flash_attention:
         reason = "FlashAttention-4 computes a sequence on one rank, and context parallelism "
         reason += f"({cell.layout.cp}) cuts it over several"
     elif model and model.attn_type != "sdpa":
@@ -170,4 +155,4 @@ def context_parallel_attention(cell: Cell) -> Problems:
         reason = f"context parallelism is untested with grouped-query attention, as in {title}"
     else:
         return
-    yield DEGREES["cp"], reason, "set it to 1"
+    yield Facts.cp, reason, "set it to 1"

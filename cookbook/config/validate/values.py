@@ -5,68 +5,41 @@ import re
 from pathlib import Path
 
 from cookbook.base.errors import nearest
-from cookbook.config.cell import (
-    LAYERS_KEPT,
-    SAVE_LIST,
-    SAVED_OPERATORS,
-    Cell,
-    Problems,
-    Rule,
-    rule,
-    unknown,
-)
-from cookbook.config.stack import TORCHTITAN
+from cookbook.config.cell import Cell, CellRule, Problems, rule, unknown
+from cookbook.config.dialect.names import CONVERTERS, FACTS, TORCHTITAN
+from cookbook.config.facts import SAVED_OPERATORS, TEXT, Facts
 
-RULES: list[Rule] = []
+RULES: list[CellRule] = []
 _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
 _RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
-TEXT = "text"
-_BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
-    (1, math.inf): (
-        *("training.steps", "training.gc_freq", "metrics.log_freq", "checkpoint.interval"),
-        *("profiling.profile_freq", "comm.init_timeout_seconds", "comm.train_timeout_seconds"),
-        "deepep.num_chunks",
-    ),
-    (0, math.inf): (
-        *("training.max_norm", "training.dataloader.num_workers", "checkpoint.interval_minutes"),
-        *("checkpoint.keep_latest_k", "lr_scheduler.warmup_steps", "optimizer.lr", "optimizer.eps"),
-        *("optimizer.weight_decay", "loss.num_chunks", LAYERS_KEPT),
-    ),
-    (0, 1): (
-        *("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor", "optimizer.beta1"),
-        *("optimizer.beta2", "activation_checkpoint.memory_budget"),
-    ),
-    (0, 2**63 - 1): ("debug.seed",),
-}
 _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 # Options that are lists of names, and the names that are allowed in each.
 _NAMES: dict[str, tuple[str, ...]] = {
-    "compile.components": ("model", "loss"),
-    "model.converters": (
-        *("quantize.grouped_mm.mx", "quantize.linear.mx"),
-        *("quantize.grouped_mm.float8", "quantize.linear.float8"),
-    ),
-    "checkpoint.exclude_from_loading": _STATES,
-    SAVE_LIST: SAVED_OPERATORS,
+    Facts.compiled_components: ("model", "loss"),
+    Facts.converters: tuple(CONVERTERS),
+    Facts.load_excluded: _STATES,
+    Facts.ac_save_list: SAVED_OPERATORS,
 }
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def bounds(cell: Cell) -> Problems:
-    for (low, high), options in _BOUNDS.items():
-        allowed = f"{low:g} and up" if high == math.inf else f"{low:g} to {high:g}"
-        for name in options:
-            if (value := cell.options[name]) is not None and not low <= value <= high:
-                yield name, f"found {value}, allowed: {allowed}", ""
+    for fact in FACTS:
+        if fact.within is None or not fact.option:
+            continue
+        (low, high), value = fact.within, cell.options[fact.option]
+        if value is not None and not low <= value <= high:
+            allowed = f"{low:g} and up" if high == math.inf else f"{low:g} to {high:g}"
+            yield fact.option, f"found {value}, allowed: {allowed}", ""
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def names(cell: Cell) -> Problems:
     """Refuse unknown names: TorchTitan ignores some, and rejects others when the job runs."""
-    datasets = {f"{section}.dataset": cell.options.stack.datasets for section in readers(cell)}
+    datasets = {one.options[0]: cell.options.stack.datasets for one in cell.facts.readers}
     for option, known in {**_NAMES, **datasets}.items():
-        value = cell.options[option]
+        value = cell.options[option] if option else ()
         for name in [value] if isinstance(value, str) else value:
             if name not in known:
                 yield unknown(option, name, known)
@@ -74,130 +47,131 @@ def names(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/tools/profiling.py", is_input=True)
 def profiled_steps(cell: Cell) -> Problems:
-    """The warmup and recording of one profile must fit into `profile_freq` steps."""
-    options, option = cell.options, "profiling.profile_freq"
-    needed = options["profiling.profiler_warmup"] + options["profiling.profiler_active"]
-    found = options[option]
-    if options["profiling.enable_profiling"] and 1 <= found < needed:
+    """The warmup and recording of one profile must fit into the steps between two profiles."""
+    facts, option = cell.facts, Facts.profile_freq
+    needed, found = facts.profile_warmup + facts.profile_active, facts.profile_freq
+    if facts.profiles and 1 <= found < needed:
         reason = f"found {found}, allowed: {needed} and up (profiler_warmup + profiler_active)"
         yield option, reason, f"try {needed}"
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def kept_checkpoints(cell: Cell) -> Problems:
-    if cell.options["checkpoint.enable"] and cell.options["checkpoint.keep_latest_k"] == 1:
+    if cell.facts.checkpoints and cell.facts.saves_kept == 1:
         reason = "1 would leave none while the next is being written, and TorchTitan refuses it"
-        yield "checkpoint.keep_latest_k", reason, "set it to 2, or to 0 to keep all"
+        yield Facts.saves_kept, reason, "set it to 2, or to 0 to keep all"
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def pinned_memory(cell: Cell) -> Problems:
     """Refuse `async_with_pinned_mem` without GPUs, because the first save would fail."""
-    option = "checkpoint.async_mode"
-    pinned = cell.options[option] == "async_with_pinned_mem"
-    if cell.options["checkpoint.enable"] and pinned and cell.cluster.gpu is None:
+    pinned = cell.facts.async_mode == "async_with_pinned_mem"
+    if cell.facts.checkpoints and pinned and cell.cluster.gpu is None:
         reason = f"async_with_pinned_mem needs GPUs, cluster {cell.cluster.name} runs on the CPU"
-        yield option, reason, "set it to async"
+        yield Facts.async_mode, reason, "set it to async"
 
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
-    """Require that `selective_ac_option` is `op` or a whole number above 0."""
-    option = "activation_checkpoint.selective_ac_option"
-    chosen = cell.options[option]
+    """Require that selective recomputation names `op` or a whole number above 0."""
+    chosen = cell.facts.ac_selective
     remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
     if chosen and not chosen.strip("0"):
-        remedy = "set activation_checkpoint.mode=full to recompute every layer"
+        remedy = f"set {Facts.ac_mode}=full to recompute every layer"
     if not re.fullmatch("op|0*[1-9][0-9]*", chosen):
         reason = f"found {chosen!r}, allowed: op, or n from 1 up to recompute every n-th layer"
-        yield option, reason, remedy
+        yield Facts.ac_selective, reason, remedy
 
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def unused(cell: Cell) -> Problems:
-    mode = cell.options["activation_checkpoint.mode"]
-    if cell.options[SAVE_LIST] and not cell.saves:
-        remedy = "set activation_checkpoint.mode=selective and selective_ac_option=op"
-        reason = f"activation_checkpoint.mode {mode} has no use for a list of operators"
-        yield SAVE_LIST, reason, remedy
-    if cell.options[LAYERS_KEPT] and mode not in ("full", "selective"):
-        reason = f"activation_checkpoint.mode {mode} recomputes no layer as a whole"
-        yield LAYERS_KEPT, reason, "set activation_checkpoint.mode=selective or full"
+    facts, mode = cell.facts, f"{Facts.ac_mode} {cell.facts.ac_mode}"
+    if facts.ac_save_list and not facts.saves:
+        remedy = f"set {Facts.ac_mode}=selective and {Facts.ac_selective.rpartition('.')[2]}=op"
+        yield Facts.ac_save_list, f"{mode} has no use for a list of operators", remedy
+    if facts.ac_layers_kept and facts.ac_mode not in ("full", "selective"):
+        remedy = f"set {Facts.ac_mode}=selective or full"
+        yield Facts.ac_layers_kept, f"{mode} recomputes no layer as a whole", remedy
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/components/validate.py", is_input=True)
 def validation(cell: Cell) -> Problems:
     """Require a fixed number of validation batches, each of the same size as a training batch."""
-    options = cell.options
-    if not options["validation.enable"]:
+    facts = cell.facts
+    if not facts.validates:
         return
-    for name, things, best in (("steps", " batches a validation", 10), ("freq", "", 100)):
-        if (found := options[f"validation.{name}"]) < 1:
-            yield f"validation.{name}", f"found {found}, allowed: 1 and up{things}", f"try {best}"
-    for name in ("seq_len", "local_batch_size"):
-        asked, training = f"validation.{name}", options[f"training.{name}"]
-        if asked in options.settings and options[asked] != training:
-            reason = f"found {options[asked]}, and validation runs with training's {training}"
-            yield asked, reason, "leave it out"
-
-
-def readers(cell: Cell) -> dict[str, str]:
-    """Map `training`, and `validation` if enabled, to the option that lists its text files."""
-    validation = {"validation": "data.validation_files"}
-    return {"training": "data.files"} | (validation if cell.options["validation.enable"] else {})
+    for option, found, things, best in (
+        (Facts.validation_steps, facts.validation_steps, " batches a validation", 10),
+        (Facts.validation_freq, facts.validation_freq, "", 100),
+    ):
+        if found < 1:
+            yield option, f"found {found}, allowed: 1 and up{things}", f"try {best}"
+    for option, found, training in (
+        (Facts.validation_seq_len, facts.validation_seq_len, facts.seq_len),
+        (Facts.validation_batch, facts.validation_batch, facts.local_batch),
+    ):
+        if option in cell.options and found != training:
+            reason = f"found {found}, and validation runs with training's {training}"
+            yield option, reason, "leave it out"
 
 
 @rule(RULES, is_input=True)
 def texts(cell: Cell) -> Problems:
-    options = cell.options
-    for section, files in readers(cell).items():
-        is_text = options[f"{section}.dataset"] == TEXT
-        if is_text and not options[files]:
+    for reader in cell.facts.readers:
+        dataset, files = reader.options
+        is_text = reader.dataset == TEXT
+        if is_text and not reader.files:
             remedy = f"set {files} to globs or folders of .jsonl, .json.gz or .parquet files"
-            yield files, f"is empty, and {section}.dataset is text", remedy
-        if options[files] and not is_text:
-            found = options[f"{section}.dataset"]
-            yield files, f"is set, and {section}.dataset is {found}", f"set {section}.dataset: text"
+            yield files, f"is empty, and {dataset} is text", remedy
+        if reader.files and not is_text:
+            yield files, f"is set, and {dataset} is {reader.dataset}", f"set {dataset}: text"
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)
 def routing(cell: Cell) -> Problems:
     """Refuse routing other than round-robin if TorchTitan's forced load balance is on."""
-    option, forced = "debug.moe_routing", "debug.moe_force_load_balance"
-    found = cell.options[option]
-    if cell.options[forced] and option in cell.options.settings and found != "round_robin":
+    option, forced, found = Facts.moe_routing, Facts.is_balance_forced, cell.facts.moe_routing
+    if cell.facts.is_balance_forced and option in cell.options and found != "round_robin":
         yield option, f"found {found}, and {forced} means round_robin", f"set {forced}: false"
 
 
 @rule(RULES, reference=_CHECKPOINT, is_input=True)
 def addresses(cell: Cell) -> Problems:
     """Refuse checkpoint URLs, and a checkpoint folder with `..` in its path."""
-    for name in ("checkpoint.folder", "checkpoint.initial_load_path"):
-        if (value := cell.options[name]) and "://" in value:
+    folder = cell.facts.checkpoint_folder
+    named = {Facts.checkpoint_folder: folder, Facts.initial_load_path: cell.facts.initial_load_path}
+    for option, value in named.items():
+        if value and "://" in value:
             remedy = "mount the store and name a path on it"
-            yield name, f"found {value}, allowed: a path of a file system", remedy
-    folder = cell.options["checkpoint.folder"]
+            yield option, f"found {value}, allowed: a path of a file system", remedy
     if ".." in Path(folder).parts:
         reason = f"found {folder}, which leaves the cell's folder, where it starts"
-        yield "checkpoint.folder", reason, "name an absolute path; each cell gets a folder in it"
+        remedy = "name an absolute path; each cell gets a folder in it"
+        yield Facts.checkpoint_folder, reason, remedy
 
 
 @rule(RULES, reference=_CHECKPOINT, is_input=True)
 def formats(cell: Cell) -> Problems:
-    options, model, in_hf = cell.options, cell.options.model, "checkpoint.initial_load_in_hf"
-    alone, save = "checkpoint.initial_load_model_only", "checkpoint.last_save_in_hf"
-    if not options["checkpoint.enable"]:
-        for name in (in_hf, "checkpoint.initial_load_path", save):
-            if options[name]:
-                yield name, "has no effect without checkpoints", "set checkpoint.enable: true"
+    facts, model, in_hf = cell.facts, cell.options.model, Facts.initial_load_in_hf
+    if not facts.checkpoints:
+        for option, value in (
+            (in_hf, facts.initial_load_in_hf),
+            (Facts.initial_load_path, facts.initial_load_path),
+            (Facts.last_save_in_hf, facts.last_save_in_hf),
+        ):
+            if value:
+                yield option, "has no effect without checkpoints", f"set {Facts.checkpoints}: true"
         return
-    if options[f"{in_hf}_quantized"] and not options[in_hf]:
-        yield f"{in_hf}_quantized", "is for published weights", f"set {in_hf}: true"
-    if options[in_hf] and not options[alone]:
-        yield alone, "is false, and published weights hold the model alone", "set it to true"
-    if options[save] and model and (why := options.family and options.family.unpublished(model)):
-        yield save, f"no published format: {why}", "leave it out"
-    elif options[save] and model:
+    if facts.initial_load_quantized and not facts.initial_load_in_hf:
+        yield Facts.initial_load_quantized, "is for published weights", f"set {in_hf}: true"
+    if facts.initial_load_in_hf and not facts.initial_load_model_only:
+        reason = "is false, and published weights hold the model alone"
+        yield Facts.initial_load_model_only, reason, "set it to true"
+    if not (facts.last_save_in_hf and model):
+        return
+    if why := cell.options.family and cell.options.family.unpublished(model):
+        yield Facts.last_save_in_hf, f"no published format: {why}", "leave it out"
+    else:
         # Size of the routed experts' FP32 weights in GB, as an estimate of the whole model's size.
         layers = model.n_layers - model.n_dense_layers
         size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9
@@ -205,4 +179,4 @@ def formats(cell: Cell) -> Problems:
         if size > 60:
             reason = f"rank 0 would write {size:,.0f} GB as one file, until a collective times out"
             remedy = "leave it out, and run: python submit.py export RUN/CELL --to FOLDER"
-            yield save, reason, remedy
+            yield Facts.last_save_in_hf, reason, remedy

@@ -34,9 +34,8 @@ from torchtitan.distributed.deepep import deepep
 from torchtitan.models.moe.moe import FeedForward
 from torchtitan.models.moe.moe_deepep import DeepEPMoE
 
-from cookbook.titan.common import token_shard
 from cookbook.titan.common.expert_groups import collect, plan_groups, row_scores, spread
-from cookbook.titan.tt_0_2_2 import activity
+from cookbook.titan.tt_0_2_2 import activity, token_shard
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 from cookbook.titan.tt_0_2_2.row_kernels import Groups, experts_with_probs, mix_in, sum_of_experts
 
@@ -46,7 +45,7 @@ _STREAMS = {"async_finish": True, "allocate_on_comm_stream": True}
 
 
 @dataclass(eq=False)
-class Exchange:
+class Transfer:
     """State shared by the autograd nodes that handle one chunk of a layer's tokens."""
 
     ready: Any = None  # CUDA event: the rows and scores are computed and may be sent
@@ -65,7 +64,7 @@ class Routing(SimpleNamespace):
     experts: Tensor  # (tokens, top k) int64, -1 for no expert
     scores: Tensor  # (tokens, top k) float32
     num_experts: int
-    exchange: Exchange
+    exchange: Transfer
 
 
 def leave(
@@ -75,7 +74,7 @@ def leave(
 
     Return the rows and their routing. A token is not sent to an expert for which its score is 0.
     """
-    exchange = Exchange()
+    exchange = Transfer()
     # DeepEP needs contiguous tensors and float32 scores. Convert before `ready` is recorded,
     # because the transfer waits only for that event.
     experts = experts.masked_fill(scores == 0, -1).contiguous()
@@ -96,7 +95,7 @@ def dispatch(
     return received, experts, scores, counts.tolist()
 
 
-def arrive(rows: Tensor, exchange: Exchange) -> Tensor:
+def arrive(rows: Tensor, exchange: Transfer) -> Tensor:
     """Wait for the combine, and then return its result `rows` (tokens, features)."""
     return _Arrive.apply(rows, exchange)
 
@@ -108,7 +107,7 @@ def _now() -> Any:
 
 # The exchange of the layer that runs now. It is global because the two custom operators below can
 # take only tensors and numbers.
-_current = Exchange()
+_current = Transfer()
 
 
 @torch.library.custom_op("cookbook::deepep_dispatch", mutates_args=())
@@ -149,7 +148,7 @@ def _send_back(rows: Tensor) -> Tensor:
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, scores: Tensor, exchange: Exchange
+        ctx: Any, rows: Tensor, scores: Tensor, exchange: Transfer
     ) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
         exchange.ready = _now()
@@ -205,7 +204,7 @@ class _Combine(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: Transfer) -> Tensor:
         ctx.exchange = exchange
         # There is nothing to wait for if recomputation has skipped the combine.
         if exchange.sent is not None:

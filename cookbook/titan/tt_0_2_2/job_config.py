@@ -4,7 +4,7 @@
 section and field by field, into its own. The merge and `option_table` read the types at run time,
 so do not add `from __future__ import annotations`.
 
-    python -m cookbook.titan.tt_0_2_2.job_config > cookbook/config/tables/2026.02.json
+    python -m cookbook.titan.tt_0_2_2.job_config > cookbook/titan/tt_0_2_2/options.json
 
 prints the table of all options and models. The driver reads this table instead of importing torch,
 so `submit.py` responds at once; a test compares the table with the installed TorchTitan.

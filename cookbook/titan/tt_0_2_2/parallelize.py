@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from cookbook.titan.common.token_shard import global_positions, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity, loss_and_optimizer, routing
 from cookbook.titan.tt_0_2_2.checkpoint import save_plain_weights
 from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
@@ -28,6 +27,7 @@ from cookbook.titan.tt_0_2_2.families import FAMILIES
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, QuantizedExpertParallel, prepare_quantized_a2a
 from cookbook.titan.tt_0_2_2.recomputation import apply_ac
 from cookbook.titan.tt_0_2_2.row_kernels import RowMoE, experts_with_probs, use_row_kernels
+from cookbook.titan.tt_0_2_2.token_shard import global_positions, shard_tokens, sum_gradient_over_tp
 
 
 def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:

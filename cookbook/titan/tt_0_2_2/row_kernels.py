@@ -34,11 +34,11 @@ from cookbook.titan.common.expert_groups import (
     scored_swiglu,
     spread,
 )
-from cookbook.titan.common.token_shard import shard_of, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.float8 import expert_weights
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, exchange_counts
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
+from cookbook.titan.tt_0_2_2.token_shard import shard_of, shard_tokens, sum_gradient_over_tp
 
 
 class Groups(SimpleNamespace):

@@ -24,7 +24,7 @@ from cookbook.titan.common import varlen_attention
 from cookbook.titan.common.process import attempt_folder
 from cookbook.titan.self_check import CaseResult, KernelCase, run_case
 from cookbook.titan.tt_0_2_2 import activity
-from cookbook.titan.tt_0_2_2.self_check_cases import Cell, kernel_cases
+from cookbook.titan.tt_0_2_2.self_check_cases import CheckedCell, kernel_cases
 from cookbook.titan.tt_0_2_2.versions import refuse, versions
 
 FILE = "self_check.json"
@@ -45,7 +45,7 @@ def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[
         return None
     began = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = run_cases(Cell(job_config, parallel_dims, model_args, device))
+    found = run_cases(CheckedCell(job_config, parallel_dims, model_args, device))
     seconds = round(time.perf_counter() - began, 1)
     if (attempt := attempt_folder()) and dist.get_rank() == 0:
         write_whole(attempt / FILE, as_json(found, device, seconds))
@@ -81,7 +81,7 @@ def check_nvshmem(maps: str) -> None:
             )
 
 
-def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResult]:
+def run_cases(cell: CheckedCell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResult]:
     """Return each case's worst result over all ranks; the list is the same on every rank.
 
     Leave out the cases in `skip`, given as (kernel, shape). If a rank fails in a case that it runs
@@ -92,7 +92,7 @@ def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResu
         return _run_cases(cell, skip)
 
 
-def _run_cases(cell: Cell, skip: Iterable[tuple[str, str]]) -> list[CaseResult]:
+def _run_cases(cell: CheckedCell, skip: Iterable[tuple[str, str]]) -> list[CaseResult]:
     found: list[CaseResult] = []
     cases = {(case.kernel, case.shape): case for case in kernel_cases(cell)}
     for name in skip:

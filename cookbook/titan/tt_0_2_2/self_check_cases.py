@@ -26,7 +26,6 @@ from torchtitan.models.attention import (
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_converter import build_model_converters
 
-from cookbook.titan.common.token_shard import shard_of
 from cookbook.titan.common.varlen_attention import bounds_capacity
 from cookbook.titan.self_check import (
     Error,
@@ -41,6 +40,7 @@ from cookbook.titan.tt_0_2_2.families import FAMILIES
 from cookbook.titan.tt_0_2_2.families.parts import FLASH_ATTENTION_4
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
 from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
+from cookbook.titan.tt_0_2_2.token_shard import shard_of
 
 _NO_OPTION = "no option avoids it; try another torch"
 _AVOID = {
@@ -73,7 +73,7 @@ _LIMITS = {
 }
 
 
-class Cell:
+class CheckedCell:
     """The configuration that decides which kernels a rank uses; `device` is `cuda` or `cpu`."""
 
     def __init__(self, job_config: Any, dims: ParallelDims, model_args: Any, device: str) -> None:
@@ -90,13 +90,13 @@ class Cell:
         return model
 
 
-def kernel_cases(cell: Cell) -> list[KernelCase]:
+def kernel_cases(cell: CheckedCell) -> list[KernelCase]:
     """Return the cases of all the cell's kernels, in the same order on every rank."""
     makers = (_attention, _grouped_gemms, _linear_layers, _rows, _loss, _exchange)
     return [case for make in makers for case in make(cell)]
 
 
-def _attention(cell: Cell) -> Iterator[KernelCase]:
+def _attention(cell: CheckedCell) -> Iterator[KernelCase]:
     with torch.device("meta"):
         layer: Any = cell.parts.attention(cell.model_args)
     is_flash = cell.job_config.model.attention == FLASH_ATTENTION_4
@@ -170,7 +170,7 @@ def _unfolded(shape: products.AttentionShape, attention: Callable[..., Tensor]) 
     return attend
 
 
-def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
+def _grouped_gemms(cell: CheckedCell) -> Iterator[KernelCase]:
     if not cell.model_args.moe_args.use_grouped_mm:
         return
     # Build the experts before reading TOKEN_GROUP_ALIGN_SIZE_M, which their converters set.
@@ -209,7 +209,7 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
         yield KernelCase("experts fp8", shape, run, "use precision bf16")
 
 
-def _experts(cell: Cell, weight: Tensor) -> nn.Module:
+def _experts(cell: CheckedCell, weight: Tensor) -> nn.Module:
     experts, n, k = weight.shape
     with torch.device("meta"):
         module = GroupedExperts(k, n, experts, use_grouped_mm=True)
@@ -220,7 +220,7 @@ def _experts(cell: Cell, weight: Tensor) -> nn.Module:
     return module
 
 
-def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
+def _linear_layers(cell: CheckedCell) -> Iterator[KernelCase]:
     # One dense layer and one MoE layer together contain every kind of linear layer.
     # Use deepcopy: `dataclasses.replace` would drop attributes that are not dataclass fields.
     args = deepcopy(cell.model_args)
@@ -246,7 +246,7 @@ def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
         yield KernelCase(kernel, f"{num_rows:,} rows, {n} x {k}", run, avoid)
 
 
-def _rows(cell: Cell) -> Iterator[KernelCase]:
+def _rows(cell: CheckedCell) -> Iterator[KernelCase]:
     backend = cell.comm_backend
     deepep = backend == "deepep" and cell.dims.ep > 1
     if not deepep and (backend == "deepep" or not cell.job_config.cookbook.row_kernels):
@@ -271,7 +271,7 @@ def _rows(cell: Cell) -> Iterator[KernelCase]:
         yield KernelCase("experts' weights side by side", shape, run, avoid)
 
 
-def _loss(cell: Cell) -> Iterator[KernelCase]:
+def _loss(cell: CheckedCell) -> Iterator[KernelCase]:
     if not (num_chunks := cell.job_config.loss.num_chunks):
         return
     options, args = cell.job_config.compile, cell.model_args
@@ -287,7 +287,7 @@ def _loss(cell: Cell) -> Iterator[KernelCase]:
     yield KernelCase(kernel, shape, run, _AVOID[kernel], collective=group is not None)
 
 
-def _exchange(cell: Cell) -> Iterator[KernelCase]:
+def _exchange(cell: CheckedCell) -> Iterator[KernelCase]:
     dims, args = cell.dims, cell.model_args
     if dims.ep == 1 or dims.etp > 1:
         return
@@ -302,7 +302,7 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
     yield KernelCase(f"dispatch and combine {backend}", shape, run, avoid, collective=True)
 
 
-def _exchange_errors(cell: Cell, batch: int, length: int) -> Iterator[Error]:
+def _exchange_errors(cell: CheckedCell, batch: int, length: int) -> Iterator[Error]:
     dims, args, moe_args = cell.dims, cell.model_args, cell.model_args.moe_args
     tp_mesh, ep_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     assert ep_mesh is not None

@@ -25,10 +25,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 from cookbook.base.files import write_whole
 from cookbook.titan.self_check import CaseResult
 from cookbook.titan.tt_0_2_2.self_check import as_json, run_cases
-from cookbook.titan.tt_0_2_2.self_check_cases import Cell
+from cookbook.titan.tt_0_2_2.self_check_cases import CheckedCell
 
 
-def cell_of(words: Sequence[str], device: str) -> Cell:
+def cell_of(words: Sequence[str], device: str) -> CheckedCell:
     """Build the cell that a list of TorchTitan options describes; the process group must exist."""
     config = ConfigManager().parse_args(list(words))
     options = config.parallelism
@@ -46,7 +46,7 @@ def cell_of(words: Sequence[str], device: str) -> Cell:
     set_token_group_alignment_size_m(8)
     args = deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
     args.update_from_config(config)
-    return Cell(config, dims, args, device)
+    return CheckedCell(config, dims, args, device)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,6 +22,7 @@ from cookbook.base.paths import RECIPES, ROOT
 from cookbook.base.text_files import find_sources, read_lengths
 from cookbook.base.yamlfile import Number, Text, fill, read_yaml
 from cookbook.config.cell import Cell
+from cookbook.config.facts import TEXT, Facts
 from cookbook.predict.rank import model_of
 
 
@@ -141,10 +142,10 @@ def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None
         return None
     if named:
         return named
-    name, path = cell.options["training.dataset"], cell.options["training.dataset_path"]
-    if name == "text":
-        files, key = cell.options["data.files"], cell.options["data.text_key"]
-        assets = cell.options["model.hf_assets_path"] or ""
+    facts = cell.facts
+    name, path = facts.dataset, facts.dataset_path
+    if name == TEXT:
+        files, key, assets = facts.text_files, facts.text_key, facts.assets or ""
         tokenizer, lengths = ROOT / assets / "tokenizer.json", None
         if tokenizer.is_file():
             lengths = read_lengths(find_sources(files, ROOT), key, tokenizer)
@@ -153,14 +154,14 @@ def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None
             words += ["--text-key", key] if key != "text" else []
             found = "the length of their documents was not counted, and attention depends on it"
             remedy = f"run: python submit.py {shlex.join(words)}"
-            raise InputError(cell.options.origin("data.files"), found, remedy)
+            raise InputError(cell.options.origin(Facts.text_files), found, remedy)
         mean, median = lengths
         return Documents(mean, min(mean, median), "counted by submit.py data")
     if name == "c4" or (name == "c4_test" and not path):
         return C4
     if path and path.rstrip("/").endswith("assets/local/corpus"):
         return LOCAL
-    place = cell.options.origin("training.dataset_path" if path else "training.dataset")
+    place = cell.options.origin(Facts.dataset_path if path else Facts.dataset)
     found = f"the length of the documents in {path or name} is not known, and attention depends on"
     raise InputError(place, f"{found} it", "pass it to plan: --documents MEAN:MEDIAN, in tokens")
 

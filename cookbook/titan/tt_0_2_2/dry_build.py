@@ -1,17 +1,15 @@
 """Builds cells in a fake process group and prints a description of each, or TorchTitan's error.
 
-    CUDA_VISIBLE_DEVICES= WANDB_MODE=disabled python -m cookbook.titan.dry_build STACK
+    CUDA_VISIBLE_DEVICES= WANDB_MODE=disabled python -m cookbook.titan.tt_0_2_2.dry_build
 
-STACK is the package that the cells' jobs import, such as `cookbook.titan.tt_0_2_2`. Each JSON line
-on standard input describes a cell and is answered with one JSON line. TorchTitan's Trainer is built
-from the cell's argv for the first rank of every pipeline stage, in a fake process group of the
-cell's size, with parameters on the meta device. Each rank is built in a forked child, which
-inherits all imports and keeps its patches to itself.
+Each JSON line on standard input describes a cell and is answered with one JSON line. TorchTitan's
+Trainer is built from the cell's argv for the first rank of every pipeline stage, in a fake process
+group of the cell's size, with parameters on the meta device. Each rank is built in a forked child,
+which inherits all imports and keeps its patches to itself.
 """
 
 import functools
 import gc
-import importlib
 import importlib.machinery
 import json
 import logging
@@ -35,6 +33,8 @@ from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.train import Trainer
 
 from cookbook.titan.common.varlen_attention import FLASH_ATTENTION_4
+from cookbook.titan.tt_0_2_2 import activity
+from cookbook.titan.tt_0_2_2.families.parts import chosen_attention
 
 _LIMIT_S = 240.0
 # A warning with one of these words concerns the dry build itself, not the cell.
@@ -47,7 +47,8 @@ def build_cell(request: Answer) -> Answer:
     """Build the first rank of every pipeline stage, each rank in a child process.
 
     `request` has `argv`, `world`, `pp`, `ranks_per_node`, `compute_capability` (null for CPU ranks)
-    and `stack`. Return `seconds` and `ranks`: for each rank the result of `describe` or an `error`.
+    and `stand_ins` (titles of packages, and the modules of each to replace by empty ones). Return
+    `seconds` and `ranks`: for each rank the result of `describe` or an `error`.
     """
     start = time.monotonic()
     ranks = [stage * request["world"] // request["pp"] for stage in range(request["pp"])]
@@ -90,7 +91,7 @@ def _answer(request: Answer, rank: int, folder: Path) -> None:
 
 def _build_rank(request: Answer, rank: int, folder: Path) -> Answer:
     try:
-        return {"rank": rank} | describe(build_trainer(request, rank, folder), request["stack"])
+        return {"rank": rank} | describe(build_trainer(request, rank, folder))
     except SystemExit:
         output = (folder / "output").read_text(errors="replace")
         return _failed(rank, _last_words(output), "SystemExit")
@@ -118,20 +119,19 @@ def _place(filename: str, line: int | None) -> str:
     return f"{found[1] if found else Path(filename).name}:{line}"
 
 
-def main(stack: str) -> None:
+def main() -> None:
     """Answer requests until standard input ends."""
     # Reserve standard output for the answers: redirect libraries' output to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    importlib.import_module(stack)
     torch.set_num_threads(1)
-    warm_up(stack)
+    warm_up()
     # Freeze the objects, so that garbage collection in a forked child does not copy their pages.
     gc.collect()
     gc.freeze()
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(build_cell(json.loads(line) | {"stack": stack})), file=answers, flush=True)
+        print(json.dumps(build_cell(json.loads(line))), file=answers, flush=True)
 
 
 class Build(NamedTuple):
@@ -142,18 +142,16 @@ class Build(NamedTuple):
     not_exercised: list[str]
 
 
-def describe(build: Build, stack: str) -> dict[str, Any]:
+def describe(build: Build) -> dict[str, Any]:
     """Describe one rank's build: its quantization, its attention, its warnings and its notes."""
-    activity = importlib.import_module(f"{stack}.activity")
-    attention = importlib.import_module(f"{stack}.families.parts")
     parts = build.trainer.model_parts
     quantization, _ = activity.observe_model(parts)
-    found = quantization | {"attention": attention.chosen_attention(parts)}
+    found = quantization | {"attention": chosen_attention(parts)}
     active = {name: activity.words(one) for name, one in found.items()}
     return {"active": active, "warnings": build.warnings, "not_exercised": build.not_exercised}
 
 
-def warm_up(stack: str) -> None:
+def warm_up() -> None:
     """Import modules and fill caches in the parent, so that children need not repeat the work."""
     import torch.distributed._functional_collectives
     import torch.distributed.pipelining.schedules
@@ -165,7 +163,7 @@ def warm_up(stack: str) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     # Fill tyro's cache, so that later parses need not read the options' source files again.
-    ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
+    ConfigManager().parse_args([f"--job.custom_config_module={__package__}.job_config"])
     # FSDP checks the mesh's layout for every parameter. Layouts are few, so cache the results.
     layout: Any = _MeshLayout
     layout.check_non_overlap = functools.cache(layout.check_non_overlap)
@@ -209,9 +207,11 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     if (capability := request["compute_capability"]) is not None:
         _pretend_capability(capability)
         notes.append(f"GPU: compute capability {capability} was simulated")
-    if config.parallelism.expert_parallel_comm_backend == "deepep":
-        _stand_in_for_deep_ep()
-        notes.append("DeepEP: a stand-in was imported; its kernels and its network were not tested")
+    for title, modules in request["stand_ins"].items():
+        _stand_in_for(modules)
+        notes.append(
+            f"{title}: a stand-in was imported; its kernels and its network were not tested"
+        )
     if config.model.attention == FLASH_ATTENTION_4:
         notes.append("FlashAttention-4: its package was not imported, its kernels did not run")
     spec = get_train_spec(config.model.name)
@@ -250,14 +250,21 @@ def _pretend_capability(capability: float) -> None:
             module.has_cuda_capability = lambda major, minor: capable >= (major, minor)
 
 
-def _stand_in_for_deep_ep() -> None:
-    names = {"deep_ep": ["Buffer"], "deep_ep.utils": ["EventHandle", "EventOverlap"]}
-    for module in names:
-        package = sys.modules[module] = ModuleType(module)
-        package.__spec__ = importlib.machinery.ModuleSpec(module, None, is_package=True)
-        package.__path__ = []
-        vars(package).update({name: type(name, (), {}) for name in names[module]})
+class _StandIn(ModuleType):
+    """A module in which every name is an empty class."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def _stand_in_for(names: list[str]) -> None:
+    for name in names:
+        module = sys.modules[name] = _StandIn(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -1,0 +1,283 @@
+"""The pinned TorchTitan's name for each fact of a job, and links to its source code.
+
+Only this package spells option names. Other rooms read facts (`config/facts.py`): `facts.seq_len`
+is a job's value, and `Facts.seq_len` the option's name, for messages and new settings.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, overload
+
+from cookbook.config.pins import read_pins
+
+T = TypeVar("T")
+
+
+class _Values(Protocol):
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Fact(Generic[T]):
+    """An option: its name if read on the class, its value if read on an instance.
+
+    If this TorchTitan lacks the option, its name is empty, and `value` holds for every job.
+    `within`: the smallest and the largest value that makes sense.
+    """
+
+    option: str = ""
+    value: T | None = None
+    within: tuple[float, float] | None = None
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> str: ...
+
+    @overload
+    def __get__(self, instance: "Names", owner: type) -> T: ...
+
+    def __get__(self, instance: "Names | None", owner: type) -> Any:
+        if instance is None:
+            return self.option
+        return instance.options[self.option] if self.option else self.value
+
+
+_FROM_0, _FROM_1, _SHARE = (0, math.inf), (1, math.inf), (0, 1)
+
+
+class Names:
+    """The facts of a job that are options, TorchTitan's or added by the cookbook's hooks."""
+
+    options: _Values
+
+    # The model.
+    model_name = Fact[str]("model.name")
+    flavor = Fact[str]("model.flavor")
+    assets = Fact[str | None]("model.hf_assets_path")
+    converters = Fact[list[str]]("model.converters")
+    attention = Fact[str]("model.attention")
+    row_kernels = Fact[bool]("cookbook.row_kernels")
+
+    # The batch, and how long to train.
+    steps = Fact[int]("training.steps", within=_FROM_1)
+    seq_len = Fact[int]("training.seq_len")
+    local_batch = Fact[int]("training.local_batch_size")
+    global_batch = Fact[int]("training.global_batch_size")  # -1: local batch x replicas
+    max_norm = Fact[float]("training.max_norm", within=_FROM_0)
+    max_skipped_steps = Fact[int]("training.max_skipped_steps")
+    gc_freq = Fact[int]("training.gc_freq", within=_FROM_1)
+
+    # Number formats and where the state lives.
+    dtype = Fact[str]("training.dtype")
+    mixed_precision_param = Fact[str]("training.mixed_precision_param")
+    mixed_precision_reduce = Fact[str]("training.mixed_precision_reduce")
+    cpu_offload = Fact[bool]("training.enable_cpu_offload")
+    is_compile_on = Fact[bool]("compile.enable")
+    compiled_components = Fact[list[str]]("compile.components")
+
+    # The layout over ranks.
+    pp = Fact[int]("parallelism.pipeline_parallel_degree")
+    dp_replicate = Fact[int]("parallelism.data_parallel_replicate_degree")
+    dp_shard = Fact[int]("parallelism.data_parallel_shard_degree")
+    cp = Fact[int]("parallelism.context_parallel_degree")
+    tp = Fact[int]("parallelism.tensor_parallel_degree")
+    ep = Fact[int]("parallelism.expert_parallel_degree")
+    etp = Fact[int]("parallelism.expert_tensor_parallel_degree")
+    fsdp_reshard = Fact[str]("parallelism.fsdp_reshard_after_forward")
+    is_loss_parallel_off = Fact[bool]("parallelism.disable_loss_parallel")
+
+    # Pipelines.
+    schedule = Fact[str]("parallelism.pipeline_parallel_schedule")
+    schedule_csv = Fact[str | None]("parallelism.pipeline_parallel_schedule_csv")
+    layers_per_stage = Fact[int | None]("parallelism.pipeline_parallel_layers_per_stage")
+    first_stage_less = Fact[int]("parallelism.pipeline_parallel_first_stage_less_layers")
+    last_stage_less = Fact[int]("parallelism.pipeline_parallel_last_stage_less_layers")
+    microbatch = Fact[int]("parallelism.pipeline_parallel_microbatch_size")
+    stage_modules = Fact[list[list[str]] | None]("parallelism.module_fqns_per_model_part")
+    ep_overlap = Fact[bool]("parallelism.pipeline_parallel_expert_parallel_overlap")
+
+    # Token dispatch and routing.
+    comm_backend = Fact[str]("parallelism.expert_parallel_comm_backend")
+    dispatch_precision = Fact[str]("parallelism.expert_parallel_a2a_dispatch_fwd_precision")
+    combine_precision = Fact[str]("parallelism.expert_parallel_a2a_combine_bwd_precision")
+    ep_chunks = Fact[int]("deepep.num_chunks", within=_FROM_1)
+    score_activations = Fact[bool]("deepep.score_activations")
+    is_balance_forced = Fact[bool]("debug.moe_force_load_balance")
+    moe_routing = Fact[str]("debug.moe_routing")
+
+    # Recomputation (activation checkpointing) and the loss.
+    ac_mode = Fact[str]("activation_checkpoint.mode")
+    ac_selective = Fact[str]("activation_checkpoint.selective_ac_option")
+    ac_budget = Fact[float]("activation_checkpoint.memory_budget", within=_SHARE)
+    ac_save_list = Fact[list[str]]("activation_checkpoint.op_sac_save_list")
+    ac_layers_kept = Fact[int]("activation_checkpoint.num_layers_kept", within=_FROM_0)
+    loss_chunks = Fact[int]("loss.num_chunks", within=_FROM_0)
+
+    # The optimizer and the learning rate's schedule.
+    optimizer = Fact[str]("optimizer.implementation")
+    lr = Fact[float]("optimizer.lr", within=_FROM_0)
+    beta1 = Fact[float]("optimizer.beta1", within=_SHARE)
+    beta2 = Fact[float]("optimizer.beta2", within=_SHARE)
+    eps = Fact[float]("optimizer.eps", within=_FROM_0)
+    weight_decay = Fact[float]("optimizer.weight_decay", within=_FROM_0)
+    warmup_steps = Fact[int]("lr_scheduler.warmup_steps", within=_FROM_0)
+    total_steps = Fact[int | None]("lr_scheduler.total_steps")  # None: as many as `steps`
+    decay_ratio = Fact[float | None]("lr_scheduler.decay_ratio", within=_SHARE)
+    min_lr_factor = Fact[float]("lr_scheduler.min_lr_factor", within=_SHARE)
+    seed = Fact[int | None]("debug.seed", within=(0, 2**63 - 1))
+
+    # Texts, and validation on others.
+    dataset = Fact[str]("training.dataset")
+    dataset_path = Fact[str | None]("training.dataset_path")
+    data_workers = Fact[int]("training.dataloader.num_workers", within=_FROM_0)
+    data_prefetch = Fact[int | None]("training.dataloader.prefetch_factor")
+    data_workers_stay = Fact[bool]("training.dataloader.persistent_workers")
+    text_files = Fact[list[str]]("data.files")
+    text_key = Fact[str]("data.text_key")
+    shuffle_seed = Fact[int]("data.shuffle_seed")
+    validates = Fact[bool]("validation.enable")
+    validation_dataset = Fact[str]("validation.dataset")
+    validation_path = Fact[str | None]("validation.dataset_path")
+    validation_files = Fact[list[str]]("data.validation_files")
+    validation_workers = Fact[int]("validation.dataloader.num_workers")
+    validation_steps = Fact[int]("validation.steps")
+    validation_freq = Fact[int]("validation.freq")
+    validation_seq_len = Fact[int]("validation.seq_len")
+    validation_batch = Fact[int]("validation.local_batch_size")
+
+    # Checkpoints: those that training writes, and the weights that it starts from.
+    checkpoints = Fact[bool]("checkpoint.enable")
+    checkpoint_folder = Fact[str]("checkpoint.folder")
+    save_interval = Fact[int]("checkpoint.interval", within=_FROM_1)
+    save_minutes = Fact[float]("checkpoint.interval_minutes", within=_FROM_0)
+    saves_kept = Fact[int]("checkpoint.keep_latest_k", within=_FROM_0)
+    async_mode = Fact[str]("checkpoint.async_mode")
+    load_only = Fact[bool]("checkpoint.load_only")
+    load_step = Fact[int]("checkpoint.load_step")
+    load_excluded = Fact[list[str]]("checkpoint.exclude_from_loading")
+    last_save_model_only = Fact[bool]("checkpoint.last_save_model_only")
+    last_save_in_hf = Fact[bool]("checkpoint.last_save_in_hf")
+    initial_load_path = Fact[str | None]("checkpoint.initial_load_path")
+    initial_load_in_hf = Fact[bool]("checkpoint.initial_load_in_hf")
+    initial_load_quantized = Fact[bool]("checkpoint.initial_load_in_hf_quantized")
+    initial_load_model_only = Fact[bool]("checkpoint.initial_load_model_only")
+
+    # Logs, profiles and communication.
+    log_freq = Fact[int]("metrics.log_freq", within=_FROM_1)
+    is_wandb_on = Fact[bool]("metrics.enable_wandb")
+    profiles = Fact[bool]("profiling.enable_profiling")
+    profile_freq = Fact[int]("profiling.profile_freq", within=_FROM_1)
+    profile_warmup = Fact[int]("profiling.profiler_warmup")
+    profile_active = Fact[int]("profiling.profiler_active")
+    memory_snapshots = Fact[bool]("profiling.enable_memory_snapshot")
+    init_timeout = Fact[int]("comm.init_timeout_seconds", within=_FROM_1)
+    train_timeout = Fact[int]("comm.train_timeout_seconds", within=_FROM_1)
+
+    # What the job is, and what it must find active: set by the scripts alone.
+    description = Fact[str]("job.description")
+    config_file = Fact[str | None]("job.config_file")
+    config_module = Fact[str]("job.custom_config_module")
+    custom_import = Fact[str]("experimental.custom_import")
+    dump_folder = Fact[str]("job.dump_folder")
+    tensorboard_folder = Fact[str]("metrics.save_tb_folder")
+    comm_traces_folder = Fact[str]("comm.save_traces_folder")
+    profiles_folder = Fact[str]("profiling.save_traces_folder")
+    snapshots_folder = Fact[str]("profiling.save_memory_snapshot_folder")
+    precision = Fact[str]("cookbook.precision")
+    ep_backend = Fact[str]("cookbook.ep_backend")
+    grouped_gemms = Fact[str]("cookbook.grouped_gemms")
+    linear_layers = Fact[str]("cookbook.linear_layers")
+    dispatch = Fact[str]("cookbook.dispatch")
+    emulated = Fact[bool]("cookbook.emulated")
+
+
+OVERRIDES = "model.overrides."  # prefix of the options that replace sizes of the flavor
+# The options of the parallel degrees.
+DEGREES: dict[str, str] = {
+    degree: getattr(Names, degree)
+    for degree in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
+}
+# The keys of an overlay's `expect` block.
+EXPECTED = {
+    "grouped_gemms": Names.grouped_gemms,
+    "linear_layers": Names.linear_layers,
+    "dispatch": Names.dispatch,
+}
+_IN_ATTEMPT = "it is in the attempt's folder"
+# Options that only the scripts may set, and what a user can do instead.
+SET_BY_SCRIPTS = {
+    Names.dump_folder: "set CELL_DIR or COOKBOOK_RUNS in the environment",
+    Names.tensorboard_folder: _IN_ATTEMPT,
+    Names.comm_traces_folder: _IN_ATTEMPT,
+    Names.profiles_folder: _IN_ATTEMPT,
+    Names.snapshots_folder: _IN_ATTEMPT,
+    Names.config_module: "add options to the stack's job_config.py in cookbook/titan",
+    Names.custom_import: "add it to the stack's package in cookbook/titan",
+    Names.precision: "use --precision, or PRECISION before sbatch",
+    Names.ep_backend: "use --ep-backend, or EP_BACKEND before sbatch",
+    Names.grouped_gemms: "set grouped_gemms in the precision's `expect` block",
+    Names.linear_layers: "set linear_layers in the precision's `expect` block",
+    Names.dispatch: "set dispatch in the EP backend's `expect` block",
+    Names.emulated: "it follows from precision and cluster",
+}
+FACTS: list[Fact[Any]] = [fact for fact in vars(Names).values() if isinstance(fact, Fact)]
+
+
+@dataclass(frozen=True)
+class Converter:
+    """A model converter that quantizes GEMMs; `name` is a value of `converters`."""
+
+    name: str
+    gemms: str  # `grouped_gemms` or `linear_layers`
+    format: str  # the active format as logs name it
+    multiple: int  # every dimension of the weights must be a multiple of this
+    recipe: str = ""  # the option whose value is the format instead; empty if there is none
+    by_recipe: Mapping[str, str] | None = None  # formats of some of its values, if not themselves
+    emulate: str = ""  # the option that turns on emulation in software; empty if there is none
+    filter: str = ""  # the option that lists modules to leave out; empty if there is none
+
+    @property
+    def is_mx(self) -> bool:
+        return self.name.endswith("mx")
+
+    def format_of(self, options: Any) -> str:
+        """Return the active format, as logs name it, under these options."""
+        if self.by_recipe is not None:
+            return self.by_recipe.get(str(options[self.recipe]), self.format)
+        return str(options[self.recipe]) if self.recipe else self.format
+
+
+CONVERTERS = {
+    one.name: one
+    for one in (
+        Converter(
+            *("quantize.grouped_mm.mx", "grouped_gemms", "mxfp8", 32),
+            recipe="quantize.grouped_mm.mx.recipe_name",
+            emulate="quantize.grouped_mm.mx.emulate",
+        ),
+        Converter(
+            *("quantize.linear.mx", "linear_layers", "mx", 32),
+            emulate="quantize.linear.mx.emulate",
+            filter="quantize.linear.mx.filter_fqns",
+        ),
+        Converter("quantize.grouped_mm.float8", "grouped_gemms", "fp8", 16),
+        Converter(
+            *("quantize.linear.float8", "linear_layers", "float8", 16),
+            recipe="quantize.linear.float8.recipe_name",
+            by_recipe={"power_of_two": "fp8"},
+            emulate="quantize.linear.float8.emulate",
+            filter="quantize.linear.float8.filter_fqns",
+        ),
+    )
+}
+
+# URLs of source code at the stack's versions; for FlashAttention, of the main branch.
+_PINS = {pin.name: pin.value for pin in read_pins()}
+PACKAGE = f"cookbook.titan.tt_{_PINS['torchtitan'].replace('.', '_')}"
+TORCHTITAN = f"https://github.com/pytorch/torchtitan/blob/v{_PINS['torchtitan']}/torchtitan"
+TORCHAO = f"https://github.com/pytorch/ao/blob/v{_PINS['torchao']}/torchao"
+PIPELINING = (
+    f"https://github.com/pytorch/pytorch/blob/v{_PINS['torch']}/torch/distributed/pipelining/"
+    "schedules.py"
+)
+FLASH_ATTENTION = "https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/cute"
