@@ -224,5 +224,5 @@ def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
 def test_a_folder_names_its_text_files(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.json.gz", "README.md"):
         (tmp_path / name).write_text('{"text": "x"}\n')
-    (source,) = find_sources([str(tmp_path)])
-    assert [file.name for file in source.files] == ["a.json.gz", "b.jsonl"]
+    (source,) = find_sources([str(tmp_path)], "text")
+    assert [file.path.name for file in source.files] == ["a.json.gz", "b.jsonl"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import check_sources
+from cookbook.base.tokenizer import TokenizerFiles
 from cookbook.config.cell import ATTENTION, WARNING, Cell, Finding, Problems, Rule, Verdict, rule
 from cookbook.config.cluster import runs_here
 from cookbook.config.validate import kernels, layout, values
@@ -101,22 +102,33 @@ def environment(cell: Cell) -> Problems:
 
 @rule(HERE)
 def vocabulary(cell: Cell) -> Problems:
-    """Refuse a tokenizer that has token ids outside the model's vocabulary."""
+    """Refuse a tokenizer with tokens outside the model's, or that marks no end of a document."""
     path, model = cell.options["model.hf_assets_path"], cell.options.model
-    tokenizer = ROOT / (path or "") / "tokenizer.json"
-    if model is None or not tokenizer.is_file():
+    folder, option = ROOT / (path or ""), "model.hf_assets_path"
+    if model is None or not (folder / "tokenizer.json").is_file():
         return
     try:
-        content = json.loads(tokenizer.read_text(encoding="utf-8"))
-        added = [token["id"] for token in content.get("added_tokens", ())]
-        largest = max(len(content.get("model", {}).get("vocab", {})) - 1, *added, 0)
-    except (ValueError, AttributeError, KeyError, TypeError):
+        found = TokenizerFiles.read(folder)
+        largest, bos, eos = found.largest, found.named("bos"), found.named("eos")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
         # Leave a malformed file to the job's tokenizer, which reports it in more detail.
         return
     if largest >= model.vocab:
         title, last = cell.options.model_title, model.vocab - 1
         reason = f"{path} has tokens up to {largest}, {title} takes tokens up to {last}"
-        yield "model.hf_assets_path", reason, "use the model's own tokenizer, or a larger flavor"
+        yield option, reason, "use the model's own tokenizer, or a larger flavor"
+    file, unmarked = "tokenizer_config.json", "so that nothing would mark the end of a document"
+    if found.config is None:
+        yield option, f"{path} has no {file}, {unmarked}", "add the one of the same tokenizer"
+    elif eos is None:
+        yield option, f"{path}/{file} names no eos_token, {unmarked}", "name one there"
+    elif eos == bos:
+        reason = f"BOS and EOS are both {eos!r}, and TorchTitan would put it before documents only"
+        yield option, f"{path}/{file}: {reason}", "remove bos_token from that file"
+    for state in ("truncation", "padding"):
+        if found.content.get(state):
+            reason = f"{path}/tokenizer.json stores {state}, which would change every document"
+            yield option, reason, f'write "{state}": null there'
 
 
 @rule(HERE)

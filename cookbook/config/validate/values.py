@@ -150,14 +150,29 @@ def readers(cell: Cell) -> dict[str, str]:
 @rule(RULES, is_input=True)
 def texts(cell: Cell) -> Problems:
     options = cell.options
+    used = {section: options[f"{section}.dataset"] for section in readers(cell)}
     for section, files in readers(cell).items():
-        is_text = options[f"{section}.dataset"] == TEXT
+        is_text = used[section] == TEXT
         if is_text and not options[files]:
-            remedy = f"set {files} to globs or folders of .jsonl, .json.gz or .parquet files"
+            remedy = f"set {files} to globs or folders of .jsonl, .txt or .parquet files"
             yield files, f"is empty, and {section}.dataset is text", remedy
         if options[files] and not is_text:
-            found = options[f"{section}.dataset"]
+            found = used[section]
             yield files, f"is set, and {section}.dataset is {found}", f"set {section}.dataset: text"
+        if used[section] == "c4_test" and not options[f"{section}.dataset_path"]:
+            found = "is not set, and TorchTitan's package lacks the texts of c4_test"
+            yield f"{section}.dataset_path", found, "set it to a folder of JSON lines"
+    for name in ("data.text_key", "data.shuffle_seed"):
+        is_set = options[name] != options.stack.options[name].default
+        if is_set and TEXT not in used.values():
+            found = f"has no effect with training.dataset {used['training']}"
+            yield name, found, "leave it out, or set training.dataset: text and data.files"
+    # The default is C4, streamed from the hub.
+    is_local = used["training"] == TEXT or options["training.dataset_path"]
+    asked = ("validation.dataset", "validation.dataset_path", "data.validation_files")
+    if "validation" in used and is_local and not any(name in options for name in asked):
+        found = f"is {used['validation']}, of the hub, and the recipe trains on texts of its own"
+        yield asked[0], found, "set it to text, and data.validation_files to texts held out"
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)
