@@ -158,9 +158,43 @@ def test_workers_share_the_texts_of_torchtitans_data_sets(tmp_path: Path) -> Non
     other = loader([], workers=2, path=tmp_path)
     other.load_state_dict(one.state_dict())
     found = first + texts(iter(other), 2)
-    assert all(f", {ord(letter)}," in str(found) for letter in "abcdefgh")
-    with pytest.raises(SystemExit):
-        texts(iter(loader([], workers=9, path=tmp_path)), 1)
+    assert all(f" {ord(letter)}," in str(found) for letter in "abcdefgh")
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        texts(iter(loader([], world=4, workers=3, path=tmp_path)), 1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(None, {}, {"bos_token": "<s>"}, {"eos_token": "</s>"}, {"pad_token": "<p>"}),
+        {"bos_token": "</s>", "eos_token": "</s>"},
+        {"bos_token": {"content": "<s>"}, "eos_token": "<new>", "add_eos_token": False},
+        {"eos_token": "</s>", "added_tokens_decoder": {"9": {"content": "b c", "lstrip": True}}},
+    ],
+)
+@pytest.mark.parametrize("adds", [False, True])
+def test_tokens_are_counted_as_torchtitan_makes_them(
+    tmp_path: Path, config: dict[str, Any] | None, adds: bool
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    from cookbook.base.tokenizer import Lengths, TokenizerFiles
+
+    words = Tokenizer(models.WordLevel({"a": 0, "?": 1, "<s>": 2, "</s>": 3}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    if adds:
+        words.post_processor = processors.BertProcessing(("</s>", 3), ("<s>", 2))
+    words.save(str(tmp_path / "tokenizer.json"))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs, found = HuggingFaceTokenizer(str(tmp_path)), ["", "a", "a b c</s> <s>a <new>?", "<p> a"]
+    expected = [len(theirs.encode(text, add_bos=True, add_eos=True)) for text in found]
+    assert Lengths(tmp_path).of(found) == expected
+    files = TokenizerFiles.read(tmp_path)
+    assert files.largest == max(theirs.get_vocab().values())
+    ends = files.named("eos") not in (None, files.named("bos"))
+    assert ends == (theirs.eos_id is not None)
 
 
 def test_sources_are_mixed_by_their_share_of_the_tokens(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("export RUN/nan --to {}/out --step 8", {}, "step-8: was saved after step 6, the last one"),
     # Validation.
     (DRY_RUN, {f"{V}.enable": True}, "found -1, allowed: 1 and up batches"),
+    (DRY_RUN, VALIDATE, "is c4_validation, of the hub, and the recipe trains on texts of its own"),
     (DRY_RUN, VALIDATE | {f"{V}.freq": 0}, "found 0, allowed: 1 and up"),
     (DRY_RUN, VALIDATE | {f"{V}.seq_len": 64}, "found 64, and validation runs with training's"),
     (DRY_RUN, VALIDATE | {f"{V}.dataset": "text"}, "is empty, and validation.dataset is text"),
@@ -81,15 +82,42 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, text("blank.jsonl"), "blank.jsonl: has no documents"),
     (DRY_RUN, text("cut.jsonl.gz"), "cut.jsonl.gz: cannot be read"),
     (DRY_RUN, text("no.parquet"), "is not a Parquet file"),
-    (DRY_RUN, text("a.txt"), "a.txt, allowed: .jsonl"),
+    (DRY_RUN, text("cut.jsonl.zst"), "cut.jsonl.zst: cannot be read: Truncated"),
+    (DRY_RUN, text("a.md"), "a.md, allowed: .jsonl"),
+    (DRY_RUN, text("folder"), "matches no file; name those of its folders: {}/folder/**/*.txt.gz"),
+    (DRY_RUN, text("latin.txt"), "latin.txt:1: byte 3 of the document is not UTF-8"),
+    (DRY_RUN, text("half.jsonl"), "half.jsonl:1: character 1 of the text is half a surrogate pair"),
+    (DRY_RUN, text("good.jsonl#body"), "good.jsonl:1: has no key 'body', found: text"),
+    (DRY_RUN, text("latin.txt#body"), ".txt files have no keys; remove #body"),
+    (DRY_RUN, text("good.jsonl#"), "'#' is followed by no key of a text"),
+    (DRY_RUN, {"training.dataset": "text", f"{D}.files": "hub:imdb"}, "is no data set or folder"),
+    (
+        DRY_RUN,
+        {"training.dataset": "text", f"{D}.files": "hub:a/b"},
+        "hub:a/b: cannot be read (Off",
+    ),
+    (DRY_RUN, {"training.dataset": "text", f"{D}.files": "hub:{}/hub:en"}, "'en' not found"),
+    (DRY_RUN, text("good.jsonl,hub:{}/hub"), "no weight and a data set of the hub is one of sev"),
+    (DRY_RUN, {f"{D}.shuffle_seed": 1}, "has no effect with training.dataset c4_test"),
+    (DRY_RUN, {"training.dataset_path": "None"}, "TorchTitan's package lacks the texts of c4_test"),
     (DRY_RUN, text("good.jsonl", **{f"training.{WORKERS}": 9}), "has 8 documents for"),
     (DRY_RUN, VALIDATE | HELD_OUT | {f"{V}.{WORKERS}": 9}, f"{D}.validation_files: "),
     (DRY_RUN, text("good.jsonl,0.5:{}/good.jsonl"), "has no weight and others have one"),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "0:{}/good.jsonl"}, "has weight 0"),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "70%:{}/good.jsonl"}, "such as 0.7, not"),
     (DRY_RUN, {"model.hf_assets_path": "{}/large"}, "has tokens up to 2048, DeepSeek-V3"),
+    *[
+        (DRY_RUN, {"model.hf_assets_path": f"{{}}/{folder}"}, says)
+        for folder, says in {
+            "appends": "has tokens up to 2048, DeepSeek-V3",
+            "no-config": "has no tokenizer_config.json, so that nothing would mark the end",
+            "no-eos": "names no eos_token, so that nothing would mark the end",
+            "one-token": "BOS and EOS are both '<eos>', and TorchTitan would put it before",
+            "truncates": "stores truncation, which would change every document",
+        }.items()
+    ],
     ("data {}/good.jsonl --tokenizer {}", {}, "tokenizer.json is not there"),
-    ("data {}/good.jsonl --tokenizer {}/good.jsonl", {}, "is no tokenizer"),
+    ("data {}/good.jsonl --tokenizer {}/no-tokenizer", {}, "is no tokenizer"),
     # What a long run needs.
     (DRY_RUN, {f"{C}.enable": True, f"{C}.folder": "s3://bucket/x"}, "found s3://bucket/x"),
     (DRY_RUN, {f"{C}.enable": True, f"{C}.folder": "../mine"}, "leaves the cell's folder"),
@@ -117,13 +145,15 @@ def shapes_of(**changes: Any) -> dict[str, list[int]]:
     }
 
 
-def write_tokenizer(folder: Path, size: int) -> None:
+def write_tokenizer(folder: Path, size: int, config: Any, **state: Any) -> None:
     folder.mkdir()
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     vocab = {f"t{number}": number for number in range(size - 1)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"}
     special = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [{"id": size - 1, "content": "<eos>", "special": True, **special}]
-    content = {"version": "1.0", "model": model, "added_tokens": added}
+    content = {"version": "1.0", "model": model, "added_tokens": added, **state}
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
@@ -139,11 +169,26 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "empty.jsonl": "",
         "blank.jsonl": "\n\n",
         "no.parquet": "no parquet",
-        "a.txt": "x",
+        "a.md": "x",
+        "folder/below/a.txt.gz": "x",
+        "latin.txt": "caf\xe9",
+        "half.jsonl": '{"text": "x\\ud83d"}\n' * 8,
+        "hub/a.jsonl": good * 8,
+        "no-tokenizer/tokenizer.json": "{}",
     }.items():
-        (folder / name).write_text(content)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content, encoding="latin1")
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(good.encode() * 999, mtime=0)[:-9])
-    write_tokenizer(folder / "large", 2049)
+    # Eight good lines, and of their last block one byte less.
+    frame = "28b52ffd2070ad0000707b2274657874223a202278227d0a01001fd354"
+    (folder / "cut.jsonl.zst").write_bytes(bytes.fromhex(frame))
+    ends = {"eos_token": "<eos>"}
+    write_tokenizer(folder / "large", 2049, ends)
+    write_tokenizer(folder / "appends", 2048, ends | {"pad_token": {"content": "<pad>"}})
+    write_tokenizer(folder / "no-config", 99, None)
+    write_tokenizer(folder / "no-eos", 99, {"bos_token": "<eos>"})
+    write_tokenizer(folder / "one-token", 99, ends | {"bos_token": {"content": "<eos>"}})
+    write_tokenizer(folder / "truncates", 99, ends, truncation={"max_length": 9})
     save(folder / "hf", shapes_of())
     save(folder / "other-layers", shapes_of(n_layers=27))
     save(folder / "other-vocabulary", shapes_of(vocab=99), index=False)
@@ -171,8 +216,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# pyarrow and tokenizers say so, which come with the training stack.
-OF_THE_STACK = ("is not a Parquet file", "tokenizer.json is not there", "is no tokenizer")
+# Packages say so that come with the training stack.
+OF_THE_STACK = (
+    *("is not a Parquet file", "tokenizer.json is not there", "is no tokenizer", "'en' not found"),
+    *("cut.jsonl.zst: cannot be read: Truncated", "hub:a/b: cannot be read (Off"),
+)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +236,18 @@ def test_a_wrong_input_is_refused_in_one_line(
     command: str, options: dict[str, Any], says: str, inputs: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setenv("COOKBOOK_RUNS", str(inputs / "runs"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     words = command.replace("RUN", Run(inputs).folder.name).split()
     for name, value in options.items():
         words += ["--set", f"{name}={value}"]
     before = sorted(inputs.rglob("*"))
     assert main([word.replace("{}", str(inputs)) for word in words]) in (1, 2)
     shown = capsys.readouterr()
-    lines = [line for line in (shown.out + shown.err).splitlines() if says in line]
+    lines = [
+        line
+        for line in (shown.out + shown.err).splitlines()
+        if says.replace("{}", str(inputs)) in line
+    ]
     assert lines, shlex.join(words) + "\n" + shown.out + shown.err
     assert sorted(inputs.rglob("*")) == before
 

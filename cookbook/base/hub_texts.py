@@ -30,11 +30,15 @@ class Shard:
     stream: Any  # a datasets.IterableDataset
 
     def rows(self) -> Iterator[Document]:
-        for number, row in enumerate(self.stream, 1):
-            if self.key not in row:
-                found = f"has no column {self.key!r}, found: {', '.join(row)}"
+        before = 0
+        # Its __iter__ would share one shard among the data loader's workers; `iter` does not.
+        for batch in self.stream.iter(batch_size=64):
+            if self.key not in batch:
+                found = f"has no column {self.key!r}, found: {', '.join(batch)}"
                 raise InputError(self.origin, found, "name it: data.text_key, or #KEY at the end")
-            yield Document(self.origin, number, row[self.key])
+            for number, text in enumerate(batch[self.key], before + 1):
+                yield Document(self.origin, number, text)
+            before += len(batch[self.key])
 
 
 @dataclass(frozen=True)

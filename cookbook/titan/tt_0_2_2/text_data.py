@@ -160,6 +160,11 @@ class SharedTextDataset(text_datasets.HuggingFaceTextDataset):
     a worker. `datasets` itself deals streamed data sets to the workers.
     """
 
+    def state_dict(self) -> dict[str, Any]:
+        # A copy: the worker reads on while a thread of its own pickles the state, so that the next
+        # document would be in the saved buffer, and trained on twice after a resume.
+        return {**super().state_dict(), "token_buffer": list(self._token_buffer)}
+
     def _get_data_iter(self) -> Iterator[Any]:
         worker, data = get_worker_info(), self._data
         if worker is None:
