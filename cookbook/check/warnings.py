@@ -97,7 +97,7 @@ def checkpoints_resume(cell: Cell) -> Problems:
         return
     if options["checkpoint.last_save_model_only"]:
         reason = "the last step is saved without optimizer and cannot be resumed"
-        yield "checkpoint.last_save_model_only", reason, "set it to false to be able to continue"
+        yield "checkpoint.last_save_model_only", reason, "leave it out to be able to continue"
     interval = options["checkpoint.interval"]
     if interval > steps and not options["checkpoint.interval_minutes"]:
         reason = f"{interval} is beyond the last step ({steps}): nothing is saved before the end"

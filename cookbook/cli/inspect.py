@@ -104,12 +104,18 @@ def _description(kind: str, name: str) -> str:
     return (load_sweep(name) if kind else load_recipe(name)).description
 
 
+_LAST_SAVE = "checkpoint.last_save_model_only"
+
+
 def show_cell(arguments: argparse.Namespace) -> int:
     cell = requested_cell(arguments)
     record = cell.record()
     if arguments.origins:
         settings = cell.options.settings.items()
         places = {name: {"value": one.value, "from": one.origin} for name, one in settings}
+        if cell.options["checkpoint.enable"] and _LAST_SAVE not in places:
+            origin = "the cookbook's default (TorchTitan's is true)"
+            places[_LAST_SAVE] = {"value": cell.options[_LAST_SAVE], "from": origin}
         record = replace(record, options=places)
     print(record.as_yaml(), end="")
     return 0

@@ -28,11 +28,31 @@ examples:
 """
 
 
+# Words of other tools for a verb.
+_MEANT = {
+    "run": ("train", "start", "submit", "launch", "pretrain", "resume", "continue", "restart"),
+    "cancel": ("stop", "kill", "abort", "scancel"),
+    "status": ("watch", "ps", "jobs", "squeue", "queue", "monitor"),
+    "logs": ("tail", "log", "attach", "follow"),
+    "check": ("validate", "verify", "estimate", "dry-run"),
+    "report": ("results", "result", "summary", "plot"),
+    "new": ("create", "init", "copy"),
+    "list": ("ls", "recipes", "models", "clusters"),
+    "sweep": ("matrix", "grid"),
+    "plan": ("tune", "autotune", "search", "optimize"),
+    "data": ("tokenize", "prepare", "texts"),
+    "export": ("convert", "save"),
+    "doctor": ("env", "info", "setup", "test"),
+}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        if wrong and (close := nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))):
-            message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
+        if wrong:
+            close = nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))
+            if meant := [verb for verb, words in _MEANT.items() if wrong[1] in words] or close:
+                message = f"unknown verb {wrong[1]!r}; did you mean {meant[0]!r}?"
         if message == "argument --set: expected one argument":
             message += ", such as --set training.steps=3"
         self.exit(2, f"{self.prog}: {message}; see: python {self.prog} --help\n")
@@ -168,6 +188,8 @@ def _run(words: Sequence[str]) -> int:
         if settings is not None and re.match(r"--\w+\.", word):
             setting = word[2:] if "=" in word else "=".join([word[2:], *rest[:1]])
             raise InputError(word, "is an option of TorchTitan", f"write --set {setting}")
+        if settings is not None and re.match(r"\w+\.[\w.]+=", word):
+            raise InputError(word, "is no option of its own", f"write --set {word}")
         for setting in settings or ():
             if "=" not in setting:
                 remedy = f"write --set {setting}={word}"

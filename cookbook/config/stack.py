@@ -151,6 +151,20 @@ _SET_BY_SCRIPTS = {
     "cookbook.dispatch": "set dispatch in the EP backend's `expect` block",
     "cookbook.emulated": "it follows from precision and cluster",
 }
+# What other projects call an option.
+_ALIASES = {
+    "optimizer.lr": ("learning_rate", "max_lr", "peak_lr"),
+    "training.steps": ("max_steps", "num_steps", "train_steps", "train_iters", "iterations"),
+    "training.local_batch_size": ("batch_size", "micro_batch_size", "per_device_batch_size"),
+    "training.seq_len": ("seq_length", "max_seq_len", "sequence_length", "max_length", "context"),
+    "training.max_norm": ("grad_clip", "clip_grad", "gradient_clipping", "max_grad_norm"),
+    "lr_scheduler.warmup_steps": ("warmup", "warmup_iters", "num_warmup_steps"),
+    "parallelism.data_parallel_shard_degree": ("dp", "fsdp", "dp_shard"),
+    "parallelism.data_parallel_replicate_degree": ("ddp", "dp_replicate", "hsdp"),
+    "checkpoint.interval": ("save_interval", "save_steps", "save_every"),
+    "activation_checkpoint.mode": ("recompute", "gradient_checkpointing"),
+    "data.files": ("train_files", "data_path", "data_files"),
+}
 # Keys of recipes and sweeps that are not TorchTitan options, and how to set them.
 _OWN_KEYS = {
     "precision": "use --precision, or `precision` at the top of a recipe or sweep",
@@ -181,11 +195,14 @@ class Stack:
         if name not in self.options:
             known = [full for full in self.options if full not in _SET_BY_SCRIPTS]
             last = {full: full.rpartition(".")[2] for full in known}
-            keys = nearest(name.rpartition(".")[2], last.values())
-            # Users abbreviate degrees: for `tp`, suggest `tensor_parallel_degree`.
-            initials = {key: "".join(w[:1] for w in key.split("_")) for key in last.values()}
-            keys += [key for key in initials if initials[key] == f"{name}d"]
-            close = nearest(name, last, 3) or [n for n in last if last[n] in keys]
+            key = name.rpartition(".")[2].lower()
+            # Users take an option for one of another section, or write another project's name.
+            close = [full for full in last if key in (last[full], *_ALIASES.get(full, ()))]
+            # They abbreviate degrees: for `tp`, suggest `tensor_parallel_degree`.
+            initials = {full: "".join(w[:1] for w in last[full].split("_")) for full in last}
+            close = close or [full for full in initials if initials[full] == f"{key}d"]
+            close = close or nearest(name, last, 3)
+            close = close or [full for full in last if last[full] in nearest(key, last.values())]
             found = f"TorchTitan {self.pins['torchtitan']} has no option {name!r}"
             remedy = f"nearest: {', '.join(close)}" if close else ""
             raise InputError(place, found, remedy or "see docs/reference/options.md")

@@ -90,6 +90,10 @@ class Checkpoint:
     every `checkpoint.interval` steps; 0 counts steps. Rank 0's clock decides, and never while
     another checkpoint is being written."""
 
+    last_save_model_only: bool = False
+    """Save the last step without the optimizer, in a third of the space: nothing can continue from
+    it. TorchTitan's own default is true."""
+
 
 @dataclass
 class Debug:
