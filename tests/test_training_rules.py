@@ -81,7 +81,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, text("empty.jsonl"), "empty.jsonl is empty"),
     (DRY_RUN, text("blank.jsonl"), "blank.jsonl: has no documents"),
     (DRY_RUN, text("cut.jsonl.gz"), "cut.jsonl.gz: cannot be read"),
-    (DRY_RUN, text("no.parquet"), "is not a Parquet file"),
+    (DRY_RUN, text("no.parquet"), "no.parquet: cannot be read: "),
+    (DRY_RUN, text("not.jsonl.gz"), "not.jsonl.gz: cannot be read: Error -3 while decompressing"),
     (DRY_RUN, text("cut.jsonl.zst"), "cut.jsonl.zst: cannot be read: Truncated"),
     (DRY_RUN, text("a.md"), "a.md, allowed: .jsonl"),
     (DRY_RUN, text("folder"), "matches no file; name those of its folders: {}/folder/**/*.txt.gz"),
@@ -179,6 +180,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content, encoding="latin1")
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(good.encode() * 999, mtime=0)[:-9])
+    (folder / "not.jsonl.gz").write_bytes(gzip.compress(b"x" * 99, mtime=0)[:10] + b"\xff" * 99)
     # Eight good lines, and of their last block one byte less.
     frame = "28b52ffd2070ad0000707b2274657874223a202278227d0a01001fd354"
     (folder / "cut.jsonl.zst").write_bytes(bytes.fromhex(frame))
@@ -218,7 +220,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Packages say so that come with the training stack.
 OF_THE_STACK = (
-    *("is not a Parquet file", "tokenizer.json is not there", "is no tokenizer", "'en' not found"),
+    *(
+        "no.parquet: cannot be read: ",
+        "tokenizer.json is not there",
+        "is no tokenizer",
+        "'en' not found",
+    ),
     *("cut.jsonl.zst: cannot be read: Truncated", "hub:a/b: cannot be read (Off"),
 )
 

@@ -10,21 +10,24 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count as numbers
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.document import WINDOW, Document, Part
+from cookbook.base.document import Document
 from cookbook.base.errors import InputError
 from cookbook.base.files import json_text, write_whole
 from cookbook.base.hub_texts import PREFIX, HubTexts
 from cookbook.base.paths import runs_folder
 
+# The number of documents that are read and shuffled together.
+WINDOW = 4096
 _LINES = [f".{kind}{packed}" for kind in ("jsonl", "json", "txt") for packed in ("", ".gz", ".zst")]
 SUFFIXES = (*_LINES, ".parquet")
 # A .txt file is one document. A larger one is cut at line ends into documents of this many bytes.
@@ -41,7 +44,7 @@ class TextFile:
 
     @property
     def is_plain(self) -> bool:
-        return ".txt" in self.path.suffixes[-2:]
+        return self.path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt")
 
     @property
     def used_key(self) -> str:
@@ -51,11 +54,9 @@ class TextFile:
         """Yield the documents in order; raise InputError if they cannot be read."""
         try:
             yield from self._parquet() if self.path.suffix == ".parquet" else self._lines()
-        except (OSError, EOFError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise InputError(
-                str(self.path), f"cannot be read: {reason}", "repair or remove it"
-            ) from None
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            reason, remedy = getattr(error, "strerror", None) or str(error), "repair or remove it"
+            raise InputError(str(self.path), f"cannot be read: {reason}", remedy) from None
 
     def _lines(self) -> Iterator[Document]:
         with _opened(self.path) as lines:
@@ -64,25 +65,20 @@ class TextFile:
                 pieces = iter(lambda: b"".join(lines.readlines(_PIECE_BYTES)), b"")
             for row, piece in enumerate(pieces, 1):
                 if not piece.isspace():
-                    yield Document(self.path, row, piece, self.used_key or None)
+                    yield Document(self.path, row, piece, self.used_key)
 
     def _parquet(self) -> Iterator[Document]:
-        import pyarrow
-        import pyarrow.parquet
+        from pyarrow.parquet import ParquetFile
 
-        place = str(self.path)
-        try:
-            table = pyarrow.parquet.ParquetFile(self.path)
-        except pyarrow.ArrowInvalid as error:
-            raise InputError(place, f"is not a Parquet file ({error})", "repair it") from None
-        columns = table.schema_arrow.names
-        if self.key not in columns:
+        table = ParquetFile(self.path)
+        if self.key not in (columns := table.schema_arrow.names):
             found = f"has no column {self.key!r}, found: {', '.join(columns)}"
-            raise InputError(place, found, "name it: data.text_key, or #COLUMN after the files")
-        number = numbers(1)
-        for batch in table.iter_batches(batch_size=WINDOW, columns=[self.key]):
-            for text in batch.column(0).to_pylist():
-                yield Document(self.path, next(number), text)
+            remedy = "name it: data.text_key, or #COLUMN after the files"
+            raise InputError(str(self.path), found, remedy)
+        batches = table.iter_batches(batch_size=WINDOW, columns=[self.key])
+        texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for row, text in enumerate(texts, 1):
+            yield Document(self.path, row, text)
 
 
 def _opened(path: Path) -> Any:
@@ -104,13 +100,19 @@ class TextSource:
     weight: float = 1.0
     hub: HubTexts | None = None
 
-    def parts(self) -> Sequence[Part]:
-        """Return the files, or the shards of a data set that is streamed."""
-        return self.files if self.hub is None else self.hub.shards()
+    def parts(self) -> list[Callable[[], Iterator[Document]]]:
+        """Return for each file, or shard of a streamed data set, what yields its documents."""
+        return self.hub.shards() if self.hub else [file.rows for file in self.files]
 
     def too_few(self, count: int, readers: int) -> InputError:
         found = f"has {count} documents for {readers} data-parallel ranks and workers"
         return InputError(self.pattern, found, "use fewer of them, or more documents")
+
+
+def windows(rows: Iterator[Document]) -> Iterator[list[Document]]:
+    """Yield the documents in order, in lists of up to `WINDOW` documents."""
+    while window := list(islice(rows, WINDOW)):
+        yield window
 
 
 def find_sources(patterns: Sequence[str], key: str, root: Path = Path()) -> list[TextSource]:
@@ -188,15 +190,15 @@ def check_sources(patterns: Sequence[str], key: str, root: Path, readers: int) -
             # Ask once: `datasets` asks six times, in half a minute, where there is no network.
             source.hub.commit()
         count = 0  # each reader needs a document of every source
-        for part in source.parts():
+        for index, rows in enumerate(source.parts()):
             # Of .txt files, which may be large, and of streams no more than what is judged.
-            most = WINDOW if isinstance(part, TextFile) and not part.is_plain else 100
+            most = 100 if source.hub or source.files[index].is_plain else WINDOW
             number = 0
-            for number, document in enumerate(islice(part.rows(), max(most, readers - count)), 1):
+            for number, document in enumerate(islice(rows(), max(most, readers - count)), 1):
                 if number <= 100:
                     document.text()
             if not number:
-                place = str(part.path) if isinstance(part, TextFile) else source.pattern
+                place = source.pattern if source.hub else str(source.files[index].path)
                 raise InputError(place, "has no documents", "remove it")
             count += number
             if source.hub and count >= readers:

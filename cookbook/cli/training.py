@@ -7,10 +7,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from cookbook.base.document import windows
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.base.text_files import find_sources, write_lengths
+from cookbook.base.text_files import find_sources, windows, write_lengths
 from cookbook.base.tokenizer import Lengths
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.follow import named_cell
@@ -81,7 +80,7 @@ def count_texts(arguments: argparse.Namespace) -> int:
     for source in sources:
         first = len(lengths)
         for part in source.parts():
-            for window in windows(part):
+            for window in windows(part()):
                 lengths += lengths_of([document.text() for document in window])
                 if source.hub and len(lengths) - first >= _SAMPLE:
                     break

@@ -147,6 +147,15 @@ def readers(cell: Cell) -> dict[str, str]:
     return {"training": "data.files"} | (validation if cell.options["validation.enable"] else {})
 
 
+@rule(RULES, reference=f"{TORCHTITAN}/hf_datasets/text_datasets.py")
+def c4_test(cell: Cell) -> Problems:
+    for section in readers(cell):
+        path = f"{section}.dataset_path"
+        if cell.options[f"{section}.dataset"] == "c4_test" and not cell.options[path]:
+            found = "is not set, and TorchTitan's package lacks the texts of c4_test"
+            yield path, found, "set it to a folder of JSON lines"
+
+
 @rule(RULES, is_input=True)
 def texts(cell: Cell) -> Problems:
     options = cell.options
@@ -159,9 +168,6 @@ def texts(cell: Cell) -> Problems:
         if options[files] and not is_text:
             found = used[section]
             yield files, f"is set, and {section}.dataset is {found}", f"set {section}.dataset: text"
-        if used[section] == "c4_test" and not options[f"{section}.dataset_path"]:
-            found = "is not set, and TorchTitan's package lacks the texts of c4_test"
-            yield f"{section}.dataset_path", found, "set it to a folder of JSON lines"
     for name in ("data.text_key", "data.shuffle_seed"):
         is_set = options[name] != options.stack.options[name].default
         if is_set and TEXT not in used.values():

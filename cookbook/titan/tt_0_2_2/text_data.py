@@ -26,9 +26,9 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.hf_datasets import text_datasets
 from torchtitan.tools.logging import logger
 
-from cookbook.base.document import Document, windows
+from cookbook.base.document import Document
 from cookbook.base.errors import InputError
-from cookbook.base.text_files import TextSource, find_sources
+from cookbook.base.text_files import TextSource, find_sources, windows
 from cookbook.titan.common.process import die_with_parent
 from cookbook.titan.tt_0_2_2.versions import refuse
 
@@ -59,7 +59,7 @@ def read_texts(
             random.Random(f"{seed} {place.epoch} {name}").shuffle(items)
 
     def documents(number: int) -> Iterator[Document]:
-        for count, window in enumerate(windows(parts[number])):
+        for count, window in enumerate(windows(parts[number]())):
             shuffle(window, f"{number}-{count}")
             yield from window
 
