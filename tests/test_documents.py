@@ -52,8 +52,8 @@ GUIDE = walked(
         *(path for path in sorted(ROOT.glob("docs/guide/*.md")) if path.stem != "first-hour"),
     ]
 )
-# `make demo` trains for minutes; `doctor` has tests of its own, and may find faults here.
-_ELSEWHERE = re.compile(r"make demo|export COOKBOOK_CLUSTER=|python submit\.py doctor")
+# `make` trains or tests for minutes; `doctor` has tests of its own, and may find faults here.
+_ELSEWHERE = re.compile(r"make (demo|test)|export COOKBOOK_CLUSTER=|python submit\.py doctor")
 
 
 @pytest.mark.titan

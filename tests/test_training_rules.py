@@ -85,7 +85,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, text("not.jsonl.gz"), "not.jsonl.gz: cannot be read: Error -3 while decompressing"),
     (DRY_RUN, text("cut.jsonl.zst"), "cut.jsonl.zst: cannot be read: Truncated"),
     (DRY_RUN, text("a.md"), "a.md, allowed: .jsonl"),
-    (DRY_RUN, text("folder"), "matches no file; name those of its folders: {}/folder/**/*.txt.gz"),
+    (DRY_RUN, text("folder"), "matches no file; for its folders, write {}/folder/**/*.gz"),
     (DRY_RUN, text("latin.txt"), "latin.txt:1: byte 3 of the document is not UTF-8"),
     (DRY_RUN, text("half.jsonl"), "half.jsonl:1: character 1 of the text is half a surrogate pair"),
     (DRY_RUN, text("good.jsonl#body"), "good.jsonl:1: has no key 'body', found: text"),

@@ -110,8 +110,15 @@ class TextSource:
 
 
 def windows(rows: Iterator[Document]) -> Iterator[list[Document]]:
-    """Yield the documents in order, in lists of up to `WINDOW` documents."""
-    while window := list(islice(rows, WINDOW)):
+    """Yield the documents in order, in lists of up to `WINDOW`, or of 64 MiB."""
+    window, size = list[Document](), 0
+    for document in rows:
+        window.append(document)
+        size += len(document.raw) if isinstance(document.raw, str | bytes) else 0
+        if len(window) == WINDOW or size >= 64 * 2**20:
+            yield window
+            window, size = [], 0
+    if window:
         yield window
 
 
@@ -164,12 +171,7 @@ def _files(pattern: str, root: Path) -> list[Path]:
         if re.match(r"[\d.]+%?:", pattern):
             remedy = "a weight is a number such as 0.7, not a percentage"
         elif deep := [file for file in path.rglob("*") if file.name.endswith(SUFFIXES)]:
-            ending = (
-                "".join(deep[0].suffixes[-2:])
-                if deep[0].suffix in (".gz", ".zst")
-                else deep[0].suffix
-            )
-            remedy = f"name those of its folders: {pattern.rstrip('/')}/**/*{ending}"
+            remedy = f"for its folders, write {pattern.rstrip('/')}/**/*{deep[0].suffix}"
         raise InputError("data.files", f"{pattern!r} matches no file", remedy)
     for file in found:
         if not file.name.endswith(SUFFIXES):

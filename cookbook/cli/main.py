@@ -30,29 +30,23 @@ examples:
 
 # Words of other tools for a verb.
 _MEANT = {
-    "run": ("train", "start", "submit", "launch", "pretrain", "resume", "continue", "restart"),
-    "cancel": ("stop", "kill", "abort", "scancel"),
-    "status": ("watch", "ps", "jobs", "squeue", "queue", "monitor"),
-    "logs": ("tail", "log", "attach", "follow"),
-    "check": ("validate", "verify", "estimate", "dry-run"),
-    "report": ("results", "result", "summary", "plot"),
-    "new": ("create", "init", "copy"),
-    "list": ("ls", "recipes", "models", "clusters"),
-    "sweep": ("matrix", "grid"),
-    "plan": ("tune", "autotune", "search", "optimize"),
-    "data": ("tokenize", "prepare", "texts"),
-    "export": ("convert", "save"),
-    "doctor": ("env", "info", "setup", "test"),
+    **dict.fromkeys(
+        ("train", "start", "submit", "launch", "pretrain", "resume", "continue"), "run"
+    ),
+    **dict.fromkeys(("stop", "kill", "abort"), "cancel"),
+    **dict.fromkeys(("watch", "ps", "jobs", "queue"), "status"),
+    **dict.fromkeys(("validate", "verify", "estimate"), "check"),
+    **dict.fromkeys(("create", "init", "copy"), "new"),
+    **dict.fromkeys(("results", "summary"), "report"),
 }
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        if wrong:
-            close = nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))
-            if meant := [verb for verb, words in _MEANT.items() if wrong[1] in words] or close:
-                message = f"unknown verb {wrong[1]!r}; did you mean {meant[0]!r}?"
+        known = re.findall(r"[a-z-]+", wrong[2]) if wrong else []
+        if wrong and (close := [*filter(None, [_MEANT.get(wrong[1])]), *nearest(wrong[1], known)]):
+            message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
         if message == "argument --set: expected one argument":
             message += ", such as --set training.steps=3"
         self.exit(2, f"{self.prog}: {message}; see: python {self.prog} --help\n")

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import chain, islice
 from pathlib import Path
 
 from cookbook.base.errors import InputError
@@ -79,14 +80,11 @@ def count_texts(arguments: argparse.Namespace) -> int:
     weights: list[float] = []
     for source in sources:
         first = len(lengths)
-        for part in source.parts():
-            for window in windows(part()):
-                lengths += lengths_of([document.text() for document in window])
-                if source.hub and len(lengths) - first >= _SAMPLE:
-                    break
-            if source.hub and len(lengths) - first >= _SAMPLE:
-                streamed = f" (of {source.pattern} the first {len(lengths) - first:,})"
-                break
+        rows = chain.from_iterable(part() for part in source.parts())
+        for window in windows(islice(rows, _SAMPLE) if source.hub else rows):
+            lengths += lengths_of([document.text() for document in window])
+        if source.hub:
+            streamed = f" (of {source.pattern} no more than {_SAMPLE:,})"
         if first == len(lengths):
             raise InputError(source.pattern, "has no documents", "remove it")
         weights += [source.weight / sum(lengths[first:])] * (len(lengths) - first)

@@ -153,17 +153,13 @@ _SET_BY_SCRIPTS = {
 }
 # What other projects call an option.
 _ALIASES = {
-    "optimizer.lr": ("learning_rate", "max_lr", "peak_lr"),
-    "training.steps": ("max_steps", "num_steps", "train_steps", "train_iters", "iterations"),
-    "training.local_batch_size": ("batch_size", "micro_batch_size", "per_device_batch_size"),
-    "training.seq_len": ("seq_length", "max_seq_len", "sequence_length", "max_length", "context"),
-    "training.max_norm": ("grad_clip", "clip_grad", "gradient_clipping", "max_grad_norm"),
-    "lr_scheduler.warmup_steps": ("warmup", "warmup_iters", "num_warmup_steps"),
-    "parallelism.data_parallel_shard_degree": ("dp", "fsdp", "dp_shard"),
-    "parallelism.data_parallel_replicate_degree": ("ddp", "dp_replicate", "hsdp"),
-    "checkpoint.interval": ("save_interval", "save_steps", "save_every"),
-    "activation_checkpoint.mode": ("recompute", "gradient_checkpointing"),
-    "data.files": ("train_files", "data_path", "data_files"),
+    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("max_steps", "num_steps", "train_iters"), "training.steps"),
+    **dict.fromkeys(("batch_size", "micro_batch_size"), "training.local_batch_size"),
+    **dict.fromkeys(("seq_length", "max_length", "context"), "training.seq_len"),
+    **dict.fromkeys(("grad_clip", "clip_grad", "max_grad_norm"), "training.max_norm"),
+    **dict.fromkeys(("dp", "fsdp"), "parallelism.data_parallel_shard_degree"),
+    **dict.fromkeys(("save_interval", "save_steps"), "checkpoint.interval"),
 }
 # Keys of recipes and sweeps that are not TorchTitan options, and how to set them.
 _OWN_KEYS = {
@@ -197,7 +193,7 @@ class Stack:
             last = {full: full.rpartition(".")[2] for full in known}
             key = name.rpartition(".")[2].lower()
             # Users take an option for one of another section, or write another project's name.
-            close = [full for full in last if key in (last[full], *_ALIASES.get(full, ()))]
+            close = [full for full in last if key == last[full] or full == _ALIASES.get(key)]
             # They abbreviate degrees: for `tp`, suggest `tensor_parallel_degree`.
             initials = {full: "".join(w[:1] for w in last[full].split("_")) for full in last}
             close = close or [full for full in initials if initials[full] == f"{key}d"]
