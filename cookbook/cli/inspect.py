@@ -159,7 +159,12 @@ def new(arguments: argparse.Namespace) -> int:
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
     # `published` and `synonyms` are true of the original file only: drop them and their comments.
     block = r"(?m)^(?:#[^\n]*\n)*(?:published|synonyms):[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"
-    write_whole(target, re.sub(block, "", text, count=1))
+    try:
+        write_whole(target, re.sub(block, "", text, count=1))
+    except OSError as error:
+        remedy = f"copy the file yourself, and run it by its path: python submit.py run {name}.yaml"
+        found = f"cannot be written: {error.strerror}"
+        raise InputError(shown_path(target), found, remedy) from None
     print(f"wrote {shown_path(target)}; edit it, then:")
     print(f"  python submit.py {_TRY[kind].format(name=name)}")
     return 0
