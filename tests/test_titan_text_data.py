@@ -210,16 +210,6 @@ def test_sources_are_mixed_by_their_share_of_the_tokens(tmp_path: Path) -> None:
     assert tokens["s"] / sum(tokens.values()) == pytest.approx(0.75, abs=0.03)
 
 
-def test_resuming_with_other_files_is_refused(corpus: Path) -> None:
-    one = loader([f"{corpus}/a*"])
-    texts(iter(one), 3)
-    state = one.state_dict()
-    for other in (loader([f"{corpus}/books"]), loader([f"{corpus}/a*"], seed=8)):
-        other.load_state_dict(state)
-        with pytest.raises(SystemExit):
-            texts(iter(other), 1)
-
-
 def test_fewer_documents_than_readers_are_refused(corpus: Path, caplog: Any) -> None:
     with pytest.raises(SystemExit):
         texts(iter(loader([f"{corpus}/books"], rank=62, world=64)), 1)

@@ -34,13 +34,21 @@ def identify(files: Iterable[Path], use: str = "") -> list[list[str]]:
         return [*pool.map(one, files)]
 
 
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
 def identify_sources(sources: Sequence[TextSource]) -> list[list[str]]:
     """Return the entries of all files; raise InputError if a hub does not answer."""
     total, found = sum(source.weight for source in sources), list[list[str]]()
     for source in sources:
         share = f"{source.weight / total:.6f} "
         if hub := source.hub:
-            found.append([source.pattern, f"{share}{hub.key}", f"{hub.split} {hub.commit()}"])
+            use, folder = f"{share}{hub.key} {hub.split}", Path(hub.name)
+            if folder.is_absolute():
+                found += identify(files_in(folder), use)
+            else:
+                found.append([source.pattern, use, hub.commit()])
         for key, files in itertools.groupby(source.files, lambda file: file.used_key):
             found += identify((file.path for file in files), share + key)
     return found

@@ -14,7 +14,13 @@ from cookbook.base.errors import InputError
 from cookbook.base.files import json_text, write_whole
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import find_sources
-from cookbook.base.text_identity import Identity, check_same, identify, identify_sources
+from cookbook.base.text_identity import (
+    Identity,
+    check_same,
+    files_in,
+    identify,
+    identify_sources,
+)
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.options import Options, layout_of, options_of
 from cookbook.run import status
@@ -30,8 +36,8 @@ from cookbook.run.record import (
 
 # Options that must not change if the data loader is to continue from its saved position.
 _OF_POSITION = ("training.dataset", "training.dataloader.num_workers", "data.shuffle_seed")
-# The same, where it is not recorded what was in the files.
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+# Options that must not change where it is not recorded what was in the files.
 _OF_FILES = ("data.files", "data.text_key", "training.dataset_path")
 
 
@@ -175,8 +181,7 @@ def _identify(options: Options) -> Identity:
         sources = find_sources(options["data.files"], options["data.text_key"], ROOT)
         found["data.files"] = identify_sources(sources)
     elif corpus:
-        files = sorted(file for file in (ROOT / corpus).rglob("*") if file.is_file())
-        found["training.dataset_path"] = identify(files)
+        found["training.dataset_path"] = identify(files_in(ROOT / corpus))
     return found
 
 

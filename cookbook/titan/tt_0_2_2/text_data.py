@@ -134,21 +134,10 @@ class TextDataset(IterableDataset, Stateful):
         return {
             "places": [asdict(place) for place in self._places],
             "buffer": list(self._buffer),
-            # Not where the files lie: `resume_point.py` compares what is in them.
-            "texts": [[file.path.name for file in source.files] for source in self.sources],
-            "seed": self.seed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position; refuse it if the files or the seed have changed."""
-        now = self.state_dict()
-        for name, option in (("texts", "data.files"), ("seed", "data.shuffle_seed")):
-            if state.get(name, now[name]) != now[name]:
-                raise refuse(
-                    f"{option} differs from that of the checkpoint, so the saved position in the "
-                    "texts does not apply; restore the option, or set "
-                    "checkpoint.exclude_from_loading to dataloader to start the texts again"
-                )
+        """Continue at a saved position; `resume_point.py` refuses other texts or another order."""
         self._places = [Place(**place) for place in state["places"]]
         self._buffer = list(state["buffer"])
 
