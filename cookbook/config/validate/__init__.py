@@ -201,7 +201,9 @@ def packages(cell: Cell) -> Problems:
         return
     needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}
     if missing := sorted(name for name in needed if importlib.util.find_spec(name) is None):
-        yield "", f"not installed: {', '.join(missing)}", _SET_UP
+        # A login node has no GPU by which setup.sh would know what to build for.
+        arch = f" --arch {cell.cluster.gpu.compute_capability:.1f}" if cell.cluster.gpu else ""
+        yield "", f"not installed: {', '.join(missing)}", f"{_SET_UP}{arch}"
     # Look for the folder: find_spec("flash_attn.cute") would import FlashAttention-2, its parent.
     outer = importlib.util.find_spec("flash_attn") if cell.uses_flash_attention else None
     folders = (outer and outer.submodule_search_locations) or ()
