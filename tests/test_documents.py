@@ -119,6 +119,7 @@ def commands_of(section: str) -> list[str]:
 
 @pytest.mark.titan
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)  # three trainings
 def test_a_reader_trains_validates_exports_and_continues(tmp_path: Path) -> None:
     folder = copy_checkout(tmp_path / "checkout")
     for name in ("assets", "docs"):

@@ -33,7 +33,7 @@ class Document:
             if isinstance(value, bytes):
                 return value.decode("utf-8-sig")
             if isinstance(value, str):
-                value.isascii() or value.encode()
+                value.encode()  # fails where a tokenizer would
                 return value
             found = (
                 found or f"{self.key or 'the column'} holds no text, found {type(value).__name__}"
