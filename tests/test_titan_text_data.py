@@ -161,6 +161,8 @@ def test_workers_share_the_texts_of_torchtitans_data_sets(tmp_path: Path) -> Non
     assert all(f" {ord(letter)}," in str(found) for letter in "abcdefgh")
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         texts(iter(loader([], world=4, workers=3, path=tmp_path)), 1)
+    with pytest.raises(SystemExit):
+        texts(iter(loader([], rank=8, world=9, path=tmp_path)), 1)
 
 
 @pytest.mark.parametrize(

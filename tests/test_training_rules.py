@@ -99,6 +99,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "hub:{}/hub:en"}, "'en' not found"),
     (DRY_RUN, text("good.jsonl,hub:{}/hub"), "no weight and a data set of the hub is one of sev"),
+    (DRY_RUN, {f"{D}.shuffle_seed": -2}, "found -2, allowed: -1 and up"),
+    (DRY_RUN, {"training.dataloader.prefetch_factor": 0}, "found 0, allowed: 1 and up"),
     (DRY_RUN, {f"{D}.shuffle_seed": 1}, "has no effect with training.dataset c4_test"),
     (DRY_RUN, {"training.dataset_path": "None"}, "TorchTitan's package lacks the texts of c4_test"),
     (DRY_RUN, text("good.jsonl", **{f"training.{WORKERS}": 9}), "has 8 documents for"),

@@ -26,10 +26,13 @@ _BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {
     (1, math.inf): (
         *("training.steps", "training.gc_freq", "metrics.log_freq", "checkpoint.interval"),
         *("profiling.profile_freq", "comm.init_timeout_seconds", "comm.train_timeout_seconds"),
-        "deepep.num_chunks",
+        *("deepep.num_chunks", "training.dataloader.prefetch_factor"),
+        "validation.dataloader.prefetch_factor",
     ),
+    (-1, math.inf): ("data.shuffle_seed",),
     (0, math.inf): (
         *("training.max_norm", "training.dataloader.num_workers", "checkpoint.interval_minutes"),
+        "validation.dataloader.num_workers",
         *("checkpoint.keep_latest_k", "lr_scheduler.warmup_steps", "optimizer.lr", "optimizer.eps"),
         *("optimizer.weight_decay", "loss.num_chunks", LAYERS_KEPT),
     ),

@@ -156,17 +156,16 @@ class SharedTextDataset(text_datasets.HuggingFaceTextDataset):
 
     def _get_data_iter(self) -> Iterator[Any]:
         worker, data = get_worker_info(), self._data
-        if worker is None:
-            return super()._get_data_iter()
+        workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
         is_streamed = not isinstance(data, Dataset)
-        if (found := data.num_shards if is_streamed else len(data)) < worker.num_workers:
+        if (found := data.num_shards if is_streamed else len(data)) < workers:
             # A worker without texts would look for them without end.
             kind = "shards" if is_streamed else "documents"
-            words = f"a rank reads {found} {kind} of {self.dataset_name} with {worker.num_workers}"
-            raise refuse(f"dataloader.num_workers: {words} workers; use at most {found}")
+            words = f"each rank has {found} {kind} for its {workers} reading processes"
+            raise refuse(f"{self.dataset_name}: {words}; use fewer ranks or workers, or more texts")
         if is_streamed:
             return iter(data)
-        own = data.shard(worker.num_workers, worker.id)
+        own = data.shard(workers, number)
         return iter(own.skip(min(self._sample_idx, len(own))))
 
 
@@ -186,10 +185,12 @@ def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAware
         tokenizer = arguments["tokenizer"]
         dataset = TextDataset(sources, data.shuffle_seed, tokenizer, section.seq_len, *ranks)
     else:
-        path, tokenizer = section.dataset_path, arguments["tokenizer"]
-        dataset = SharedTextDataset(
-            section.dataset, path, tokenizer, section.seq_len, *ranks, infinite=True
-        )
+        name, path, tokenizer = section.dataset, section.dataset_path, arguments["tokenizer"]
+        try:
+            dataset = SharedTextDataset(name, path, tokenizer, section.seq_len, *ranks, True)
+        except IndexError:
+            found = f"{path or name} has fewer documents than the {ranks[1]} data-parallel ranks"
+            raise refuse(f"{found}; use fewer of them, or more documents") from None
     options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
     loader = ParallelAwareDataloader(dataset, *ranks, **options)
     # Workers must die with their rank. One that survived would block forever: it writes its state,
