@@ -4,6 +4,7 @@ TorchTitan loads the newest `step-N` that has `.metadata`, and every rank fails 
 files is truncated. So a damaged checkpoint is moved to another folder as a whole.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -14,13 +15,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.files import json_text, write_whole
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import find_sources
-from cookbook.base.text_identity import (
-    Identity,
-    check_same,
-    files_in,
-    identify,
-    identify_sources,
-)
+from cookbook.base.text_identity import Identity, check_same, files_in, identify, identify_sources
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.options import Options, layout_of, options_of
 from cookbook.run import status
@@ -168,21 +163,27 @@ def _check_texts(
         if options[option] != before[option]:
             found = "differs from the checkpoint's, so the run would lose its position in the texts"
             raise InputError(option, found, f"leave it out, or {anew}")
-    if texts:
-        check_same(_identify(options), texts, anew)
+    if texts and (now := _identify(options)):
+        check_same(now, texts, anew)
 
 
-def _identify(options: Options) -> Identity:
-    """Return what is in the training texts and the tokenizer; raise InputError if unreadable."""
+def _identify(options: Options) -> Identity | None:
+    """Return what is in the training texts and the tokenizer; None if they cannot be read now.
+
+    The rules refuse such texts where a job starts. A hub that does not answer in the middle of a
+    job ends no attempt.
+    """
     tokenizer, corpus = options["model.hf_assets_path"], options["training.dataset_path"]
     named = [ROOT / (tokenizer or "") / name for name in _TOKENIZER]
-    found = {"model.hf_assets_path": identify(file for file in named if file.is_file())}
-    if options["training.dataset"] == "text":
-        sources = find_sources(options["data.files"], options["data.text_key"], ROOT)
-        found["data.files"] = identify_sources(sources)
-    elif corpus:
-        found["training.dataset_path"] = identify(files_in(ROOT / corpus))
-    return found
+    with contextlib.suppress(InputError, OSError):
+        found = {"model.hf_assets_path": identify(file for file in named if file.is_file())}
+        if options["training.dataset"] == "text":
+            sources = find_sources(options["data.files"], options["data.text_key"], ROOT)
+            found["data.files"] = identify_sources(sources)
+        elif corpus:
+            found["training.dataset_path"] = identify(files_in(ROOT / corpus))
+        return found
+    return None
 
 
 def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[str]:
@@ -222,7 +223,8 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
             f"--training.steps={2 * steps}; for a run of its own: CELL_DIR={another}",
             file=sys.stderr,
         )
-    write_whole(attempt.texts, json_text(_identify(options)))
+    if known := _identify(options):
+        write_whole(attempt.texts, json_text(known))
     if resumption.lines:
         status.write_json(attempt.resumption, resumption)
         with attempt.log.open("a", encoding="utf-8") as log:
