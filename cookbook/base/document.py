@@ -43,6 +43,6 @@ class Document:
             remedy = "convert the file, with iconv -f latin1 say"
         except UnicodeEncodeError as error:
             found = f"character {error.start:,} of the text is half a surrogate pair"
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             found = f"is not a line of JSON ({error})"
         raise InputError(f"{self.origin}:{self.row}", found, remedy)

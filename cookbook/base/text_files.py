@@ -32,7 +32,7 @@ _LINES = [f".{kind}{packed}" for kind in ("jsonl", "json", "txt") for packed in 
 SUFFIXES = (*_LINES, ".parquet")
 # A .txt file is one document. A larger one is cut at line ends into documents of this many bytes.
 _PIECE_BYTES = 256 * 2**10
-_ENTRY = re.compile(r"(?:(\d+(?:\.\d+)?):)?(.+?)(?:#([^#]*))?")
+_ENTRY = re.compile(r"(?:(\d+(?:\.\d+)?):)?(.+?)(?:#([^#]*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,9 @@ def find_sources(patterns: Sequence[str], key: str, root: Path = Path()) -> list
         raise InputError(place, "is empty", remedy)
     sources = []
     for whole in patterns:
-        weight, pattern, own = _ENTRY.fullmatch(whole).groups()  # type: ignore[union-attr]
+        if not (found := _ENTRY.fullmatch(whole)):
+            raise InputError(place, f"{whole!r} names no file", "remove it")
+        weight, pattern, own = found.groups()
         if own is not None and (not own or own.endswith(SUFFIXES)):
             remedy = "where a file's own name has a '#', add the key: FILE#text"
             raise InputError(place, f"{whole!r}: '#' is followed by no key of a text", remedy)
