@@ -110,8 +110,9 @@ def vocabulary(cell: Cell) -> Problems:
     try:
         found = TokenizerFiles.read(folder)
         largest, bos, eos = found.largest, found.named("bos"), found.named("eos")
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        # Leave a malformed file to the job's tokenizer, which reports it in more detail.
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        reason = f"{path} cannot be read ({type(error).__name__}: {error})"
+        yield option, reason, "download the tokenizer again"
         return
     if largest >= model.vocab:
         title, last = cell.options.model_title, model.vocab - 1
@@ -120,7 +121,7 @@ def vocabulary(cell: Cell) -> Problems:
     file, unmarked = "tokenizer_config.json", "so that nothing would mark the end of a document"
     if found.config is None:
         yield option, f"{path} has no {file}, {unmarked}", "add the one of the same tokenizer"
-    elif eos is None:
+    elif not (eos and isinstance(eos, str)):
         yield option, f"{path}/{file} names no eos_token, {unmarked}", "name one there"
     elif eos == bos:
         reason = f"BOS and EOS are both {eos!r}, and TorchTitan would put it before documents only"
