@@ -11,7 +11,7 @@ usage() {
 usage: ./setup.sh [options]
 
 What it does, in this order; what is there already is left alone:
-  1. .venv beside this script, with the pins of requirements.txt    2 to 4 minutes, 8 GB
+  1. .venv beside this script, with the pins of requirements.txt    1 to 4 minutes, 8 GB
   2. a text corpus and a tokenizer for local runs, from Python's
      own sources, in assets/local                                   seconds
   3. the models' tokenizers from the Hugging Face hub, in assets/hf  seconds
@@ -32,7 +32,7 @@ options:
                      10.0 for B200, 9.0 for H100 and H200, "9.0;10.0" for both
                      (default: the GPUs found here)
   --python COMMAND   the Python to use, 3.11 or later (default: $PYTHON, else one
-                     that is found; 3.11 and 3.12 are tested)
+                     that is found; tested with 3.11 to 3.14)
   --torch-index URL  take torch and torchao from this package index, for example
                      PyTorch's own for another CUDA version
   --dev              add what the tests and `make check` need
@@ -41,7 +41,8 @@ options:
 
 environment: HF_ENDPOINT and HF_TOKEN for the hub, CUDA_HOME and MAX_JOBS for DeepEP,
 pip's own variables (PIP_INDEX_URL, ...) for a mirror of the package index.
-With uv on PATH step 1 takes half a minute; uv's variables are UV_DEFAULT_INDEX, ...
+Step 1 takes uv from the package index where none is on PATH, and pip where that fails;
+uv's variables are UV_DEFAULT_INDEX, ...
 EOF
 }
 
@@ -53,6 +54,7 @@ try:
         hf_hub_download(sys.argv[1], name, local_dir=sys.argv[2])
 except Exception as error:
     sys.exit(f"{type(error).__name__}: {error}")'
+readonly UV_VERSION=0.13.9
 readonly OLDEST_PYTHON='(3, 11)'
 readonly TOKENIZERS=(
   deepseek-ai/DeepSeek-V3.1-Base deepseek-ai/deepseek-moe-16b-base Qwen/Qwen3-30B-A3B
@@ -156,7 +158,7 @@ logged() {
 runs_python() { "$1" -c "import sys; sys.exit(sys.version_info < ${OLDEST_PYTHON})" &>/dev/null; }
 
 find_python() {
-  local candidate candidates=(python3.12 python3.11 python3 python3.13)
+  local candidate candidates=(python3.12 python3.13 python3.14 python3.11 python3)
   if [[ -n "${python}" ]]; then
     candidates=("${python}")
   fi
@@ -231,7 +233,7 @@ make_environment() {
   mkdir -p .venv/.cookbook
   rm -f .venv/.cookbook/installed
   touch .venv/.cookbook/unfinished
-  say "installing the pins into .venv ($("${python}" -V)); 2 to 4 minutes, log in build/setup.log"
+  say "installing the pins into .venv ($("${python}" -V)); 1 to 4 minutes, log in build/setup.log"
   if [[ ! -x .venv/bin/python ]]; then
     logged "${python}" -m venv .venv || exit 1
   fi
@@ -245,13 +247,31 @@ make_environment() {
   say "installed in $((SECONDS - began)) s"
 }
 
-# uv takes a sixth of pip's time. It does not read pip's configuration, so pip follows where uv fails.
+# uv takes a sixth of pip's time. Where there is none it comes from the package index, into a folder of
+# its own, and keeps nothing in the user's home. It does not read pip's configuration, so pip follows
+# where uv fails.
 install_requirements() {
-  if command -v uv >/dev/null; then
-    install_pins uv pip install --python .venv/bin/python && return
+  local uv=uv
+  if ! command -v uv >/dev/null; then
+    uv=build/uv/bin/uv
+    if [[ ! -x "${uv}" ]]; then
+      logged "${python}" -m venv build/uv || true
+      build/uv/bin/python -m pip --disable-pip-version-check install "uv==${UV_VERSION}" \
+        >>build/setup.log 2>&1 || true
+    fi
+    export UV_NO_CACHE=1 UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$(pip_index)}"
+  fi
+  if command -v "${uv}" >/dev/null; then
+    install_pins "${uv}" pip install --python .venv/bin/python && return
     warn "uv could not install the pins; pip tries now"
   fi
   install_pins .venv/bin/python -m pip --disable-pip-version-check install --progress-bar off
+}
+
+# The package index that pip is told to use, by its variable or its configuration.
+pip_index() {
+  echo "${PIP_INDEX_URL:-$(.venv/bin/python -m pip config get global.index-url 2>/dev/null \
+    || echo https://pypi.org/simple)}"
 }
 
 # Arguments: the installer's command.

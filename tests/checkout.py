@@ -28,6 +28,7 @@ def copy_checkout(folder: Path, assets: bool = False) -> Path:
             tokenizer = folder / "assets" / name / "tokenizer.json"
             tokenizer.parent.mkdir(parents=True)
             tokenizer.write_text("{}")
+            tokenizer.with_name("tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
         (folder / "assets/local/corpus").mkdir()
     return folder
 

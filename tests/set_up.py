@@ -89,18 +89,22 @@ WHEEL_FILES = {
 }
 
 
-def write_wheel(folder: Path, name: str, version: str, files: Iterable[str] = ()) -> None:
-    """A wheel of a package that holds nothing but its version, and empty `files`."""
+def write_wheel(
+    folder: Path, name: str, version: str, files: Iterable[str] = (), text: str = ""
+) -> None:
+    """A wheel of a package that holds nothing but its version, and `files` with a text."""
     package = name.replace("-", "_")
     about = f"{package}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{package}-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{package}.py", f"VERSION = {version!r}\n")
         for file in files:
-            wheel.writestr(file, "")
+            executable = zipfile.ZipInfo(file)
+            executable.external_attr = 0o100755 << 16
+            wheel.writestr(executable, text)
         of_python = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         named = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        for file, text in {"METADATA": named, "WHEEL": of_python, "RECORD": ""}.items():
-            wheel.writestr(f"{about}/{file}", text)
+        for file, said in {"METADATA": named, "WHEEL": of_python, "RECORD": ""}.items():
+            wheel.writestr(f"{about}/{file}", said)
 
 
 PYTHON = """#!/bin/sh

@@ -281,18 +281,53 @@ def test_a_lost_position_in_the_texts_is_refused_or_reads_anew(cell: Started, op
     (cell.path / "attempt-0/metrics.jsonl").touch()
     save(cell.saved, 6)
     changed = (*first, f"{texts}/b.jsonl" if option == "data.files=b" else f"--{option}")
-    with pytest.raises(InputError, match=f"{option.partition('=')[0]}: differs from the check"):
+    says = "b.jsonl was not there" if option == "data.files=b" else "differs from the check"
+    says = f"{option.partition('=')[0]}: .*{says}"
+    with pytest.raises(InputError, match=says):
         cell.start(*changed)
     cell.start(*changed, "--checkpoint.exclude_from_loading=dataloader", attempt=1)
     assert cell.step(1) == 6
     # Attempt 1 saved nothing, so the position is still that of attempt 0.
-    with pytest.raises(InputError, match="differs from the check"):
+    with pytest.raises(InputError, match=says):
         cell.start(*changed)
     cell.start(*first, attempt=2)
     with pytest.raises(InputError, match="found 16B, and the checkpoint is of debugmodel"):
         cell.start(*first, "--model.flavor=16B")
     with pytest.raises(InputError, match=r"num_experts: found 8, and .* of the flavor as it is"):
         cell.start(*first, "--model.overrides.moe_args.num_experts=8")
+
+
+def test_texts_and_tokenizer_are_what_is_in_them(cell: Started) -> None:
+    texts, moved, tokenizer = (cell.path.parents[2] / name for name in ("old", "new", "tokenizer"))
+    for path in (texts / "a.txt", texts / "b.txt", tokenizer / "tokenizer.json"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("text\n" * 40_000)
+    own = (
+        "--training.dataset=text",
+        f"--model.hf_assets_path={tokenizer}",
+        f"--data.files={moved}",
+    )
+    cell.start(*own[:2], f"--data.files={texts}")
+    (cell.path / "attempt-0/metrics.jsonl").touch()
+    save(cell.saved, 6)
+    texts.rename(moved)
+    cell.start(*own, attempt=1)
+    assert cell.step(1) == 6
+    for path, says in {
+        moved / "a.txt": f"data.files: {moved}/a.txt has changed since the checkpoint was saved; r",
+        moved / "b.txt": "data.files: b.txt, which the checkpoint's run has read, is missing",
+        moved / "c.txt": f"data.files: {moved}/c.txt was not there when it was saved",
+        tokenizer
+        / "tokenizer.json": f"model.hf_assets_path: {tokenizer}/tokenizer.json has changed",
+    }.items():
+        before = path.read_text() if path.exists() else None
+        path.write_text("other\n") if path.stem != "b" else path.unlink()
+        with pytest.raises(InputError) as refused:
+            cell.start(*own)
+        assert says in str(refused.value)
+        path.write_text(before) if before is not None else path.unlink()
+    with pytest.raises(InputError, match=r"shares of the tokens or keys differ"):
+        cell.start(*own[:2], f"--data.files=0.5:{moved}/a.txt,0.2:{moved}/b.txt")
 
 
 def test_a_step_that_is_asked_for_is_judged_alone(cell: Started) -> None:

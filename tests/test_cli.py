@@ -97,6 +97,9 @@ def test_show_prints_the_cell_as_yaml_with_origins_on_request(runs: Path) -> Non
     assert cell["environment"]["NVSHMEM_IB_ENABLE_IBGDA"] == "1"
     origins = yaml.safe_load(submit(*words, "--origins", runs=runs).stdout)["options"]
     assert origins["training.steps"] == {"value": 7, "from": "--set training.steps"}
+    saves = submit(*words, "--origins", "--set", "checkpoint.enable=true", runs=runs).stdout
+    last = yaml.safe_load(saves)["options"]["checkpoint.last_save_model_only"]
+    assert last == {"value": False, "from": "the cookbook's default (TorchTitan's is true)"}
     assert origins["model.converters"]["from"].startswith("recipes/precision/mxfp8.yaml:")
 
 

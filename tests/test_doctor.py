@@ -152,6 +152,14 @@ def test_nvshmem_is_the_one_that_deepep_was_linked_with(node: Node) -> None:
     assert finding.remedy == "take /usr/lib out of LD_LIBRARY_PATH"
 
 
+def test_a_host_name_that_does_not_resolve_is_warned_of(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "renamed.invalid")
+    finding = node.findings()["host name"]
+    assert finding.state == "warning" and finding.found.startswith("renamed.invalid does not resol")
+
+
 def test_the_disk_is_that_of_the_runs(node: Node) -> None:
     checkout = node.folder / "checkout"
     assert f"free in {checkout}," in node.findings()["disk"].found

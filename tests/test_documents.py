@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from cookbook.base.paths import ROOT
 from cookbook.config.dialect.names import DEGREES
@@ -75,8 +74,8 @@ GUIDE = walked(
         *(path for path in sorted(ROOT.glob("docs/guide/*.md")) if path.stem != "first-hour"),
     ]
 )
-# `make demo` trains for minutes; `doctor` has tests of its own, and may find faults here.
-_ELSEWHERE = re.compile(r"make demo|export COOKBOOK_CLUSTER=|python submit\.py doctor")
+# `make` trains or tests for minutes; `doctor` has tests of its own, and may find faults here.
+_ELSEWHERE = re.compile(r"make (demo|test)|export COOKBOOK_CLUSTER=|python submit\.py doctor")
 
 
 @pytest.mark.titan
@@ -142,9 +141,11 @@ def commands_of(section: str) -> list[str]:
 
 @pytest.mark.titan
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)  # three trainings
 def test_a_reader_trains_validates_exports_and_continues(tmp_path: Path) -> None:
     folder = copy_checkout(tmp_path / "checkout")
-    (folder / "assets").symlink_to(ROOT / "assets")
+    for name in ("assets", "docs"):
+        (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(Path(sys.prefix))
     environment = {**os.environ, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
     for name in ("COOKBOOK_CLUSTER", "COOKBOOK_RUNS"):
@@ -169,25 +170,22 @@ def test_a_reader_trains_validates_exports_and_continues(tmp_path: Path) -> None
         lines = (newest / name / "attempt-0/metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    assert "documents  400" in [run(command) for command in commands_of("2")][-1]
+    pages = len([*ROOT.glob("docs/guide/*.md")])
+    assert f"documents  {400 + pages}" in [run(command) for command in commands_of("2")][-1]
     for command in commands_of("3"):
         run(command)
-    recipe = folder / "recipes/my-model.yaml"
-    edits = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", FIRST_HOUR, re.S)[0])
-    merged = yaml.safe_load(recipe.read_text())
-    del merged["training"]["dataset"], merged["training"]["dataset_path"]
-    for section, values in edits.items():
-        merged[section] = merged.get(section, {}) | values
-    recipe.write_text(yaml.safe_dump(merged))
-    for section in ("4", "5"):
-        for command in commands_of(section):
-            run(command)
+    recipe = re.findall(r"```yaml\n(.*?)```", FIRST_HOUR, re.S)[0]
+    (folder / "recipes/my-model.yaml").write_text(recipe)
+    *train, resume = commands_of("5")
+    for command in (*commands_of("4"), *train):
+        run(command)
     (first,) = (folder / "runs").glob("my-model-*")
     cell = json.loads(run("python submit.py report --format json"))["cells"][0]
     assert cell["status"] == "finished" and cell["steps"] == 8
     trained = metrics(cell["name"])
     validated = {one["step"]: one["validation_loss"] for one in trained if "validation_loss" in one}
     assert list(validated) == [1, 4, 8] and validated[8] < validated[1]
+    assert "continues after step 8 of 12" in run(resume.replace("RUN", first.name))
     export, again = commands_of("6")
     assert "exported" in run(export.replace("RUN", first.name))
     assert (folder / "my-export/model.safetensors.index.json").exists()

@@ -62,6 +62,8 @@ def test_texts_have_the_lengths_that_the_verb_data_counted(
     words = Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?"))
     words.pre_tokenizer = Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(ends))
     for name, lengths in {"short": [2, 4, 6], "long": [98, 198]}.items():
         lines = [json.dumps({"text": "a " * (length - 2)}) + "\n" for length in lengths]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))

@@ -41,7 +41,7 @@ PAIRS = [
 ]
 # Options whose values the rules look at, and those that the scripts set.
 JUDGED = {"model.name", "model.flavor", "training.dataset", "checkpoint.initial_load_path"}
-JUDGED |= {"activation_checkpoint.selective_ac_option", "checkpoint.folder"}
+JUDGED |= {"activation_checkpoint.selective_ac_option", "checkpoint.folder", "data.text_key"}
 OWN = ("job.dump_folder", "job.description", "experimental.custom_import", "cookbook.")
 FREE = {name for name in TEXTS if not name.startswith(OWN) and "save_" not in name}
 FREE -= NOT_HERE | JUDGED

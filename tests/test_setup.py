@@ -75,6 +75,18 @@ def test_uv_installs_where_it_is_and_pip_where_uv_fails(checkout: Checkout, stat
     assert by_pip == (status == 1)
 
 
+def test_uv_comes_from_the_package_index_where_there_is_none(
+    checkout: Checkout, tmp_path: Path
+) -> None:
+    program = f'#!/bin/sh\necho "$@" >>"{tmp_path}/uv.log"\n'
+    write_wheel(tmp_path / "wheels", "uv", "0.13.9", ["uv-0.13.9.data/scripts/uv"], program)
+    checkout.environment["PATH"] = "/usr/bin:/bin"
+    result = checkout.setup("--local")
+    assert result.returncode == 0, result.stdout
+    command = "pip install --python .venv/bin/python -r requirements.txt\n"
+    assert (tmp_path / "uv.log").read_text() == command and checkout.exists("build/uv/bin/uv")
+
+
 @pytest.mark.nightly
 def test_another_index_gives_torch_and_stays(checkout: Checkout) -> None:
     url = "https://packages.example/cu130"

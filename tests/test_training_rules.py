@@ -80,6 +80,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("export RUN/nan --to {}/out --step 8", {}, "step-8: was saved after step 6, the last one"),
     # Validation.
     (DRY_RUN, {f"{V}.enable": True}, "found -1, allowed: 1 and up batches"),
+    (DRY_RUN, VALIDATE, "is c4_validation, of the hub, and the recipe trains on texts of its own"),
     (DRY_RUN, VALIDATE | {f"{V}.freq": 0}, "found 0, allowed: 1 and up"),
     (DRY_RUN, VALIDATE | {f"{V}.seq_len": 64}, "found 64, and validation runs with training's"),
     (DRY_RUN, VALIDATE | {f"{V}.dataset": "text"}, "is empty, and validation.dataset is text"),
@@ -91,19 +92,51 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, text("god*.jsonl"), "god*.jsonl' matches no file"),
     (DRY_RUN, text("broken.jsonl"), "broken.jsonl:2: is not a line of JSON"),
     (DRY_RUN, text("other-key.jsonl"), "other-key.jsonl:2: has no key 'text', found: content"),
+    (DRY_RUN, text("deep.jsonl"), "deep.jsonl:1: is not a line of JSON (maximum recursion depth"),
     (DRY_RUN, text("empty.jsonl"), "empty.jsonl is empty"),
     (DRY_RUN, text("blank.jsonl"), "blank.jsonl: has no documents"),
     (DRY_RUN, text("cut.jsonl.gz"), "cut.jsonl.gz: cannot be read"),
-    (DRY_RUN, text("no.parquet"), "is not a Parquet file"),
-    (DRY_RUN, text("a.txt"), "a.txt, allowed: .jsonl"),
+    (DRY_RUN, text("no.parquet"), "no.parquet: cannot be read: "),
+    (DRY_RUN, text("not.jsonl.gz"), "not.jsonl.gz: cannot be read: Error -3 while decompressing"),
+    (DRY_RUN, text("cut.jsonl.zst"), "cut.jsonl.zst: cannot be read: Truncated"),
+    (DRY_RUN, text("a.md"), "a.md, allowed: .jsonl"),
+    (DRY_RUN, text("folder"), "matches no file; for its folders, write {}/folder/**/*.gz"),
+    (DRY_RUN, text("latin.txt"), "latin.txt:1: byte 3 of the document is not UTF-8"),
+    (DRY_RUN, text("half.jsonl"), "half.jsonl:1: character 1 of the text is half a surrogate pair"),
+    (DRY_RUN, text("good.jsonl#body"), "good.jsonl:1: has no key 'body', found: text"),
+    (DRY_RUN, text("latin.txt#body"), ".txt files have no keys; remove #body"),
+    (DRY_RUN, text("good.jsonl#"), "'#' is followed by no key of a text"),
+    (DRY_RUN, {"training.dataset": "text", f"{D}.files": "hub:imdb"}, "is no data set or folder"),
+    (
+        DRY_RUN,
+        {"training.dataset": "text", f"{D}.files": "hub:a/b"},
+        "hub:a/b: cannot be read (",
+    ),
+    (DRY_RUN, {"training.dataset": "text", f"{D}.files": "hub:{}/hub:en"}, "'en' not found"),
+    (DRY_RUN, text("good.jsonl,hub:{}/hub"), "no weight and a data set of the hub is one of sev"),
+    (DRY_RUN, {f"{D}.shuffle_seed": -2}, "found -2, allowed: -1 and up"),
+    (DRY_RUN, {"training.dataloader.prefetch_factor": 0}, "found 0, allowed: 1 and up"),
+    (DRY_RUN, {f"{D}.shuffle_seed": 1}, "has no effect with training.dataset c4_test"),
+    (DRY_RUN, {"training.dataset_path": "None"}, "TorchTitan's package lacks the texts of c4_test"),
     (DRY_RUN, text("good.jsonl", **{f"training.{WORKERS}": 9}), "has 8 documents for"),
     (DRY_RUN, VALIDATE | HELD_OUT | {f"{V}.{WORKERS}": 9}, f"{D}.validation_files: "),
     (DRY_RUN, text("good.jsonl,0.5:{}/good.jsonl"), "has no weight and others have one"),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "0:{}/good.jsonl"}, "has weight 0"),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "70%:{}/good.jsonl"}, "such as 0.7, not"),
     (DRY_RUN, {"model.hf_assets_path": "{}/large"}, "has tokens up to 2048, DeepSeek-V3"),
+    *[
+        (DRY_RUN, {"model.hf_assets_path": f"{{}}/{folder}"}, says)
+        for folder, says in {
+            "appends": "has tokens up to 2048, DeepSeek-V3",
+            "no-config": "has no tokenizer_config.json, so that nothing would mark the end",
+            "malformed": "malformed cannot be read (AttributeError",
+            "no-eos": "names no eos_token, so that nothing would mark the end",
+            "one-token": "BOS and EOS are both '<eos>', and TorchTitan would put it before",
+            "truncates": "stores truncation, which would change every document",
+        }.items()
+    ],
     ("data {}/good.jsonl --tokenizer {}", {}, "tokenizer.json is not there"),
-    ("data {}/good.jsonl --tokenizer {}/good.jsonl", {}, "is no tokenizer"),
+    ("data {}/good.jsonl --tokenizer {}/no-tokenizer", {}, "is no tokenizer"),
     # What a long run needs.
     (DRY_RUN, {f"{C}.enable": True, f"{C}.folder": "s3://bucket/x"}, "found s3://bucket/x"),
     (DRY_RUN, {f"{C}.enable": True, f"{C}.folder": "../mine"}, "leaves the cell's folder"),
@@ -132,13 +165,15 @@ def shapes_of(**changes: Any) -> dict[str, list[int]]:
     }
 
 
-def write_tokenizer(folder: Path, size: int) -> None:
+def write_tokenizer(folder: Path, size: int, config: Any, **state: Any) -> None:
     folder.mkdir()
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     vocab = {f"t{number}": number for number in range(size - 1)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"}
     special = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [{"id": size - 1, "content": "<eos>", "special": True, **special}]
-    content = {"version": "1.0", "model": model, "added_tokens": added}
+    content = {"version": "1.0", "model": model, "added_tokens": added, **state}
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
@@ -151,14 +186,32 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "good.jsonl": good * 8,
         "broken.jsonl": good + '{"text": \n',
         "other-key.jsonl": good + '{"content": "x"}\n',
+        "deep.jsonl": "[" * 100_000,
         "empty.jsonl": "",
         "blank.jsonl": "\n\n",
         "no.parquet": "no parquet",
-        "a.txt": "x",
+        "a.md": "x",
+        "folder/below/a.txt.gz": "x",
+        "latin.txt": "caf\xe9",
+        "half.jsonl": '{"text": "x\\ud83d"}\n' * 8,
+        "hub/a.jsonl": good * 8,
+        "no-tokenizer/tokenizer.json": "{}",
     }.items():
-        (folder / name).write_text(content)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content, encoding="latin1")
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(good.encode() * 999, mtime=0)[:-9])
-    write_tokenizer(folder / "large", 2049)
+    (folder / "not.jsonl.gz").write_bytes(gzip.compress(b"x" * 99, mtime=0)[:10] + b"\xff" * 99)
+    # Eight good lines, and of their last block one byte less.
+    frame = "28b52ffd2070ad0000707b2274657874223a202278227d0a01001fd354"
+    (folder / "cut.jsonl.zst").write_bytes(bytes.fromhex(frame))
+    ends = {"eos_token": "<eos>"}
+    write_tokenizer(folder / "large", 2049, ends)
+    write_tokenizer(folder / "appends", 2048, ends | {"pad_token": {"content": "<pad>"}})
+    write_tokenizer(folder / "no-config", 99, None)
+    write_tokenizer(folder / "malformed", 99, [ends])
+    write_tokenizer(folder / "no-eos", 99, {"bos_token": "<eos>"})
+    write_tokenizer(folder / "one-token", 99, ends | {"bos_token": {"content": "<eos>"}})
+    write_tokenizer(folder / "truncates", 99, ends, truncation={"max_length": 9})
     save(folder / "hf", shapes_of())
     save(folder / "other-layers", shapes_of(n_layers=27))
     save(folder / "other-vocabulary", shapes_of(vocab=99), index=False)
@@ -189,8 +242,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# pyarrow and tokenizers say so, which come with the training stack.
-OF_THE_STACK = ("is not a Parquet file", "tokenizer.json is not there", "is no tokenizer")
+# Packages say so that come with the training stack.
+OF_THE_STACK = (
+    *(
+        "no.parquet: cannot be read: ",
+        "tokenizer.json is not there",
+        "is no tokenizer",
+        "'en' not found",
+    ),
+    *("cut.jsonl.zst: cannot be read: Truncated", "hub:a/b: cannot be read ("),
+)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +273,11 @@ def test_a_wrong_input_is_refused_in_one_line(
     before = sorted(inputs.rglob("*"))
     assert main([word.replace("{}", str(inputs)) for word in words]) in (1, 2)
     shown = capsys.readouterr()
-    lines = [line for line in (shown.out + shown.err).splitlines() if says in line]
+    lines = [
+        line
+        for line in (shown.out + shown.err).splitlines()
+        if says.replace("{}", str(inputs)) in line
+    ]
     assert lines, shlex.join(words) + "\n" + shown.out + shown.err
     assert sorted(inputs.rglob("*")) == before
 
@@ -242,5 +307,5 @@ def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
 def test_a_folder_names_its_text_files(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.json.gz", "README.md"):
         (tmp_path / name).write_text('{"text": "x"}\n')
-    (source,) = find_sources([str(tmp_path)])
-    assert [file.name for file in source.files] == ["a.json.gz", "b.jsonl"]
+    (source,) = find_sources([str(tmp_path)], "text")
+    assert [file.path.name for file in source.files] == ["a.json.gz", "b.jsonl"]

@@ -74,7 +74,8 @@ def copy_bandwidth() -> float:
     """Return bytes per second, read and written, of a copy of 2 GiB."""
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / milliseconds(lambda: target.copy_(source)) * 1e3
+    moved: int = 2 * source.numel()
+    return moved / milliseconds(lambda: target.copy_(source)) * 1e3
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:

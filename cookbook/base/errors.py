@@ -84,6 +84,9 @@ def quotes_remedy(value: Any, allowed: str) -> str:
     if reader and isinstance(value, str) and value.isascii():
         with contextlib.suppress(ValueError):
             return "remove the quotes" if math.isfinite(reader(value)) else ""
+    if allowed == "a whole number" and isinstance(value, str | float):
+        with contextlib.suppress(ValueError):
+            return f"write {int(float(value))}" if float(value).is_integer() else ""
     return ""
 
 

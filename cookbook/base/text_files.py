@@ -1,95 +1,164 @@
-"""Read the documents of a training corpus: JSON lines, gzipped JSON lines or Parquet.
+"""Read the texts that a recipe names: plain text, JSON lines or Parquet files, or data of the hub.
 
-`submit.py` checks the files before a job is queued, and the training process's data loader reads
-them with the same functions, so both report errors at the same file and line. `submit.py data`
-records document lengths in the runs folder's `texts.json`, where `check` and `plan` read them.
+`submit.py` checks them before a job is queued, and the training process's data loader reads them
+with the same functions, so both report errors at the same file and line. `submit.py data` records
+document lengths in the runs folder's `texts.json`, where `check` and `plan` read them.
 """
 
 import contextlib
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cookbook.base.document import Document
 from cookbook.base.errors import InputError
 from cookbook.base.files import json_text, write_whole
+from cookbook.base.hub_texts import PREFIX, HubTexts
 from cookbook.base.paths import runs_folder
 
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 # The number of documents that are read and shuffled together.
 WINDOW = 4096
+_LINES = [f".{kind}{packed}" for kind in ("jsonl", "json", "txt") for packed in ("", ".gz", ".zst")]
+SUFFIXES = (*_LINES, ".parquet")
+# A .txt file is one document. A larger one is cut at line ends into documents of this many bytes.
+_PIECE_BYTES = 256 * 2**10
+_ENTRY = re.compile(r"(?:(\d+(?:\.\d+)?):)?(.+?)(?:#([^#]*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of texts; `key` names the text in a line of JSON, or the column in Parquet."""
+
+    path: Path
+    key: str
+
+    @property
+    def is_plain(self) -> bool:
+        return self.path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt")
+
+    @property
+    def used_key(self) -> str:
+        return "" if self.is_plain else self.key
+
+    def rows(self) -> Iterator[Document]:
+        """Yield the documents in order; raise InputError if they cannot be read."""
+        try:
+            yield from self._parquet() if self.path.suffix == ".parquet" else self._lines()
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            reason, remedy = getattr(error, "strerror", None) or str(error), "repair or remove it"
+            raise InputError(str(self.path), f"cannot be read: {reason}", remedy) from None
+
+    def _lines(self) -> Iterator[Document]:
+        with _opened(self.path) as lines:
+            pieces: Iterable[bytes] = lines
+            if self.is_plain:
+                pieces = iter(lambda: b"".join(lines.readlines(_PIECE_BYTES)), b"")
+            for row, piece in enumerate(pieces, 1):
+                if not piece.isspace():
+                    yield Document(self.path, row, piece, self.used_key)
+
+    def _parquet(self) -> Iterator[Document]:
+        from pyarrow.parquet import ParquetFile
+
+        table = ParquetFile(self.path)
+        if self.key not in (columns := table.schema_arrow.names):
+            found = f"has no column {self.key!r}, found: {', '.join(columns)}"
+            remedy = "name it: data.text_key, or #COLUMN after the files"
+            raise InputError(str(self.path), found, remedy)
+        batches = table.iter_batches(batch_size=WINDOW, columns=[self.key])
+        texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for row, text in enumerate(texts, 1):
+            yield Document(self.path, row, text)
+
+
+def _opened(path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    if path.suffix == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    return path.open("rb")
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Files that are read as one stream; `weight` is the stream's relative share of the tokens."""
+    """Texts that are read as one stream; `weight` is the stream's relative share of the tokens."""
 
     pattern: str
-    files: tuple[Path, ...]
-    weight: float
+    files: tuple[TextFile, ...]
+    weight: float = 1.0
+    hub: HubTexts | None = None
+
+    def parts(self) -> list[Callable[[], Iterator[Document]]]:
+        """Return for each file, or shard of a streamed data set, what yields its documents."""
+        return self.hub.shards() if self.hub else [file.rows for file in self.files]
 
     def too_few(self, count: int, readers: int) -> InputError:
         found = f"has {count} documents for {readers} data-parallel ranks and workers"
         return InputError(self.pattern, found, "use fewer of them, or more documents")
 
 
-@dataclass(frozen=True)
-class Document:
-    """An unparsed document; `row` is its line number, or its row in a Parquet file, from 1."""
-
-    file: Path
-    row: int
-    raw: str | bytes | None
-
-    def text(self, key: str) -> str:
-        """Return the text under `key`; raise InputError if the JSON is invalid or has no text."""
-        place = f"{self.file}:{self.row}"
-        value: Any = self.raw
-        if self.file.suffix != ".parquet":
-            try:
-                value = json.loads(self.raw or "")
-            except ValueError as error:
-                raise InputError(place, f"is not a line of JSON ({error})", "repair it") from None
-            if not isinstance(value, dict) or key not in value:
-                keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-                remedy = "name the key of the text: data.text_key, or --text-key of the verb data"
-                raise InputError(place, f"has no key {key!r}, found: {keys}", remedy)
-            value = value[key]
-        if not isinstance(value, str):
-            found = type(value).__name__
-            raise InputError(place, f"{key} holds no text, found {found}", "repair the document")
-        return value
+def windows(rows: Iterator[Document]) -> Iterator[list[Document]]:
+    """Yield the documents in order, in lists of up to `WINDOW`, or of 64 MiB."""
+    window, size = list[Document](), 0
+    for document in rows:
+        window.append(document)
+        size += len(document.raw) if isinstance(document.raw, str | bytes) else 0
+        if len(window) == WINDOW or size >= 64 * 2**20:
+            yield window
+            window, size = [], 0
+    if window:
+        yield window
 
 
-def find_sources(patterns: Sequence[str], root: Path = Path()) -> list[TextSource]:
-    """Return the sources that `data.files` lists as globs, files or folders.
+def find_sources(patterns: Sequence[str], key: str, root: Path = Path()) -> list[TextSource]:
+    """Return the sources that `data.files` lists as globs, files, folders or data sets of the hub.
 
-    `0.7:web/*.jsonl` is a source with weight 0.7. Without weights, all files form one source.
+    `0.7:web/*.jsonl#content` has weight 0.7, and its texts are under `content` instead of `key`.
+    Without weights, all files form one source.
     """
     place = "data.files"
-    weighted = [re.fullmatch(r"(\d+(?:\.\d+)?):(.+)", pattern) for pattern in patterns]
     if not patterns:
-        remedy = "name files, folders or globs of .jsonl, .json.gz or .parquet files"
+        remedy = "name files, folders or globs of .jsonl, .txt or .parquet files"
         raise InputError(place, "is empty", remedy)
-    if not any(weighted):
-        files = tuple(path for pattern in patterns for path in _files(pattern, root))
-        return [TextSource(", ".join(patterns), files, 1.0)]
     sources = []
-    for whole, match in zip(patterns, weighted, strict=True):
-        if not match:
-            remedy = f"write 0.5:{whole}, or remove the weights of the others"
-            raise InputError(place, f"{whole!r} has no weight and others have one", remedy)
-        weight, pattern = float(match[1]), match[2]
-        if not weight:
+    for whole in patterns:
+        if not (found := _ENTRY.fullmatch(whole)):
+            raise InputError(place, f"{whole!r} names no file", "remove it")
+        weight, pattern, own = found.groups()
+        if own is not None and (not own or own.endswith(SUFFIXES)):
+            remedy = "where a file's own name has a '#', add the key: FILE#text"
+            raise InputError(place, f"{whole!r}: '#' is followed by no key of a text", remedy)
+        if weight is not None and not float(weight):
             raise InputError(place, f"{pattern!r} has weight 0", "remove it")
-        sources.append(TextSource(pattern, tuple(_files(pattern, root)), weight))
-    return sources
+        if pattern.startswith(PREFIX):
+            hub, files = HubTexts.parse(pattern, own or key, root), tuple[TextFile, ...]()
+        else:
+            hub, files = None, tuple(TextFile(file, own or key) for file in _files(pattern, root))
+            if own and all(file.is_plain for file in files):
+                raise InputError(place, f"{whole!r}: .txt files have no keys", f"remove #{own}")
+        sources.append((whole, weight, TextSource(pattern, files, float(weight or 1), hub)))
+    weighted = any(weight for _, weight, _ in sources)
+    for whole, weight, source in sources:
+        if not weight and (weighted or (source.hub and len(sources) > 1)):
+            others = "others have one" if weighted else "a data set of the hub is one of several"
+            remedy = f"write 0.5:{whole}, or remove the weights of the others"
+            raise InputError(place, f"{whole!r} has no weight and {others}", remedy)
+    if weighted or len(sources) == 1:
+        return [source for _, _, source in sources]
+    files = tuple(file for _, _, source in sources for file in source.files)
+    return [TextSource(", ".join(patterns), files)]
 
 
 def _files(pattern: str, root: Path) -> list[Path]:
@@ -103,6 +172,8 @@ def _files(pattern: str, root: Path) -> list[Path]:
         remedy = f"name {', '.join(SUFFIXES)} files; relative paths start at {root.resolve()}"
         if re.match(r"[\d.]+%?:", pattern):
             remedy = "a weight is a number such as 0.7, not a percentage"
+        elif deep := [file for file in path.rglob("*") if file.name.endswith(SUFFIXES)]:
+            remedy = f"for its folders, write {pattern.rstrip('/')}/**/*{deep[0].suffix}"
         raise InputError("data.files", f"{pattern!r} matches no file", remedy)
     for file in found:
         if not file.name.endswith(SUFFIXES):
@@ -113,70 +184,44 @@ def _files(pattern: str, root: Path) -> list[Path]:
     return found
 
 
-def read_windows(file: Path, key: str) -> Iterator[list[Document]]:
-    """Yield the documents of a file in order, in lists of up to `WINDOW` documents."""
-    try:
-        if file.suffix == ".parquet":
-            yield from _read_parquet(file, key)
-            return
-        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
-            rows = enumerate(lines, 1)
-            documents = (Document(file, row, line) for row, line in rows if not line.isspace())
-            while window := list(itertools.islice(documents, WINDOW)):
-                yield window
-    except (OSError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(str(file), f"cannot be read: {reason}", "repair or remove it") from None
-
-
-def _read_parquet(file: Path, key: str) -> Iterator[list[Document]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
-        raise InputError(str(file), f"is not a Parquet file ({error})", "repair it") from None
-    columns = table.schema_arrow.names
-    if key not in columns:
-        remedy = "set data.text_key to the column of the text"
-        raise InputError(str(file), f"has no column {key!r}, found: {', '.join(columns)}", remedy)
-    rows = itertools.count(1)
-    for batch in table.iter_batches(batch_size=WINDOW, columns=[key]):
-        yield [Document(file, next(rows), text) for text in batch.column(0).to_pylist()]
-
-
 def check_sources(patterns: Sequence[str], key: str, root: Path, readers: int) -> None:
-    """Read the first 100 documents of every file; raise the InputError that a job would raise."""
-    for source in find_sources(patterns, root):
+    """Read the first 100 documents of every file, or of the first shard of a streamed data set.
+
+    Raise the InputError that a job would raise.
+    """
+    for source in find_sources(patterns, key, root):
+        if source.hub:
+            # Ask once: `datasets` asks six times, in half a minute, where there is no network.
+            source.hub.commit()
         count = 0  # each reader needs a document of every source
-        for file in source.files:
-            windows = read_windows(file, key)
-            first = next(windows, [])
-            if not first:
-                raise InputError(str(file), "has no documents", "remove it")
-            for document in first[:100]:
-                document.text(key)
-            count += len(first)
-            while count < readers and (window := next(windows, [])):
-                count += len(window)
+        for index, rows in enumerate(source.parts()):
+            # Of .txt files, which may be large, and of streams no more than what is judged.
+            most = 100 if source.hub or source.files[index].is_plain else WINDOW
+            number = 0
+            for number, document in enumerate(islice(rows(), max(most, readers - count)), 1):
+                if number <= 100:
+                    document.text()
+            if not number:
+                place = source.pattern if source.hub else str(source.files[index].path)
+                raise InputError(place, "has no documents", "remove it")
+            count += number
+            if source.hub and count >= readers:
+                break
         if count < readers:
             raise source.too_few(count, readers)
 
 
 def write_lengths(
-    sources: Sequence[TextSource], text_key: str, tokenizer: Path, mean: float, median: float
+    sources: Sequence[TextSource], tokenizer: Path, mean: float, median: float
 ) -> None:
     """Record the mean and median document length of `sources`, in tokens, for `read_lengths`."""
-    found = _read_lengths() | {_key(sources, text_key, tokenizer): [mean, median]}
+    found = _read_lengths() | {_key(sources, tokenizer): [mean, median]}
     write_whole(runs_folder() / "texts.json", json_text(found))
 
 
-def read_lengths(
-    sources: Sequence[TextSource], text_key: str, tokenizer: Path
-) -> list[float] | None:
+def read_lengths(sources: Sequence[TextSource], tokenizer: Path) -> list[float] | None:
     """Return the mean and median document length in tokens; None if unrecorded or outdated."""
-    return _read_lengths().get(_key(sources, text_key, tokenizer))
+    return _read_lengths().get(_key(sources, tokenizer))
 
 
 def _read_lengths() -> dict[str, list[float]]:
@@ -186,12 +231,12 @@ def _read_lengths() -> dict[str, list[float]]:
     return {}
 
 
-def _key(sources: Sequence[TextSource], text_key: str, tokenizer: Path) -> str:
+def _key(sources: Sequence[TextSource], tokenizer: Path) -> str:
     total = sum(source.weight for source in sources)
-    known = [text_key, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
+    known = [hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     for source in sources:
-        known.append(f"{source.weight / total:.6f}")
-        for path in sorted(file.resolve() for file in source.files):
+        known.append(f"{source.weight / total:.6f} {source.hub or ''}")
+        for path, key in sorted((file.path.resolve(), file.used_key) for file in source.files):
             stat = path.stat()
-            known.append(f"{path} {stat.st_size} {stat.st_mtime_ns}")
+            known.append(f"{path} {stat.st_size} {stat.st_mtime_ns} {key}")
     return hashlib.sha256("\n".join(known).encode()).hexdigest()

@@ -83,7 +83,7 @@ def checkpoints_resume(cell: Cell) -> Problems:
         return
     if facts.last_save_model_only:
         reason = "the last step is saved without optimizer and cannot be resumed"
-        yield Facts.last_save_model_only, reason, "set it to false to be able to continue"
+        yield Facts.last_save_model_only, reason, "leave it out to be able to continue"
     interval = facts.save_interval
     if interval > steps and not facts.save_minutes:
         reason = f"{interval} is beyond the last step ({steps}): nothing is saved before the end"

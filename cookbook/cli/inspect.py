@@ -96,12 +96,18 @@ def _description(kind: str, name: str) -> str:
     return (load_sweep(name) if kind else load_recipe(name)).description
 
 
+_LAST_SAVE = "checkpoint.last_save_model_only"
+
+
 def show_cell(arguments: argparse.Namespace) -> int:
     cell = requested_cell(arguments)
     record = cell.record()
     if arguments.origins:
         settings = cell.options.settings.items()
         places = {name: {"value": one.value, "from": one.origin} for name, one in settings}
+        if cell.options["checkpoint.enable"] and _LAST_SAVE not in places:
+            origin = "the cookbook's default (TorchTitan's is true)"
+            places[_LAST_SAVE] = {"value": cell.options[_LAST_SAVE], "from": origin}
         record = replace(record, options=places)
     print(record.as_yaml(), end="")
     return 0
@@ -145,7 +151,12 @@ def new(arguments: argparse.Namespace) -> int:
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
     # `published` and `synonyms` are true of the original file only: drop them and their comments.
     block = r"(?m)^(?:#[^\n]*\n)*(?:published|synonyms):[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"
-    write_whole(target, re.sub(block, "", text, count=1))
+    try:
+        write_whole(target, re.sub(block, "", text, count=1))
+    except OSError as error:
+        remedy = f"copy the file yourself, and run it by its path: python submit.py run {name}.yaml"
+        found = f"cannot be written: {error.strerror}"
+        raise InputError(shown_path(target), found, remedy) from None
     print(f"wrote {shown_path(target)}; edit it, then:")
     print(f"  python submit.py {_TRY[kind].format(name=name)}")
     return 0

@@ -28,10 +28,24 @@ examples:
 """
 
 
+# Words of other tools for a verb.
+_MEANT = {
+    **dict.fromkeys(
+        ("train", "start", "submit", "launch", "pretrain", "resume", "continue"), "run"
+    ),
+    **dict.fromkeys(("stop", "kill", "abort"), "cancel"),
+    **dict.fromkeys(("watch", "ps", "jobs", "queue"), "status"),
+    **dict.fromkeys(("validate", "verify", "estimate"), "check"),
+    **dict.fromkeys(("create", "init", "copy"), "new"),
+    **dict.fromkeys(("results", "summary"), "report"),
+}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        if wrong and (close := nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))):
+        known = re.findall(r"[a-z-]+", wrong[2]) if wrong else []
+        if wrong and (close := [*filter(None, [_MEANT.get(wrong[1])]), *nearest(wrong[1], known)]):
             message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
         if message == "argument --set: expected one argument":
             message += ", such as --set training.steps=3"
@@ -167,6 +181,8 @@ def _run(words: Sequence[str]) -> int:
         if settings is not None and re.match(r"--\w+\.", word):
             setting = word[2:] if "=" in word else "=".join([word[2:], *rest[:1]])
             raise InputError(word, "is an option of TorchTitan", f"write --set {setting}")
+        if settings is not None and re.match(r"\w+\.[\w.]+=", word):
+            raise InputError(word, "is no option of its own", f"write --set {word}")
         for setting in settings or ():
             if "=" not in setting:
                 remedy = f"write --set {setting}={word}"

@@ -5,17 +5,22 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import chain, islice
 from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.base.text_files import find_sources, read_windows, write_lengths
+from cookbook.base.text_files import find_sources, windows, write_lengths
+from cookbook.base.tokenizer import Lengths
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.follow import named_cell
 from cookbook.config.options import options_of
 from cookbook.run.folder import read_checkpoint, saved_steps
 from cookbook.run.record import read_record
 from cookbook.supervise.resume_point import last_good_step
+
+# A data set of the hub may have billions of documents.
+_SAMPLE = 10_000
 
 
 def export_weights(arguments: argparse.Namespace) -> int:
@@ -66,31 +71,23 @@ def export_weights(arguments: argparse.Namespace) -> int:
 
 def count_texts(arguments: argparse.Namespace) -> int:
     import numpy
-    from tokenizers import Tokenizer
 
     if arguments.seq_len < 1:
         raise InputError("--seq-len", f"found {arguments.seq_len}, allowed: 1 and up")
-    path = Path(arguments.tokenizer)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    remedy = "name a folder with tokenizer.json"
-    if not path.is_file():
-        raise InputError("--tokenizer", f"{path} is not there", remedy)
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        # The tokenizers package raises plain Exception.
-        raise InputError("--tokenizer", f"{path} is no tokenizer ({error})", remedy) from None
-    sources, key = find_sources(arguments.files), arguments.text_key
+    folder = Path(arguments.tokenizer)
+    folder = folder.parent if folder.name == "tokenizer.json" else folder
+    lengths_of = Lengths(folder).of
+    sources, streamed = find_sources(arguments.files, arguments.text_key), ""
     lengths: list[int] = []
     # For each document, its source's weight divided by the number of tokens in that source.
     weights: list[float] = []
     for source in sources:
         first = len(lengths)
-        for file in source.files:
-            for window in read_windows(file, key):
-                texts = [document.text(key) for document in window]
-                # TorchTitan adds one token before and one after each document.
-                lengths += [len(found.ids) + 2 for found in tokenizer.encode_batch(texts)]
+        rows = chain.from_iterable(part() for part in source.parts())
+        for window in windows(islice(rows, _SAMPLE) if source.hub else rows):
+            lengths += lengths_of([document.text() for document in window])
+        if source.hub:
+            streamed = f" (of {source.pattern} no more than {_SAMPLE:,})"
         if first == len(lengths):
             raise InputError(source.pattern, "has no documents", "remove it")
         weights += [source.weight / sum(lengths[first:])] * (len(lengths) - first)
@@ -98,10 +95,10 @@ def count_texts(arguments: argparse.Namespace) -> int:
     middle = numpy.searchsorted(numpy.cumsum(numpy.array(weights)[order]), sum(weights) / 2)
     mean, median = numpy.average(counts, weights=weights), counts[order][middle]
     long = numpy.average(counts > arguments.seq_len, weights=counts * weights)
-    write_lengths(sources, key, path, float(mean), float(median))
+    write_lengths(sources, folder / "tokenizer.json", float(mean), float(median))
     mixed = " (as the weights mix them)" if len(sources) > 1 else ""
     print(
-        f"documents  {len(counts):,}\n"
+        f"documents  {len(counts):,}{streamed}\n"
         f"tokens     {counts.sum():,}\n"
         f"length     mean {mean:,.0f}, median {median:,}{mixed}, longest {counts.max():,} tokens\n"
         f"           {long:.0%} of the tokens are in documents longer than {arguments.seq_len:,}\n"

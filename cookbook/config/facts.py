@@ -83,8 +83,9 @@ class Reader:
 
     dataset: str
     files: list[str]  # globs and folders of texts, for the dataset TEXT
+    path: str | None  # the folder of another dataset
     workers: int  # processes of a rank's data loader
-    options: tuple[str, str]  # of the dataset and of the files
+    options: tuple[str, str, str]  # of the dataset, of the files and of the folder
 
 
 TEXT = "text"  # the dataset that reads a user's own files
@@ -178,12 +179,13 @@ class Facts(Names):
     @property
     def readers(self) -> list[Reader]:
         """What training reads and, if it is on, validation."""
-        own = Facts.dataset, Facts.text_files
-        found = [Reader(self.dataset, self.text_files, self.data_workers, own)]
+        own = Facts.dataset, Facts.text_files, Facts.dataset_path
+        found = [Reader(self.dataset, self.text_files, self.dataset_path, self.data_workers, own)]
         if self.validates:
             named, files = self.validation_dataset, self.validation_files
-            own = Facts.validation_dataset, Facts.validation_files
-            found.append(Reader(named, files, self.validation_workers, own))
+            own = Facts.validation_dataset, Facts.validation_files, Facts.validation_path
+            workers = self.validation_workers
+            found.append(Reader(named, files, self.validation_path, workers, own))
         return found
 
     @property

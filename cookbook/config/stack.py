@@ -15,7 +15,7 @@ from typing import Any
 
 from cookbook.base.errors import InputError, described, nearest, quotes_remedy, unknown_name
 from cookbook.base.family import Family, Model
-from cookbook.config.dialect.names import PACKAGE, SET_BY_SCRIPTS
+from cookbook.config.dialect.names import ALIASES, PACKAGE, SET_BY_SCRIPTS
 from cookbook.config.pins import read_pins, stack_name
 
 
@@ -116,11 +116,14 @@ class Stack:
         if name not in self.options:
             known = [full for full in self.options if full not in SET_BY_SCRIPTS]
             last = {full: full.rpartition(".")[2] for full in known}
-            keys = nearest(name.rpartition(".")[2], last.values())
-            # Users abbreviate degrees: for `tp`, suggest `tensor_parallel_degree`.
-            initials = {key: "".join(w[:1] for w in key.split("_")) for key in last.values()}
-            keys += [key for key in initials if initials[key] == f"{name}d"]
-            close = nearest(name, last, 3) or [n for n in last if last[n] in keys]
+            key = name.rpartition(".")[2].lower()
+            # Users take an option for one of another section, or write another project's name.
+            close = [full for full in last if key == last[full] or full == ALIASES.get(key)]
+            # They abbreviate degrees: for `tp`, suggest `tensor_parallel_degree`.
+            initials = {full: "".join(w[:1] for w in last[full].split("_")) for full in last}
+            close = close or [full for full in initials if initials[full] == f"{key}d"]
+            close = close or nearest(name, last, 3)
+            close = close or [full for full in last if last[full] in nearest(key, last.values())]
             found = f"TorchTitan {self.pins['torchtitan']} has no option {name!r}"
             remedy = f"nearest: {', '.join(close)}" if close else ""
             raise InputError(place, found, remedy or "see docs/reference/options.md")

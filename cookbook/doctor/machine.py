@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -273,6 +274,17 @@ def network(here: Surroundings) -> Outcome:
         remedy = "have the link repaired, or leave this node out with the profile's `exclude`"
         return "problem", found, remedy
     return "ok", f"{len(named)} devices, active ({place}={chosen})"
+
+
+@check("host name", local=True)
+def host_name(here: Surroundings) -> Outcome:
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        found = f"{name} does not resolve ({error.strerror}), so ranks may wait for one another"
+        return "warning", found, f"add a line to /etc/hosts: 127.0.1.1 {name}"
+    return "ok", f"{name} resolves", ""
 
 
 @check("disk", local=True, node_hours=PASSING_H)

@@ -26,9 +26,9 @@ def python(here: Surroundings) -> Outcome:
     version = sys.version_info[:2]
     found = f"{platform.python_version()} in {sys.prefix}"
     if version < (3, 11):
-        return "problem", found, "use 3.11 or later: ./setup.sh --python python3.12"
-    if version > (3, 12):
-        return "warning", found, "3.11 and 3.12 are the tested ones"
+        return "problem", found, "use 3.11 or later: ./setup.sh --python python3.13"
+    if version > (3, 14):
+        return "warning", found, "3.11 to 3.14 are the tested ones"
     return "ok", found
 
 

@@ -148,7 +148,7 @@ def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None
         files, key, assets = facts.text_files, facts.text_key, facts.assets or ""
         tokenizer, lengths = ROOT / assets / "tokenizer.json", None
         if tokenizer.is_file():
-            lengths = read_lengths(find_sources(files, ROOT), key, tokenizer)
+            lengths = read_lengths(find_sources(files, key, ROOT), tokenizer)
         if lengths is None:
             words = ["data", *files, "--tokenizer", assets]
             words += ["--text-key", key] if key != "text" else []

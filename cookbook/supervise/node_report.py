@@ -101,10 +101,10 @@ def _digest(path: Path) -> str:
 
 def _digest_texts(patterns: Sequence[str]) -> str:
     try:
-        files = [file for source in find_sources(patterns) for file in source.files]
+        files = [file for source in find_sources(patterns, "") for file in source.files]
     except InputError as error:
         return error.found
-    listed = "\n".join(f"{file} {file.stat().st_size}" for file in files)
+    listed = "\n".join(f"{file.path} {file.path.stat().st_size}" for file in files)
     return f"{len(files)} files, {hashlib.sha256(listed.encode()).hexdigest()[:12]}"
 
 

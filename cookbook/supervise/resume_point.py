@@ -4,12 +4,18 @@ TorchTitan loads the newest `step-N` that has `.metadata`, and every rank fails 
 files is truncated. So a damaged checkpoint is moved to another folder as a whole.
 """
 
+import contextlib
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cookbook.base.errors import InputError
+from cookbook.base.files import json_text, write_whole
+from cookbook.base.paths import ROOT
+from cookbook.base.text_files import find_sources
+from cookbook.base.text_identity import Identity, check_same, files_in, identify, identify_sources
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.dialect.names import OVERRIDES
 from cookbook.config.facts import Facts
@@ -26,10 +32,10 @@ from cookbook.run.record import (
 )
 
 # Options that must not change if the data loader is to continue from its saved position.
-_OF_POSITION = (
-    *("training.dataset", "training.dataloader.num_workers"),
-    *("data.files", "data.shuffle_seed"),
-)
+_OF_POSITION = ("training.dataset", "training.dataloader.num_workers", "data.shuffle_seed")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+# Options that must not change where it is not recorded what was in the files.
+_OF_FILES = ("data.files", "data.text_key", "training.dataset_path")
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
             checkpoint = replace(checkpoint, damage=why)
         if checkpoint.damage is None:
             newest = earlier_record(folder) or record
-            saver = _saver(folder, step, newest)
+            saver, texts = _saver(folder, step, newest)
             # `exclude_from_loading` is meant for the first load only. If an attempt with the same
             # options saved this checkpoint, that load is over: load all of the checkpoint.
             is_same = saver is not None and saver.asks_same(record, (WANDB,))
@@ -68,7 +74,7 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
             _check_model(options, before)
             _check_states(checkpoint, saved, excluded)
             if step and "dataloader" not in excluded:
-                _check_texts(checkpoint, options, before, record.world)
+                _check_texts(checkpoint, options, before, record.world, texts)
             return Found(checkpoint, tuple(damaged), excluded)
         damaged.append(checkpoint)
     # TorchTitan ignores `load_step` unless the checkpoint folder exists.
@@ -79,12 +85,17 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
     return Found(None, tuple(damaged), options[EXCLUDED])
 
 
-def _saver(folder: CellFolder, step: int, newest: CellRecord) -> CellRecord | None:
-    """Return the record of the attempt that saved `step`: the last to start before it, if any."""
+def _saver(
+    folder: CellFolder, step: int, newest: CellRecord
+) -> tuple[CellRecord | None, Identity | None]:
+    """Return record and texts of the attempt that saved `step`: the last to start before it."""
     attempts, records = folder.attempts(), attempt_records(folder, newest)
     starts = {one.attempt: one.step or 0 for one in status.read_resumptions(attempts)}
-    trained = (one.number for one in reversed(attempts) if one.metrics.exists())
-    return next((records[one] for one in trained if starts.get(one, 0) < step), None)
+    for one in reversed(attempts):
+        if one.metrics.exists() and starts.get(one.number, 0) < step:
+            known = json.loads(one.texts.read_bytes()) if one.texts.exists() else None
+            return records[one.number], known
+    return None, None
 
 
 def last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[int | None, str]:
@@ -140,7 +151,9 @@ def _check_states(
     raise InputError(shown_path(path), found, remedy)
 
 
-def _check_texts(checkpoint: Checkpoint, options: Options, before: Options, world: int) -> None:
+def _check_texts(
+    checkpoint: Checkpoint, options: Options, before: Options, world: int, texts: Identity | None
+) -> None:
     anew = f"read the texts from the start with {EXCLUDED}=dataloader"
     layout, readers = Facts(options, world).layout, checkpoint.text_readers
     ranks = layout.dp_replicate * layout.dp_shard
@@ -151,10 +164,31 @@ def _check_texts(checkpoint: Checkpoint, options: Options, before: Options, worl
             "TorchTitan cannot reshard the data loader's state",
             f"keep {readers} data-parallel ranks (more ranks can go to TP or PP), or {anew}",
         )
-    for option in _OF_POSITION:
+    for option in _OF_POSITION if texts else (*_OF_POSITION, *_OF_FILES):
         if options[option] != before[option]:
             found = "differs from the checkpoint's, so the run would lose its position in the texts"
             raise InputError(option, found, f"leave it out, or {anew}")
+    if texts and (now := _identify(options)):
+        check_same(now, texts, anew)
+
+
+def _identify(options: Options) -> Identity | None:
+    """Return what is in the training texts and the tokenizer; None if they cannot be read now.
+
+    The rules refuse such texts where a job starts. A hub that does not answer in the middle of a
+    job ends no attempt.
+    """
+    tokenizer, corpus = options["model.hf_assets_path"], options["training.dataset_path"]
+    named = [ROOT / (tokenizer or "") / name for name in _TOKENIZER]
+    with contextlib.suppress(InputError, OSError):
+        found = {"model.hf_assets_path": identify(file for file in named if file.is_file())}
+        if options["training.dataset"] == "text":
+            sources = find_sources(options["data.files"], options["data.text_key"], ROOT)
+            found["data.files"] = identify_sources(sources)
+        elif corpus:
+            found["training.dataset_path"] = identify(files_in(ROOT / corpus))
+        return found
+    return None
 
 
 def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[str]:
@@ -194,6 +228,8 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
             f"--training.steps={2 * steps}; for a run of its own: CELL_DIR={another}",
             file=sys.stderr,
         )
+    if known := _identify(options):
+        write_whole(attempt.texts, json_text(known))
     if resumption.lines:
         status.write_json(attempt.resumption, resumption)
         with attempt.log.open("a", encoding="utf-8") as log:

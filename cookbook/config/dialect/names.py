@@ -220,6 +220,16 @@ SET_BY_SCRIPTS = {
     Names.dispatch: "set dispatch in the EP backend's `expect` block",
     Names.emulated: "it follows from precision and cluster",
 }
+# What other projects call an option.
+ALIASES = {
+    **dict.fromkeys(("learning_rate", "max_lr"), Names.lr),
+    **dict.fromkeys(("max_steps", "num_steps", "train_iters"), Names.steps),
+    **dict.fromkeys(("batch_size", "micro_batch_size"), Names.local_batch),
+    **dict.fromkeys(("seq_length", "max_length", "context"), Names.seq_len),
+    **dict.fromkeys(("grad_clip", "clip_grad", "max_grad_norm"), Names.max_norm),
+    **dict.fromkeys(("dp", "fsdp"), Names.dp_shard),
+    **dict.fromkeys(("save_interval", "save_steps"), Names.save_interval),
+}
 FACTS: list[Fact[Any]] = [fact for fact in vars(Names).values() if isinstance(fact, Fact)]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import check_sources
+from cookbook.base.tokenizer import TokenizerFiles
 from cookbook.config.cell import WARNING, Cell, CellRule, Finding, Problems, Verdict, rule
 from cookbook.config.cluster import runs_here
 from cookbook.config.facts import TEXT, Facts
@@ -101,22 +102,34 @@ def environment(cell: Cell) -> Problems:
 
 @rule(HERE)
 def vocabulary(cell: Cell) -> Problems:
-    """Refuse a tokenizer that has token ids outside the model's vocabulary."""
-    path, model = cell.facts.assets, cell.options.model
-    tokenizer = ROOT / (path or "") / "tokenizer.json"
-    if model is None or not tokenizer.is_file():
+    """Refuse a tokenizer with tokens outside the model's, or that marks no end of a document."""
+    path, model, option = cell.facts.assets, cell.options.model, Facts.assets
+    folder = ROOT / (path or "")
+    if model is None or not (folder / "tokenizer.json").is_file():
         return
     try:
-        content = json.loads(tokenizer.read_text(encoding="utf-8"))
-        added = [token["id"] for token in content.get("added_tokens", ())]
-        largest = max(len(content.get("model", {}).get("vocab", {})) - 1, *added, 0)
-    except (ValueError, AttributeError, KeyError, TypeError):
-        # Leave a malformed file to the job's tokenizer, which reports it in more detail.
+        found = TokenizerFiles.read(folder)
+        largest, bos, eos = found.largest, found.named("bos"), found.named("eos")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        reason = f"{path} cannot be read ({type(error).__name__}: {error})"
+        yield option, reason, "download the tokenizer again"
         return
     if largest >= model.vocab:
         title, last = cell.options.model_title, model.vocab - 1
         reason = f"{path} has tokens up to {largest}, {title} takes tokens up to {last}"
-        yield Facts.assets, reason, "use the model's own tokenizer, or a larger flavor"
+        yield option, reason, "use the model's own tokenizer, or a larger flavor"
+    file, unmarked = "tokenizer_config.json", "so that nothing would mark the end of a document"
+    if found.config is None:
+        yield option, f"{path} has no {file}, {unmarked}", "add the one of the same tokenizer"
+    elif not (eos and isinstance(eos, str)):
+        yield option, f"{path}/{file} names no eos_token, {unmarked}", "name one there"
+    elif eos == bos:
+        reason = f"BOS and EOS are both {eos!r}, and TorchTitan would put it before documents only"
+        yield option, f"{path}/{file}: {reason}", "remove bos_token from that file"
+    for state in ("truncation", "padding"):
+        if found.content.get(state):
+            reason = f"{path}/tokenizer.json stores {state}, which would change every document"
+            yield option, reason, f'write "{state}": null there'
 
 
 @rule(HERE)
@@ -190,7 +203,9 @@ def packages(cell: Cell) -> Problems:
         return
     needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}
     if missing := sorted(name for name in needed if importlib.util.find_spec(name) is None):
-        yield "", f"not installed: {', '.join(missing)}", _SET_UP
+        # A login node has no GPU by which setup.sh would know what to build for.
+        arch = f" --arch {cell.cluster.gpu.compute_capability:.1f}" if cell.cluster.gpu else ""
+        yield "", f"not installed: {', '.join(missing)}", f"{_SET_UP}{arch}"
     # Look for the folder: find_spec("flash_attn.cute") would import FlashAttention-2, its parent.
     outer = importlib.util.find_spec("flash_attn") if cell.facts.uses_flash_attention else None
     folders = (outer and outer.submodule_search_locations) or ()

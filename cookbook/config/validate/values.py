@@ -115,16 +115,43 @@ def validation(cell: Cell) -> Problems:
             yield option, reason, "leave it out"
 
 
+@rule(RULES, reference=f"{TORCHTITAN}/hf_datasets/text_datasets.py")
+def c4_test(cell: Cell) -> Problems:
+    for reader in cell.facts.readers:
+        if reader.dataset == "c4_test" and not reader.path:
+            found = "is not set, and TorchTitan's package lacks the texts of c4_test"
+            yield reader.options[2], found, "set it to a folder of JSON lines"
+
+
 @rule(RULES, is_input=True)
 def texts(cell: Cell) -> Problems:
-    for reader in cell.facts.readers:
-        dataset, files = reader.options
+    facts = cell.facts
+    for reader in facts.readers:
+        dataset, files, _ = reader.options
         is_text = reader.dataset == TEXT
         if is_text and not reader.files:
-            remedy = f"set {files} to globs or folders of .jsonl, .json.gz or .parquet files"
+            remedy = f"set {files} to globs or folders of .jsonl, .txt or .parquet files"
             yield files, f"is empty, and {dataset} is text", remedy
         if reader.files and not is_text:
             yield files, f"is set, and {dataset} is {reader.dataset}", f"set {dataset}: text"
+    own = cell.options.stack.options
+    for option, value in (
+        (Facts.text_key, facts.text_key),
+        (Facts.shuffle_seed, facts.shuffle_seed),
+    ):
+        if value != own[option].default and all(one.dataset != TEXT for one in facts.readers):
+            found = f"has no effect with {Facts.dataset} {facts.dataset}"
+            remedy = f"leave it out, or set {Facts.dataset}: text and {Facts.text_files}"
+            yield option, found, remedy
+    # The default is C4, streamed from the hub.
+    is_local = facts.dataset == TEXT or facts.dataset_path
+    asked = (Facts.validation_dataset, Facts.validation_path, Facts.validation_files)
+    if facts.validates and is_local and not any(name in cell.options for name in asked):
+        found = (
+            f"is {facts.validation_dataset}, of the hub, and the recipe trains on texts of its own"
+        )
+        remedy = f"set it to text, and {Facts.validation_files} to texts held out"
+        yield asked[0], found, remedy
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)

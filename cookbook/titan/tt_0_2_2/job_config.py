@@ -145,6 +145,10 @@ class Checkpoint:
     every `checkpoint.interval` steps; 0 counts steps. Rank 0's clock decides, and never while
     another checkpoint is being written."""
 
+    last_save_model_only: bool = False
+    """Save the last step without the optimizer, in a third of the space: nothing can continue from
+    it. TorchTitan's own default is true."""
+
 
 @dataclass
 class Debug:
@@ -185,14 +189,17 @@ class Training:
 @dataclass
 class Data:
     files: list[str] = field(default_factory=list)
-    """The texts of `training.dataset=text`: globs, files or folders of .jsonl, .json.gz or .parquet
-    files. `0.7:web/*.jsonl,0.3:code/*.parquet` mixes sources by their share of the tokens."""
+    """The texts of `training.dataset=text`: globs, files or folders of .jsonl, .txt or .parquet
+    files, also .gz and .zst. `0.7:web/*.jsonl,0.3:code/*.parquet#content` mixes sources by their
+    share of the tokens; the key after `#` replaces `data.text_key` for its files. A .txt file is a
+    document; above 256 KiB it is cut at line ends. `hub:OWNER/NAME@REVISION:CONFIG:SPLIT` streams a
+    data set of the Hugging Face hub; all but the name can be left out (`train` is the split)."""
 
     validation_files: list[str] = field(default_factory=list)
     """The same for `validation.dataset=text`."""
 
     text_key: str = "text"
-    """The key, or the column, that holds a document's text."""
+    """The key, or the column, that holds a document's text where its source names no other."""
 
     shuffle_seed: int = -1
     """Shuffle files and documents anew in each epoch, 4,096 documents at a time; -1 keeps the

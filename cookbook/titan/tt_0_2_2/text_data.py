@@ -18,14 +18,17 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from datasets import Dataset
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.hf_datasets import text_datasets
+from torchtitan.tools.logging import logger
 
+from cookbook.base.document import Document
 from cookbook.base.errors import InputError
-from cookbook.base.text_files import Document, TextSource, find_sources, read_windows
+from cookbook.base.text_files import TextSource, find_sources, windows
 from cookbook.titan.common.process import die_with_parent
 from cookbook.titan.tt_0_2_2.versions import refuse
 
@@ -37,14 +40,14 @@ class Place:
     """One reader's position in one source; a reader is a data-loader worker of one rank."""
 
     epoch: int = 0
-    file: int = 0  # index of the current file in this epoch's order
+    file: int = 0  # index of the current file, or shard, in this epoch's order
     before: int = 0  # number of documents in this epoch's earlier files
     documents: int = 0  # position in the current file, counting other readers' documents too
     tokens: int = 0  # tokens that this reader has returned over all epochs
 
 
 def read_texts(
-    source: TextSource, data: Any, rank: int, readers: int, place: Place
+    source: TextSource, seed: int, rank: int, readers: int, place: Place
 ) -> Iterator[str]:
     """Yield every `readers`-th text of a source, for reader `rank`, epoch by epoch from `place` on.
 
@@ -52,27 +55,37 @@ def read_texts(
     """
 
     def shuffle(items: list[Any], name: str) -> None:
-        if data.shuffle_seed >= 0:
-            random.Random(f"{data.shuffle_seed} {place.epoch} {name}").shuffle(items)
+        if seed >= 0:
+            random.Random(f"{seed} {place.epoch} {name}").shuffle(items)
 
-    def documents(file: int) -> Iterator[Document]:
-        for number, window in enumerate(read_windows(source.files[file], data.text_key)):
-            shuffle(window, f"{file}-{number}")
+    def documents(number: int) -> Iterator[Document]:
+        for count, window in enumerate(windows(parts[number]())):
+            shuffle(window, f"{number}-{count}")
             yield from window
 
+    parts = source.parts()
+    # Every reader reads every file, and leaves the others' documents out. Streams would be
+    # downloaded once a reader, so each reader gets shards of its own if there are enough.
+    owns_parts = source.hub is not None and len(parts) >= readers
+    first, stride = (0, 1) if owns_parts else (rank, readers)
+    if source.hub is not None and not owns_parts:
+        words = "%s has %d shards: each of its %d readers downloads all of them"
+        logger.warning(words, source.pattern, len(parts), readers)
     while True:
-        order = list(range(len(source.files)))
+        order = list(range(len(parts)))
         shuffle(order, "files")
-        for file in order[place.file :]:
-            for document in islice(documents(file), place.documents, None):
-                number = place.before + place.documents
+        if owns_parts:
+            order = order[rank::readers]
+        for number in order[place.file :]:
+            for document in islice(documents(number), place.documents, None):
+                count = place.before + place.documents
                 place.documents += 1
-                if number % readers == rank:
-                    yield document.text(data.text_key)
+                if count % stride == first:
+                    yield document.text()
             place.before, place.documents = place.before + place.documents, 0
             place.file += 1
-        if place.before <= rank:
-            raise refuse(str(source.too_few(place.before, readers)))
+        if place.before <= first:
+            raise source.too_few(place.before, readers)
         place.epoch, place.file, place.before = place.epoch + 1, 0, 0
 
 
@@ -84,7 +97,7 @@ class TextDataset(IterableDataset, Stateful):
     """
 
     sources: Sequence[TextSource]
-    data: Any  # the job's `data.*` options
+    seed: int
     tokenizer: Any
     seq_len: int
     dp_rank: int
@@ -99,12 +112,16 @@ class TextDataset(IterableDataset, Stateful):
         workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
         rank, readers = self.dp_rank * workers + number, self.dp_world_size * workers
         pairs = [*zip(self.sources, self._places, strict=True)]
-        streams = [read_texts(source, self.data, rank, readers, place) for source, place in pairs]
+        streams = [read_texts(source, self.seed, rank, readers, place) for source, place in pairs]
         while True:
             # Read from the source that is furthest behind its share of the tokens.
             shares = [place.tokens / source.weight for source, place in pairs]
             behind = shares.index(min(shares))
-            tokens = self.tokenizer.encode(next(streams[behind]), add_bos=True, add_eos=True)
+            try:
+                text = next(streams[behind])
+            except InputError as error:
+                raise refuse(str(error)) from None
+            tokens = self.tokenizer.encode(text, add_bos=True, add_eos=True)
             self._places[behind].tokens += len(tokens)
             self._buffer.extend(tokens)
             while len(self._buffer) > self.seq_len:
@@ -117,43 +134,65 @@ class TextDataset(IterableDataset, Stateful):
         return {
             "places": [asdict(place) for place in self._places],
             "buffer": list(self._buffer),
-            "files": [[str(file) for file in source.files] for source in self.sources],
-            "seed": self.data.shuffle_seed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position; refuse it if the files or the seed have changed."""
-        now = self.state_dict()
-        for name, option in (("files", "data.files"), ("seed", "data.shuffle_seed")):
-            if state[name] != now[name]:
-                raise refuse(
-                    f"{option} differs from that of the checkpoint, so the saved position in the "
-                    "texts does not apply; restore the option, or set "
-                    "checkpoint.exclude_from_loading to dataloader to start the texts again"
-                )
+        """Continue at a saved position; `resume_point.py` refuses other texts or another order."""
         self._places = [Place(**place) for place in state["places"]]
         self._buffer = list(state["buffer"])
+
+
+class SharedTextDataset(text_datasets.HuggingFaceTextDataset):
+    """TorchTitan's data set, of which each data-loader worker reads its own part.
+
+    TorchTitan's workers would all read the whole part of their rank, so that it is trained on once
+    a worker. `datasets` itself deals streamed data sets to the workers.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        # A copy: the worker reads on while a thread of its own pickles the state, so that the next
+        # document would be in the saved buffer, and trained on twice after a resume.
+        return {**super().state_dict(), "token_buffer": list(self._token_buffer)}
+
+    def _get_data_iter(self) -> Iterator[Any]:
+        worker, data = get_worker_info(), self._data
+        workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
+        is_streamed = not isinstance(data, Dataset)
+        if (found := data.num_shards if is_streamed else len(data)) < workers:
+            # A worker without texts would look for them without end.
+            kind = "shards" if is_streamed else "documents"
+            words = f"each rank has {found} {kind} for its {workers} reading processes"
+            raise refuse(f"{self.dataset_name}: {words}; use fewer ranks or workers, or more texts")
+        if is_streamed:
+            return iter(data)
+        own = data.shard(workers, number)
+        return iter(own.skip(min(self._sample_idx, len(own))))
 
 
 def build_dataloader(validates: bool = False, **arguments: Any) -> ParallelAwareDataloader:
     """Return the loader of a job's training texts or, if `validates`, of its validation texts."""
     config = arguments["job_config"]
     section = config.validation if validates else config.training
-    loader: ParallelAwareDataloader
+    ranks = arguments["dp_rank"], arguments["dp_world_size"]
+    dataset: IterableDataset[Any]
     if section.dataset == DATASET:
-        data, tokenizer = config.data, arguments["tokenizer"]
+        data = config.data
+        files = data.validation_files if validates else data.files
         try:
-            sources = find_sources(data.validation_files if validates else data.files)
+            sources = find_sources(files, data.text_key)
         except InputError as error:
             raise refuse(str(error)) from None
-        ranks = arguments["dp_rank"], arguments["dp_world_size"]
-        dataset = TextDataset(sources, data, tokenizer, section.seq_len, *ranks)
-        options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
-        loader = ParallelAwareDataloader(dataset, *ranks, **options)
-    elif validates:
-        loader = text_datasets.build_text_validation_dataloader(**arguments, infinite=True)
+        tokenizer = arguments["tokenizer"]
+        dataset = TextDataset(sources, data.shuffle_seed, tokenizer, section.seq_len, *ranks)
     else:
-        loader = text_datasets.build_text_dataloader(**arguments)
+        name, path, tokenizer = section.dataset, section.dataset_path, arguments["tokenizer"]
+        try:
+            dataset = SharedTextDataset(name, path, tokenizer, section.seq_len, *ranks, True)
+        except IndexError:
+            found = f"{path or name} has fewer documents than the {ranks[1]} data-parallel ranks"
+            raise refuse(f"{found}; use fewer of them, or more documents") from None
+    options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
+    loader = ParallelAwareDataloader(dataset, *ranks, **options)
     # Workers must die with their rank. One that survived would block forever: it writes its state,
     # which can exceed the pipe's buffer, into a pipe that nobody reads any more.
     loader.worker_init_fn = die_with_parent
