@@ -301,7 +301,8 @@ def test_texts_and_tokenizer_are_what_is_in_them(cell: Started) -> None:
     texts, moved, tokenizer = (cell.path.parents[2] / name for name in ("old", "new", "tokenizer"))
     for path in (texts / "a.txt", texts / "b.txt", tokenizer / "tokenizer.json"):
         path.parent.mkdir(exist_ok=True)
-        path.write_text("text\n" * 40_000)
+        path.write_text("text\n" * 40_000 if path.suffix == ".txt" else "{}")
+    (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "e"}')
     own = (
         "--training.dataset=text",
         f"--model.hf_assets_path={tokenizer}",

@@ -229,7 +229,9 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
             file=sys.stderr,
         )
     if known := _identify(options):
-        write_whole(attempt.texts, json_text(known))
+        # A full disk is the attempt's own matter.
+        with contextlib.suppress(OSError):
+            write_whole(attempt.texts, json_text(known))
     if resumption.lines:
         status.write_json(attempt.resumption, resumption)
         with attempt.log.open("a", encoding="utf-8") as log:
