@@ -42,6 +42,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
     """A job of four nodes, one of them spare, in a partition of six."""
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("COOKBOOK_SCHEDULER", "slurm")
     monkeypatch.setenv("SLURM_JOB_PARTITION", "main")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "worker-[0-3]")
     for name in ("SLURM_RESTART_COUNT", "COOKBOOK_PREFLIGHT"):

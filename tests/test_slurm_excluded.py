@@ -14,6 +14,7 @@ from cookbook.run.run import Run
 from cookbook.run.slurm import nodes_in
 from cookbook.run.states import cell_states
 from tests.cells import Point
+from tests.programs import set_command
 from tests.slurm_cluster import CPU_NODES, SlurmCluster
 
 pytestmark = pytest.mark.slurm
@@ -39,7 +40,7 @@ def _cell(tmp_path: Path, recipe: str = "debug") -> Cell:
 
 def _submitted(cell: Cell) -> Run:
     run = create_run("listed", [cell])
-    run.cells[0].script.write_text("sleep 100\n")
+    set_command(run.cells[0], "sleep 100\n")
     submit_run(run, [cell])
     return run
 
@@ -57,7 +58,7 @@ def test_what_is_on_the_list_is_left_out_of_new_jobs(four: SlurmCluster, tmp_pat
     job = _job(run)
     assert set(nodes_in(four.job_field(job, "ExcNodeList") or "")) == {"worker-0", "worker-3"}
     assert four.wait(job, {"RUNNING"}) == "RUNNING"
-    batch_file = run.cells[0].job_files / "submission.sh"
+    batch_file = run.folder / f"job/{job}_submission.sh"
     assert "#SBATCH --exclude=worker-3,worker-0" in batch_file.read_text()
     # The script that people read and sbatch says what the profile says.
     status = four.run(sys.executable, ROOT / "submit.py", "status", run.name).stdout

@@ -9,7 +9,7 @@ from typing import Any
 from cookbook.base.errors import nearest
 from cookbook.base.yamlfile import Words
 from cookbook.config.cluster import Cluster
-from cookbook.config.options import Layout, Options, argv_of, exported, layout_of
+from cookbook.config.options import Layout, Options, argv_of, exported, layout_of, settings_of
 from cookbook.config.recipe import (
     EXCHANGES,
     STANDARD,
@@ -19,7 +19,6 @@ from cookbook.config.recipe import (
     implied,
     reference,
 )
-from cookbook.config.stack import Stack
 from cookbook.run.record import CellRecord
 
 # Options that the cookbook adds to TorchTitan's.
@@ -166,30 +165,38 @@ class Cell:
         )
 
     def job_record(self) -> CellRecord:
-        """Return the cell's record, with all that a job needs from the recipe and cluster files."""
-        profile = dict(self.cluster.content)
-        return replace(self.record(), too_few_nodes=self.recipe.too_few_nodes, profile=profile)
+        """Return the cell's record, with all that a job needs from recipe, overlays and cluster."""
+        profile, copied = dict(self.cluster.content), (self.ep_backend, self.precision)
+        return replace(
+            self.record(),
+            environment_from=Words(
+                itertools.chain(*(one.environment_from.items() for one in copied))
+            ),
+            options={**self.script_options, **self.options.values},
+            spare_nodes=self.spare_nodes,
+            too_few_nodes=self.recipe.too_few_nodes,
+            profile=profile,
+        )
+
+    @property
+    def script_options(self) -> dict[str, Any]:
+        """The options that make TorchTitan load the cookbook, and that describe the cell to it."""
+        hooks = self.options.stack.hooks
+        values: dict[str, Any] = {
+            "job.custom_config_module": f"{hooks}.job_config",
+            "experimental.custom_import": hooks,
+            "job.description": self.description,
+        }
+        for overlay in (self.precision, self.ep_backend):
+            values[f"cookbook.{overlay.kind}"] = overlay.name
+            values |= {name: setting.value for name, setting in overlay.expect.items()}
+        return values | ({"cookbook.emulated": True} if self.emulated else {})
 
 
 def train_argv(cell: Cell) -> list[str]:
     """Return the cell's arguments for TorchTitan, except those that name the run's folders."""
-    stack = cell.options.stack
-    words = launch_argv(stack, cell.description)
-    for overlay in (cell.precision, cell.ep_backend):
-        words += stack.options[f"cookbook.{overlay.kind}"].arguments(overlay.name)
-        words += argv_of(stack, overlay.expect)
-    words += stack.options["cookbook.emulated"].arguments(True) if cell.emulated else []
-    return words + argv_of(stack, cell.options.settings)
-
-
-def launch_argv(stack: Stack, description: str) -> list[str]:
-    """Return the arguments that make TorchTitan load the cookbook's options and hooks."""
-    values = {
-        "job.custom_config_module": f"{stack.hooks}.job_config",
-        "experimental.custom_import": stack.hooks,
-        "job.description": description,
-    }
-    return [word for name in values for word in stack.options[name].arguments(values[name])]
+    own = settings_of(cell.script_options)
+    return argv_of(cell.options.stack, {**own, **cell.options.settings})
 
 
 ERROR, WARNING, HINT = "error", "warning", "hint"

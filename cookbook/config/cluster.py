@@ -165,8 +165,8 @@ def default_cluster() -> str:
 
 def runs_here(cluster: Cluster) -> bool:
     """Return whether a job on `cluster` would use this machine's packages and files."""
-    is_job = os.environ.get("SLURM_JOB_ID") and not os.environ.get("COOKBOOK_CHECK")
-    return cluster.scheduler == "local" or bool(is_job) or _slurm_has(cluster, nodes=1)
+    is_job = bool(os.environ.get("SLURM_JOB_ID"))
+    return cluster.scheduler == "local" or is_job or _slurm_has(cluster, nodes=1)
 
 
 def _slurm_has(cluster: Cluster, nodes: int) -> bool:
@@ -184,7 +184,10 @@ def _slurm_has(cluster: Cluster, nodes: int) -> bool:
 @functools.cache
 def load_cluster(name: str) -> Cluster:
     """Read a profile by name or path; `local` gets this machine's GPUs."""
-    cluster = _read_cluster(read_yaml(find_file("cluster", name)))
+    return _with_visible_gpus(_read_cluster(read_yaml(find_file("cluster", name))))
+
+
+def _with_visible_gpus(cluster: Cluster) -> Cluster:
     gpus = visible_gpus() if cluster.scheduler == "local" else ()
     # Use only GPUs of the first GPU's type: in a mixed job the slowest GPU would set the pace.
     return replace(cluster, gpu=gpus[0], gpus_per_node=gpus.count(gpus[0])) if gpus else cluster
@@ -192,6 +195,11 @@ def load_cluster(name: str) -> Cluster:
 
 def cluster_from_record(record: CellRecord) -> Cluster:
     return _read_cluster(YamlFile(Path(f"{record.cluster}.yaml"), record.profile, {}, {}))
+
+
+def cluster_of_profile(name: str, profile: Mapping[str, Any]) -> Cluster:
+    """Like `load_cluster`, but from the content of a profile, without reading its file."""
+    return _with_visible_gpus(_read_cluster(YamlFile(Path(f"{name}.yaml"), profile, {}, {})))
 
 
 def _read_cluster(file: YamlFile) -> Cluster:

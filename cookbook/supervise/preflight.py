@@ -20,7 +20,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cluster import Cluster, cluster_from_record
 from cookbook.doctor.check import HARDWARE_H, PASSING_H, Fault
-from cookbook.run import excluded, slurm
+from cookbook.run import excluded, own_job, slurm
 from cookbook.run.excluded import Choice, Excluded, excluded_file
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
@@ -272,7 +272,7 @@ def decide(job: JobNodes) -> None:
     if failures >= job.record.max_restarts:
         allowed = f"restarted {failures} times already, as max_restarts allows"
         raise JobError(f"{missing} node(s) too few, and {allowed}; {why}")
-    job_id = os.environ["SLURM_JOB_ID"]
+    job_id = own_job.slurm_job() or ""
     # Go on excluding the nodes that the user or the profile excludes. Those that the submission or
     # an earlier check left out are judged anew, because their exclusion may have expired.
     of_list = {*job.listed(), *os.environ.get(excluded.LEFT_OUT_VARIABLE, "").split(",")}

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
@@ -152,10 +153,10 @@ def _check_texts(checkpoint: Checkpoint, options: Options, before: Options, worl
             raise InputError(option, found, f"leave it out, or {anew}")
 
 
-def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[str]:
+def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> dict[str, Any]:
     """Move damaged checkpoints aside, and those later than a requested step; record the resume.
 
-    Return the arguments that tell TorchTitan what to load; they win over those of the script.
+    Return the options that tell TorchTitan what to load; they win over those of the record.
     """
     found = find_checkpoint(folder, record)
     options = options_of(record)
@@ -195,6 +196,8 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
             for line in resumption.lines:
                 for stream in (log, sys.stderr):
                     print(f"cookbook: {line}", file=stream)
-    once = {LOAD_STEP: "-1", EXCLUDED: ",".join(found.excluded)}
-    arguments = [f"--{name}={once[name]}" for name in once if name in record.options]
-    return [*arguments, f"--checkpoint.folder={saved}"]
+    return {
+        LOAD_STEP: -1 if step is None else step,
+        EXCLUDED: list(found.excluded),
+        "checkpoint.folder": str(saved),
+    }
