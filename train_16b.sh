@@ -36,8 +36,8 @@ fail() {
 if [[ -z "${COOKBOOK_ROOT:-}" ]]; then
   [[ -n "${SLURM_JOB_ID:-}" ]] || fail "runs inside a Slurm job; start it with: sbatch train_16b.sh"
   # Of an array, only this element: its own number may be the array's.
-  JOB="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
-  until SUBMITTED="$(squeue --noheader --jobs="${JOB:-${SLURM_JOB_ID}}" --format=%o)"; do
+  COOKBOOK_JOB="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
+  until SUBMITTED="$(squeue --noheader --jobs="${COOKBOOK_JOB:-${SLURM_JOB_ID}}" --format=%o)"; do
     [[ "${SECONDS}" -lt 600 ]] || fail "squeue gives no answer; export COOKBOOK_ROOT"
     sleep 10
   done
@@ -50,13 +50,13 @@ cd "${COOKBOOK_ROOT}"
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 [[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh, with VENV unset"
 # A job that Slurm starts again runs the code that it began with, which its run's folder carries.
-RUN="${COOKBOOK_RUNS:-runs}/16b"
-[[ -z "${CELL_DIR:-}" ]] || RUN="$(dirname "$(realpath -m "${CELL_DIR}")")"
-CODE="${RUN}/code/job-${SLURM_JOB_ID:-}"
-[[ "${SLURM_RESTART_COUNT:-0}" != 0 && -d "${CODE}" ]] || CODE="${COOKBOOK_ROOT}"
-CODE="$(realpath "${CODE}")"
+COOKBOOK_FOLDER="${COOKBOOK_RUNS:-runs}/16b"
+[[ -z "${CELL_DIR:-}" ]] || COOKBOOK_FOLDER="$(dirname "$(realpath -m "${CELL_DIR}")")"
+COOKBOOK_CODE="${COOKBOOK_FOLDER}/code/job-${SLURM_JOB_ID:-}"
+[[ "${SLURM_RESTART_COUNT:-0}" != 0 && -d "${COOKBOOK_CODE}" ]] || COOKBOOK_CODE="${COOKBOOK_ROOT}"
+COOKBOOK_CODE="$(realpath "${COOKBOOK_CODE}")"
 # PYTHONSAFEPATH: else Python imports from the working folder first.
-export COOKBOOK_ROOT VENV PYTHONSAFEPATH=1 PYTHONPATH="${CODE}${PYTHONPATH:+:${PYTHONPATH}}"
+export COOKBOOK_ROOT VENV PYTHONSAFEPATH=1 PYTHONPATH="${COOKBOOK_CODE}${PYTHONPATH:+:${PYTHONPATH}}"
 
 # What is exported here or above reaches the ranks. All else is below: the supervisor checks it, writes it
 # to CELL_DIR/cell.yaml and trains by that, attempt after attempt: it restarts what fails or hangs, saves
@@ -67,56 +67,8 @@ export COOKBOOK_ROOT VENV PYTHONSAFEPATH=1 PYTHONPATH="${CODE}${PYTHONPATH:+:${P
 exec "${VENV}/bin/python" -m cookbook.supervise --script="$(realpath "$0")" -- "$@" <<'CELL'
 name: 16b
 run: 16b
-title: DeepSeek-V3 16B
-recipe: deepseek_v3_16b
-cluster: soperator-b200
 stack: '2026.02'
 ranks_per_node: 8
-max_restarts: 10
-too_few_nodes: wait
-# Exported to the ranks.
-environment:
-  TORCH_NCCL_ASYNC_ERROR_HANDLING: '1'
-  PYTORCH_ALLOC_CONF: expandable_segments:True
-# TorchTitan's options. Later ones win: those below, and at last those after the
-# script's name.
-options:
-  model.name: deepseek_v3
-  model.flavor: 16B
-  model.hf_assets_path: assets/hf/deepseek-moe-16b-base
-  model.print_after_conversion: true
-  parallelism.data_parallel_replicate_degree: 1
-  parallelism.data_parallel_shard_degree: -1
-  parallelism.context_parallel_degree: 1
-  parallelism.tensor_parallel_degree: 1
-  parallelism.pipeline_parallel_degree: 1
-  parallelism.expert_parallel_degree: 32
-  parallelism.expert_tensor_parallel_degree: 1
-  training.seq_len: 8192
-  training.local_batch_size: 16
-  training.dataset: c4
-  training.steps: 1500
-  training.max_norm: 1.0
-  optimizer.name: AdamW
-  optimizer.lr: 0.0001
-  optimizer.eps: 1.0e-08
-  lr_scheduler.warmup_steps: 2000
-  lr_scheduler.decay_ratio: 0.8
-  lr_scheduler.decay_type: cosine
-  lr_scheduler.min_lr_factor: 0.1
-  activation_checkpoint.mode: full
-  compile.enable: true
-  compile.components: [model, loss]
-  debug.moe_force_load_balance: false
-  debug.seed: 42
-  checkpoint.enable: true
-  checkpoint.interval_minutes: 10.0
-  checkpoint.async_mode: async
-  checkpoint.keep_latest_k: 3
-  checkpoint.last_save_model_only: false
-  metrics.log_freq: 1
-  metrics.enable_tensorboard: true
-  metrics.disable_color_printing: true
 # The bash of each attempt. The supervisor sets its variables, and writes it with
 # their values into the attempt's folder.
 command: |
@@ -131,28 +83,87 @@ command: |
     --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks" --redirects=3 --tee=3 --local-ranks-filter="${SHOWN_RANKS}" \
     -m torchtitan.train "${TRAIN_ARGS[@]}" 2>&1 |
     { tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log" || cat >/dev/null; }
-# What PRECISION chooses: what must be active in training, and what that needs.
+# The options. Those of EP backend, precision and cluster, below, win over them.
+recipe:
+  deepseek_v3_16b:
+    name: 16b
+    description: 'DeepSeek-V3 16B: 1,500 steps for the loss curve, on 32 nodes x 8 B200'
+    nodes: 32
+    max_restarts: 10
+    model:
+      name: deepseek_v3
+      flavor: 16B
+      hf_assets_path: assets/hf/deepseek-moe-16b-base
+      print_after_conversion: true
+    parallelism:
+      data_parallel_replicate_degree: 1
+      data_parallel_shard_degree: -1
+      context_parallel_degree: 1
+      tensor_parallel_degree: 1
+      pipeline_parallel_degree: 1
+      expert_parallel_degree: 32
+      expert_tensor_parallel_degree: 1
+    training:
+      seq_len: 8192
+      local_batch_size: 16
+      dataset: c4
+      steps: 1500
+      max_norm: 1.0
+    optimizer:
+      name: AdamW
+      lr: 0.0001
+      eps: 1.0e-08
+    lr_scheduler:
+      warmup_steps: 2000
+      decay_ratio: 0.8
+      decay_type: cosine
+      min_lr_factor: 0.1
+    activation_checkpoint:
+      mode: full
+    compile:
+      enable: true
+      components: [model, loss]
+    debug:
+      moe_force_load_balance: false
+      seed: 42
+    checkpoint:
+      enable: true
+      interval_minutes: 10
+      async_mode: async
+      keep_latest_k: 3
+      last_save_model_only: false
+    metrics:
+      log_freq: 1
+      enable_tensorboard: true
+      disable_color_printing: true
+# What PRECISION chooses; `expect` must be active in training.
 precision:
   bf16:
+    description: BF16 mixed precision
     expect:
       grouped_gemms: bf16
       linear_layers: bf16
-    options:
-      training.mixed_precision_param: bfloat16
-      training.mixed_precision_reduce: float32
+    training:
+      mixed_precision_param: bfloat16
+      mixed_precision_reduce: float32
   float8:
+    description: FP8 rowwise on linear layers and grouped GEMMs, for Hopper
     expect:
       grouped_gemms: fp8_rowwise
       linear_layers: float8
     needs:
       compute_capability: 9.0
       packages: [torchao]
-    options:
-      model.converters: [quantize.linear.float8, quantize.grouped_mm.float8]
-      quantize.linear.float8.recipe_name: rowwise
-      quantize.linear.float8.filter_fqns: [output, router.gate]
-      quantize.grouped_mm.float8.fqns: [experts]
+    model:
+      converters: [quantize.linear.float8, quantize.grouped_mm.float8]
+    quantize:
+      linear.float8:
+        recipe_name: rowwise
+        filter_fqns: [output, router.gate]
+      grouped_mm.float8:
+        fqns: [experts]
   mxfp8:
+    description: MXFP8 on the routed experts' grouped GEMMs
     synonyms: [mxfp8_default, fp8]
     expect:
       grouped_gemms: mxfp8
@@ -160,26 +171,37 @@ precision:
     needs:
       compute_capability: 10.0
       packages: [torchao]
-    emulated: true
-    options:
-      model.converters: [quantize.grouped_mm.mx]
-      quantize.grouped_mm.mx.recipe_name: mxfp8
-      quantize.grouped_mm.mx.fqns: [experts]
+    model:
+      converters: [quantize.grouped_mm.mx]
+    quantize.grouped_mm.mx:
+      recipe_name: mxfp8
+      fqns: [experts]
+    emulated:
+      quantize.grouped_mm.mx:
+        emulate: true
   mxfp8_linear:
+    description: MXFP8 on grouped GEMMs and linear layers (TP 1)
     expect:
       grouped_gemms: mxfp8
       linear_layers: mx
     needs:
       compute_capability: 10.0
       packages: [torchao]
-    emulated: true
-    options:
-      model.converters: [quantize.grouped_mm.mx, quantize.linear.mx]
-      quantize.grouped_mm.mx.recipe_name: mxfp8
-      quantize.grouped_mm.mx.fqns: [experts]
-      quantize.linear.mx.recipe_name: mxfp8_cublas_rceil
-      quantize.linear.mx.filter_fqns: [output, router.gate, wq, wkv, wo, feed_forward.w2, shared_experts]
+    model:
+      converters: [quantize.grouped_mm.mx, quantize.linear.mx]
+    quantize:
+      grouped_mm.mx:
+        recipe_name: mxfp8
+        fqns: [experts]
+      linear.mx:
+        recipe_name: mxfp8_cublas_rceil
+        filter_fqns: [output, router.gate, wq, wkv, wo, feed_forward.w2, shared_experts]
+    emulated:
+      quantize:
+        grouped_mm.mx.emulate: true
+        linear.mx.emulate: true
   mxfp8_wgrad_hp:
+    description: MXFP8 grouped GEMMs, weight gradients in high precision
     synonyms: [mxfp8_wgrad_with_hp]
     expect:
       grouped_gemms: mxfp8_wgrad_with_hp
@@ -187,14 +209,24 @@ precision:
     needs:
       compute_capability: 10.0
       packages: [torchao]
-    emulated: true
-    options:
-      model.converters: [quantize.grouped_mm.mx]
-      quantize.grouped_mm.mx.recipe_name: mxfp8_wgrad_with_hp
-      quantize.grouped_mm.mx.fqns: [experts]
+    model:
+      converters: [quantize.grouped_mm.mx]
+    quantize.grouped_mm.mx:
+      recipe_name: mxfp8_wgrad_with_hp
+      fqns: [experts]
+    emulated:
+      quantize.grouped_mm.mx:
+        emulate: true
 # What EP_BACKEND chooses.
 ep_backend:
+  standard:
+    description: PyTorch all-to-all
+    expect:
+      dispatch: standard
+    parallelism:
+      expert_parallel_comm_backend: standard
   deepep:
+    description: DeepEP (NVLink within a node, IBGDA between nodes)
     expect:
       dispatch: deepep
     needs:
@@ -203,15 +235,16 @@ ep_backend:
       expert_parallel: true
       options:
         parallelism.expert_tensor_parallel_degree: 1
-    options:
-      parallelism.expert_parallel_comm_backend: deepep
     environment:
       NVSHMEM_REMOTE_TRANSPORT: ibrc
       NVSHMEM_IB_ENABLE_IBGDA: '1'
       NVSHMEM_IBGDA_NIC_HANDLER: gpu
     environment_from:
       NVSHMEM_HCA_LIST: NCCL_IB_HCA
+    parallelism:
+      expert_parallel_comm_backend: deepep
   mxfp8_a2a:
+    description: TorchAO's MXFP8 all-to-all
     expect:
       dispatch: mxfp8
     needs:
@@ -220,38 +253,33 @@ ep_backend:
       expert_parallel: true
       options:
         parallelism.expert_tensor_parallel_degree: 1
-    emulated: true
-    options:
-      parallelism.expert_parallel_comm_backend: standard
-      parallelism.expert_parallel_a2a_dispatch_fwd_precision: mxfp8
-      parallelism.expert_parallel_a2a_combine_bwd_precision: mxfp8
-  standard:
-    expect:
-      dispatch: standard
-    options:
-      parallelism.expert_parallel_comm_backend: standard
-# The cluster, for the checks of nodes and for requeues.
-profile:
-  description: 'Soperator: 32 nodes x 8 B200, InfiniBand, shared root file system'
-  scheduler: slurm
-  nodes: 32
-  gpus_per_node: 8
-  gpu:
-    name: B200
-    compute_capability: 10.0
-    memory_gib: 178
-  cpus_per_task: 128
-  exclusive: true
-  requeue: true
-  max_restarts: 3
-  seconds_to_stop: 300
-  node_failure_days: 237
-  source_if_exists: [/etc/profile.d/90-nccl-network-vars.sh]
-  environment:
-    TORCH_NCCL_ASYNC_ERROR_HANDLING: 1
-    PYTORCH_ALLOC_CONF: expandable_segments:True
-  bandwidth:
-    all_reduce: 20
-    all_to_all: 5
-  rendezvous_port: 29500
+    parallelism:
+      expert_parallel_comm_backend: standard
+      expert_parallel_a2a_dispatch_fwd_precision: mxfp8
+      expert_parallel_a2a_combine_bwd_precision: mxfp8
+    emulated: {}
+cluster:
+  soperator-b200:
+    description: 'Soperator: 32 nodes x 8 B200, InfiniBand, shared root file system'
+    scheduler: slurm
+    nodes: 32
+    gpus_per_node: 8
+    gpu:
+      name: B200
+      compute_capability: 10.0
+      memory_gib: 178
+    cpus_per_task: 128
+    exclusive: true
+    requeue: true
+    max_restarts: 3
+    seconds_to_stop: 300
+    node_failure_days: 237
+    source_if_exists: [/etc/profile.d/90-nccl-network-vars.sh]
+    environment:
+      TORCH_NCCL_ASYNC_ERROR_HANDLING: '1'
+      PYTORCH_ALLOC_CONF: expandable_segments:True
+    bandwidth:
+      all_reduce: 20
+      all_to_all: 5
+    rendezvous_port: 29500
 CELL

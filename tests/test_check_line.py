@@ -90,7 +90,7 @@ def test_an_edited_copy_is_judged_by_what_it_says(checkout: Path, tmp_path: Path
     done = check_line(checkout, "PRECISION=mxfp8", "sbatch", "mine.sh", cwd=tmp_path)
     assert done.returncode == 2
     assert "PRECISION=mxfp8: this script trains bf16; render another one" in done.stderr
-    script.write_text(script.read_text().replace("training.steps: 8", "training.steps: 0"))
+    script.write_text(script.read_text().replace("      steps: 8", "      steps: 0"))
     done = check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path)
     assert done.returncode == 2
     assert "training.steps: found 0, allowed: 1 and up" in done.stderr

@@ -223,6 +223,23 @@ def test_the_batch_file(slurm: Path, cells: list[Cell], monkeypatch: pytest.Monk
     assert (job.function, job.args) == (os.execv, (sys.executable, words))
 
 
+def test_ctrl_c_says_what_was_queued(
+    slurm: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, answers = create_run("smoke", cells), ["4711"]
+
+    def submit(run: Run, cells: Sequence[Cell]) -> str:
+        if not answers:
+            raise KeyboardInterrupt
+        return answers.pop()
+
+    monkeypatch.setattr(executor, "_submit_to_slurm", submit)
+    said = f"b: interrupted; queued before: job 4711; to queue the rest: .* --resume {run.name}"
+    with pytest.raises(JobError, match=said):
+        submit_run(run, cells)
+    assert [read_status(run.cell(name)).state for name in "abc"] == ["queued", "failed", "failed"]
+
+
 def test_what_sbatch_refuses_and_all_after_it_has_failed(slurm: Path, cells: list[Cell]) -> None:
     (slurm / "refuse-1").touch()
     run = create_run("smoke", cells)

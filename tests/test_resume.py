@@ -115,9 +115,21 @@ def test_what_cannot_go_on_is_refused_and_nothing_written(words: list[str], said
     assert _content(run.cells[0]) == before
 
 
-def test_what_has_not_ended_or_never_saved_is_refused() -> None:
-    answer = _resume(_ended(_cell(), steps=()))
-    assert answer.status == 2 and "has no whole checkpoint in" in answer.stderr
+def test_what_never_saved_or_never_began_starts_from_step_1() -> None:
+    unsaved = _ended(_cell(), steps=())
+    # As where sbatch refused it, for too many jobs.
+    waiting = create_run("queued", [debug()])
+    write_status(waiting.cells[0], Status(FAILED, reason="not queued: sbatch refused it"))
+    release_submit_locks()
+    for run in (unsaved, waiting):
+        answer = _resume(run)
+        assert answer.status == 0 and "and starts from step 1" in answer.stdout, answer
+    write_status(unsaved.cells[0], Status(FINISHED))
+    answer = _resume(unsaved)
+    assert answer.status == 2 and "left no whole checkpoint in" in answer.stderr
+
+
+def test_what_has_not_ended_is_refused() -> None:
     run = _ended(_cell())
     write_status(run.cells[0], Status(RUNNING, 0))
     answer = _resume(run)

@@ -1,5 +1,6 @@
 """How a rendered script becomes a request, and an attempt's script that starts torchrun."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.request import cell_of_script
 from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.launch.script import render_launcher, render_script
+from cookbook.launch.submit import create_run
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
+from cookbook.run.status import Status, read_attempt_end, write_status
 from cookbook.supervise.start import chosen_cell
 from cookbook.supervise.supervisor import Supervisor
-from tests.checkout import copy_checkout
+from tests.cells import CLUSTER_FILES, EP_BACKENDS, PRECISIONS, Point
+from tests.checkout import STAND_IN, copy_checkout
 from tests.script_run import ScriptRunner, Start, carried
 from tests.submit import ROOT
 
@@ -197,8 +201,8 @@ def test_what_is_edited_in_a_copy_reaches_the_ranks(job: Job) -> None:
         ("\nexec ", "\nexport MINE=yes\nexec "),
         ("\n  torchrun --nnodes", "\n  wrapper mine torchrun --max-restarts=1 --nnodes"),
         ("\n    torchrun --nnodes", "\n    wrapper mine torchrun --max-restarts=1 --nnodes"),
-        ("training.steps: 8", "training.steps: 9"),
-        ("  FROM_PROFILE: 'yes'", "  FROM_PROFILE: mine"),
+        ("      steps: 8", "      steps: 9"),
+        ("FROM_PROFILE: 'yes'", "FROM_PROFILE: mine"),
         ("--wait=60", "--wait=90"),
     ):
         text = text.replace(before, after)
@@ -311,3 +315,51 @@ def test_the_published_cell_has_its_number_by_plain_sbatch_too() -> None:
         ([], 16, None),
     ):
         assert cell_of_script(script, words, published, nodes).published == number, words
+
+
+# On B200 every pair of three precisions and the EP backends; three on CPU nodes, emulated or not.
+DOORS = [Point("debug", p, e, "soperator-b200") for p in PRECISIONS[2:] for e in EP_BACKENDS]
+DOORS += [Point("debug", p, "standard", str(CLUSTER_FILES[1])) for p in ("bf16", *PRECISIONS[3:])]
+
+
+_OF_JOB = "SHLVL|_|CELL_DIR|WANDB_RUN_ID|SLURM_RESTART_COUNT|PWD"
+
+
+@pytest.mark.parametrize("point", DOORS, ids=str)
+def test_by_either_door_a_job_is_the_same(
+    point: Point, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started by `submit.py`, by its script, and by Slurm after a requeue."""
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    runner, run = ScriptRunner(tmp_path / "stand-ins"), create_run("driver", [point.cell()])
+    (driver,), script = run.cells, CellFolder(tmp_path / "runs/script/cell")
+    nodes, found = str(point.cell().nodes), list[object]()
+    shared = {"WANDB_API_KEY": "key", "NCCL_IB_HCA": "mlx5_4:1", "SLURM_JOB_NUM_NODES": nodes}
+    shared |= {"COOKBOOK_RUNS": str(tmp_path / "runs"), "PYTHONPATH": str(STAND_IN)}
+    code = run.folder / "code" / (read_record(driver.record).code or "")
+    # As the batch file has it.
+    by_driver = tmp_path / "batch.sh"
+    by_driver.write_text(
+        f'export PYTHONSAFEPATH=1 PYTHONPATH="{code}:${{PYTHONPATH}}"\n'
+        f'cd {ROOT} && exec "${{VENV}}/bin/python" -m cookbook.supervise "{driver.path}"\n'
+    )
+    for number, (batch, cell, restart) in enumerate(
+        ((by_driver, driver, {}), (driver.script, script, {}), (driver.script, script, {"1": "1"}))
+    ):
+        own = {"CELL_DIR": str(cell.path), "SLURM_RESTART_COUNT": restart.get("1", "0")}
+        start = runner.run(batch, root=ROOT, environment=shared | own)
+        assert start.status == 0, start.output
+        attempt = cell.attempts()[-1]
+        end, record = read_attempt_end(attempt), read_record(cell.record)
+        assert end is not None and attempt.number == max(0, number - 1), start.output
+        own_lines = [f"{name}={one}" for name, one in start.environment.items()]
+        own_lines += attempt.script.read_text().splitlines()
+        texts = sorted([*own_lines, *start.srun, repr(record), repr((end.cause, end.decision))])
+        text = "\n".join(texts).replace(f"{cell.path.parent}/{cell.name}", "CELL_DIR")
+        text = text.replace(str(cell.path.parent), "RUN")
+        # The stand-in for Python adds its own folder once more each time.
+        text = re.sub(rf"(:{runner.folder}/packages)+", "", text)
+        text = re.sub(r"attempt-\d", "attempt", text)
+        found.append(re.sub(rf"(?m)^(export )?({_OF_JOB})=.*\n", "", text))
+        write_status(cell, Status("running", attempt.number, started=1.0))
+    assert found[0] == found[1] == found[2]

@@ -100,7 +100,9 @@ def test_a_step_that_takes_too_long_is_requeued_where_a_checkpoint_is(
     by_hand: ByHand, saved: str, state: str, attempts: list[str]
 ) -> None:
     script, text = by_hand.folder / "late.sh", (by_hand.checkout / "train_16b.sh").read_text()
-    script.write_text(text.replace("\nprofile:\n", "\nprofile:\n  time: 00:00:08\n"))
+    script.write_text(
+        text.replace("    scheduler: slurm\n", "    scheduler: slurm\n    time: 00:00:08\n")
+    )
     job = by_hand.submit("train end", script=script)
     by_hand.until_attempts(["train"])
     file = by_hand.cell / "checkpoint" / saved
@@ -133,6 +135,27 @@ def test_two_jobs_do_not_train_in_one_folder(by_hand: ByHand) -> None:
     assert f"job {first} trains here (running); wait for its end, or scancel" in by_hand.log()
     assert by_hand.attempts() == ["train"]
     assert "running" in by_hand.status()
+
+
+def test_an_element_of_an_array_touches_no_other(by_hand: ByHand) -> None:
+    script, text = by_hand.folder / "array.sh", (by_hand.checkout / "train_16b.sh").read_text()
+    # The last element has the array's own number.
+    own = f'export CELL_DIR="{by_hand.folder}/runs/a/${{SLURM_ARRAY_TASK_ID}}"'
+    script.write_text(text.replace("set -euo pipefail\n", f"set -euo pipefail\n{own}\n", 1))
+    job = by_hand.submit("stop end", "--array=0-1", script=script)
+    first, last = by_hand.folder / "runs/a/0", by_hand.folder / "runs/a/1"
+
+    def began(cell: Path) -> list[str]:
+        logs = sorted(cell.glob("attempt-*/train.log"))
+        return re.findall(r"attempt \d+: (\S+)", "".join(log.read_text() for log in logs))
+
+    until(lambda: [began(first), began(last)] == [["stop"], ["stop"]], log=by_hand.log)
+    by_hand.slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_1")
+    until(lambda: began(last) == ["stop", "end"], 90, by_hand.log)
+    assert began(first) == ["stop"]
+    assert f"running  job {job}_0" in " ".join(by_hand.status().split(" ")).replace("   ", "  ")
+    by_hand.slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_0")
+    until(lambda: began(first) == ["stop", "end"], 90, by_hand.log)
 
 
 def test_the_time_limit_is_no_end(by_hand: ByHand) -> None:

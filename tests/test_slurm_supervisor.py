@@ -207,7 +207,7 @@ def test_cancel_stops_what_runs_and_what_waits(slurm: SlurmCluster, cell: Cell) 
 def test_a_requeued_job_goes_on_with_the_cells_that_are_left(
     slurm: SlurmCluster, cell: Cell
 ) -> None:
-    run = started(cell, 'touch "$CELL_DIR/began-$SLURM_RESTART_COUNT"\n', WAITS, WAITS)
+    run = started(cell, 'touch "$CELL_DIR/began-${SLURM_RESTART_COUNT:-}"\n', WAITS, WAITS)
     until(began(run, 1))
     (run.cells[1].path / "began").unlink()
     slurm.run("scontrol", "requeue", job_of(run))

@@ -209,7 +209,9 @@ def test_a_nan_loss_is_ended_and_its_last_good_step_is_known(
     assert f"loss is {loss}" in (done.ends[0].reason or "")
 
 
-@pytest.mark.parametrize("does", ["saves", "fails", "takes long", "takes long, saved none"])
+@pytest.mark.parametrize(
+    "does", ["saves", "fails", "takes long", "takes long, saved none", "takes long, saved late"]
+)
 def test_asked_to_stop_where_no_slurm_can_requeue_it_says_how_to_go_on(
     supervised: Callable[..., Outcome],
     monkeypatch: pytest.MonkeyPatch,
@@ -218,19 +220,21 @@ def test_asked_to_stop_where_no_slurm_can_requeue_it_says_how_to_go_on(
 ) -> None:
     is_late = does.startswith("takes long")
     monkeypatch.setattr(Supervisor, "late_s", 1.0 if is_late else 60.0)
-    name = "__0_0.distcp" if does.endswith("none") else ".metadata"
+    name = "__0_0.distcp" if "saved" in does else ".metadata"
     body = f"""
 step 1 7; mkdir -p "${{CELL_DIR}}/checkpoint/step-1"; touch "${{CELL_DIR}}/checkpoint/step-1/{name}"
 kill -USR1 "${{PPID}}"
 until [[ -e "${{A}}/stop" ]]; do sleep 0.1; done
 [[ '{does}' == fails ]] && {{ torchrun_says -9; exit 1; }}
-[[ '{does}' == saves ]] || sleep 3
+# The first save ends after the supervisor has looked for it once.
+[[ '{does}' != *late ]] || {{ sleep 1.7; touch "${{CELL_DIR}}/checkpoint/step-1/.metadata"; }}
+[[ '{does}' == saves ]] || sleep 1.7
 echo "local 1" >"${{A}}/stopped"
 """
     done = supervised(body)
     (end,) = done.ends
     # Without a whole checkpoint a requeued job would come no further.
-    assert capfd.readouterr().err.count("too late: ") == (does == "takes long")
+    assert capfd.readouterr().err.count("too late: ") == (is_late and not does.endswith("none"))
     assert end.cause is (Cause.DEAD_RANK if does == "fails" else Cause.SAVED)
     assert done.status.state == "failed"
     assert "; stopped; to go on: python submit.py run --resume RUN" in done.reason

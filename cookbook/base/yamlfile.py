@@ -56,6 +56,18 @@ class YamlFile:
         at = f"{shown_path(self.path)}:{line}" if line else shown_path(self.path)
         return f"{at}: {'.'.join(keys)}" if keys else at
 
+    def within(self, *keys: str) -> "YamlFile":
+        """Return the mapping at the path `keys` as a file of its own, at the same lines."""
+        below: Any = self.content
+        for key in keys:
+            below = below[key]
+        cut = len(keys)
+        lines, texts = (
+            {path[cut:]: one for path, one in known.items() if path[:cut] == keys}
+            for known in (self.lines, self.texts)
+        )
+        return YamlFile(self.path, below, lines, texts)  # type: ignore[arg-type]
+
 
 def shown_path(path: Path) -> str:
     """Return the path, relative if it is below the working directory."""

@@ -28,12 +28,12 @@ from cookbook.config.recipe import names_in
 from cookbook.config.resolve import cell_from_record
 from cookbook.config.sweep import expand_sweep, in_rounds, is_sweep, load_sweep
 from cookbook.run.excluded import read_excluded
-from cookbook.run.folder import CellFolder
+from cookbook.run.folder import CellFolder, saved_steps
 from cookbook.run.record import read_record
 from cookbook.run.run import Run, find_cell, release_submit_locks, take_submit_lock
 from cookbook.run.slurm import node_groups, refusal_of, submit_environment
 from cookbook.run.states import cell_states
-from cookbook.run.status import ENDED, OPEN, QUEUED, REFUSED
+from cookbook.run.status import ENDED, FINISHED, OPEN, QUEUED, REFUSED, read_status
 from cookbook.supervise.__main__ import HANDED_OVER
 from cookbook.supervise.resume_point import Found, find_checkpoint
 
@@ -196,7 +196,7 @@ def _resumable(
             settings = command_line_settings(arguments.set)
             cell = cell_from_record(folder.name, record, place, arguments.nodes, settings)
             found[cell.name] = _find_checkpoint(run, folder, cell)
-            cells.append(replace(cell, resumes=True))
+            cells.append(replace(cell, resumes=found[cell.name].checkpoint is not None))
         except InputError as error:
             if len(folders) == 1:
                 raise
@@ -208,6 +208,8 @@ def _resumable(
             print(f"  {cell.name} passes over {one.path.name}: {one.damage}")
         if checkpoint := found[cell.name].checkpoint:
             print(f"  {cell.name} continues after step {checkpoint.step} of {cell.steps}")
+        elif not cell.refused:
+            print(f"  {cell.name} has no whole checkpoint, and starts from step 1")
     cells = [cell for cell in cells if not cell.refused]
     if not cells:
         print(f"{run.name}: no cell can be resumed; nothing was submitted", file=sys.stderr)
@@ -236,15 +238,14 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
 def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
     found = find_checkpoint(folder, cell.record())
     command = shlex.join(run.record.command)
-    if found.checkpoint is None:
-        reason = "is off, so nothing is loaded"
-        if cell.options["checkpoint.enable"]:
-            saved = shown_path(folder.checkpoints(cell.record().options))
-            damaged = "".join(f"; {one.path.name} {one.damage}" for one in found.damaged)
-            reason = f"has no whole checkpoint in {saved}{damaged}"
-        new_run = f"start a new run: {command}" if command else "start a new run"
-        raise InputError("checkpoint.enable", reason, new_run)
-    if found.checkpoint.step >= cell.steps:
+    new_run = f"start a new run: {command}" if command else "start a new run"
+    saved = folder.checkpoints(cell.record().options)
+    if not cell.options["checkpoint.enable"] and saved_steps(saved):
+        raise InputError("checkpoint.enable", "is off, so nothing is loaded", new_run)
+    if found.checkpoint is None and read_status(folder).state == FINISHED:
+        reason = f"has made its steps, and left no whole checkpoint in {shown_path(saved)}"
+        raise InputError(shown_path(folder.path), reason, new_run)
+    if found.checkpoint is not None and found.checkpoint.step >= cell.steps:
         remedy = f"ask for more: --set training.steps={2 * cell.steps}"
         raise InputError(shown_path(folder.path), f"has made all of its {cell.steps} steps", remedy)
     return found

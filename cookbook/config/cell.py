@@ -166,7 +166,9 @@ class Cell:
 
     def job_record(self) -> CellRecord:
         """Return the cell's record, with all that a job needs from recipe, overlays and cluster."""
-        profile, copied = dict(self.cluster.content), (self.ep_backend, self.precision)
+        # With numbers as the profile spells them: `3.10` stays `3.10`.
+        profile = {**self.cluster.content, "environment": exported(self.cluster.environment)}
+        copied = (self.ep_backend, self.precision)
         return replace(
             self.record(),
             environment_from=Words(

@@ -184,26 +184,25 @@ def _slurm_has(cluster: Cluster, nodes: int) -> bool:
 @functools.cache
 def load_cluster(name: str) -> Cluster:
     """Read a profile by name or path; `local` gets this machine's GPUs."""
-    return _with_visible_gpus(_read_cluster(read_yaml(find_file("cluster", name))))
+    path = find_file("cluster", name)
+    return read_cluster(read_yaml(path), path)
 
 
-def _with_visible_gpus(cluster: Cluster) -> Cluster:
+def read_cluster(file: YamlFile, path: Path) -> Cluster:
+    """Read the profile that stands in `file`, a copy of `path`."""
+    cluster = _read_cluster(file, path)
     gpus = visible_gpus() if cluster.scheduler == "local" else ()
     # Use only GPUs of the first GPU's type: in a mixed job the slowest GPU would set the pace.
     return replace(cluster, gpu=gpus[0], gpus_per_node=gpus.count(gpus[0])) if gpus else cluster
 
 
 def cluster_from_record(record: CellRecord) -> Cluster:
-    return _read_cluster(YamlFile(Path(f"{record.cluster}.yaml"), record.profile, {}, {}))
+    path = Path(f"{record.cluster}.yaml")
+    return _read_cluster(YamlFile(path, record.profile, {}, {}), path)
 
 
-def cluster_of_profile(name: str, profile: Mapping[str, Any]) -> Cluster:
-    """Like `load_cluster`, but from the content of a profile, without reading its file."""
-    return _with_visible_gpus(_read_cluster(YamlFile(Path(f"{name}.yaml"), profile, {}, {})))
-
-
-def _read_cluster(file: YamlFile) -> Cluster:
-    own: dict[str, Any] = {"name": file.path.stem, "path": file.path, "content": file.content}
+def _read_cluster(file: YamlFile, path: Path) -> Cluster:
+    own: dict[str, Any] = {"name": path.stem, "path": path, "content": file.content}
     if file.content.get("gpu") is not None:
         own["gpu"] = Gpu(**vars(fill(_GpuKeys, file, ("gpu",))))
     beside = {"gpu", *load_stack().sections}

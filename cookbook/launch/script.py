@@ -16,7 +16,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, OptionValue
 from cookbook.config.recipe import Recipe, load_ep_backend, load_precision, names_in
 from cookbook.config.request import request_text
-from cookbook.config.resolve import merge_config, published_number
+from cookbook.config.resolve import merge_config
 
 
 def shquote(value: object) -> str:
@@ -58,8 +58,7 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
         "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on), WANDB_PROJECT.",
         f"Rendered by `submit.py render` from {cell.recipe.path.name} for {cell.cluster.name}.",
     ]
-    published = [cell] if cell.published else []
-    request = request_text(cell, command_text(cell), [cell.precision, cell.ep_backend], published)
+    request = request_text(cell, command_text(cell), [cell.precision, cell.ep_backend])
     return _render(cell, header, request, file_name, sbatch_lines(cell), str(root))
 
 
@@ -147,14 +146,9 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT",
         f"Rendered by `make golden` from {recipe.path.name} for {cluster.name}; edit a copy.",
     ]
-    cells = [merge_config(recipe, p, e, cluster) for p in precisions for e in backends]
-    published = [
-        replace(one, published=number) for one in cells if (number := published_number(one))
-    ]
-    first = next(one for one in cells if one.pair == "bf16+standard")
-    request = request_text(
-        first, command_text(first), [*precisions, *backends], published, is_launcher=True
-    )
+    first = merge_config(recipe, load_precision("bf16"), load_ep_backend("standard"), cluster)
+    overlays = [*precisions, *backends]
+    request = request_text(first, command_text(first), overlays, recipe.short_name)
     sbatch = sbatch_lines(first, job_name=recipe.short_name)
     return _render(first, header, request, file_name, sbatch, None)
 

@@ -101,11 +101,14 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
                 job_id = (
                     _submit_locally(run, folders) if is_local else _submit_to_slurm(run, together)
                 )
-            except JobError as error:
+            except (JobError, KeyboardInterrupt) as error:
+                why = str(error) or "interrupted"
                 for cell in itertools.chain(*jobs[number:]):
-                    write_status(run.cell(cell.name), Status(FAILED, reason=f"not queued: {error}"))
+                    write_status(run.cell(cell.name), Status(FAILED, reason=f"not queued: {why}"))
                 place = f"{together[0].name}: " if len(together) == 1 else ""
-                raise JobError(f"{place}{error}") from None
+                queued = f"; queued before: job {', '.join(job_ids)}" if job_ids else ""
+                rest = f"to queue the rest: python submit.py run --resume {run.name}"
+                raise JobError(f"{place}{why}{queued}; {rest}") from None
             for folder in folders:
                 write_job(folder, process_job(int(job_id)) if is_local else job_id)
             job_ids.append(job_id)

@@ -61,6 +61,7 @@ class CellFolder:
     job = _Below("job.json")  # the job's id, written by the submitter, else by the job itself
     end = _Below("end.json")  # how the job ended, kept because Slurm forgets jobs
     job_files = _Below("job")  # the batch step's output
+    latest = _Below("latest")  # a link to the newest attempt
     wandb_id = _Below("wandb-id")  # the W&B run's id, the same until a roll-back
 
     @property

@@ -25,9 +25,12 @@ ACTIVE |= HALTED
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
 # A trailing `*` marks a node that does not respond.
 _LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
-# Transient errors: the controller or munge is busy or restarting.
+# Transient errors: the controller or munge is busy or restarting. In its first minutes back, the
+# controller takes the memory of steps that have ended for used.
 _PASSING = re.compile(
-    r"contact slurm controller|timed out|zero bytes|temporarily|munge|authentication", re.IGNORECASE
+    r"contact slurm controller|timed out|zero bytes|temporarily|munge|authentication"
+    r"|memory required by task",
+    re.IGNORECASE,
 )
 # squeue truncates fields without a width. The command comes last, since it may have line breaks.
 _FIELDS = "JobArrayID:64|,State:64|,Reason:64|,RestartCnt:64|,Command:4096|"

@@ -198,12 +198,12 @@ class RunningAttempt:
             if self._is_stopped:
                 continue
             if self._late_at is not None and time.monotonic() > self._late_at:
-                self._late_at = None
                 options = self._record.options
                 folder = self.cell.checkpoints(options)
                 # Requeue only with a finished checkpoint to resume from, else the job would repeat
-                # its steps. A save writes .metadata last.
+                # its steps. A save writes .metadata last, so look until it has.
                 if options.get("checkpoint.enable") and any(folder.glob("step-*/.metadata")):
+                    self._late_at = None
                     late = "asked to stop, it has not ended in time"
                     return self._end(None, None, Cause.TOO_LATE, late)
             lines = self._tail.read()

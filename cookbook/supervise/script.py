@@ -151,6 +151,8 @@ def write_script(
         (record.command or "").rstrip("\n"),
     ]
     write_whole(attempt.script, "\n".join(lines) + "\n", mode=0o755)
+    cell.latest.unlink(missing_ok=True)
+    cell.latest.symlink_to(name)
     return environment
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.files import locked
 from cookbook.base.paths import ROOT, runs_folder
-from cookbook.base.yamlfile import YamlFile, shown_path
+from cookbook.base.yamlfile import YamlFile, mapping_at, shown_path
 from cookbook.config import validate as rules
 from cookbook.config.cell import Cell, Finding
 from cookbook.config.request import cell_of_script, read_script
@@ -30,7 +30,9 @@ from cookbook.supervise.resume_point import find_checkpoint
 def chosen_cell(file: YamlFile, words: Sequence[str]) -> tuple[Cell, CellFolder]:
     """Return the cell that a script trains in this job, and its folder, without validating it."""
     script, run = read_script(file), runs_folder()
-    os.environ[own_job.SCHEDULER_VARIABLE] = scheduler = str(file.content["profile"]["scheduler"])
+    profiles = mapping_at(file, "cluster").values()
+    scheduler = next((str(one["scheduler"]) for one in profiles if "scheduler" in one), "local")
+    os.environ[own_job.SCHEDULER_VARIABLE] = scheduler
     if scheduler == "slurm" and "SLURM_JOB_NUM_NODES" not in os.environ:
         name = file.path.name
         raise InputError(name, "runs inside a Slurm job", f"start it with: sbatch {name}")

@@ -1,6 +1,7 @@
 """Run a job's cells, attempt after attempt until each cell has ended, and write their status."""
 
 import contextlib
+import ctypes
 import errno
 import os
 import secrets
@@ -34,8 +35,12 @@ _POLL_S = 2.0
 _REQUEUE_S = 120.0
 # Seconds to wait if the disk is full, so that attempts do not fail in quick succession.
 _FULL_DISK_S = 10.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Slurm sends SIGUSR1 before the time limit and, if so configured, before a preemption.
+_ASKS = (signal.SIGUSR1, signal.SIGUSR2)
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SIGNALS = (*_STOPS, *_ASKS)
 _MOST_SPAWNS = 5
+_PR_SET_PDEATHSIG = 1
 
 
 class SignalReceivedError(BaseException):
@@ -80,10 +85,10 @@ class Supervisor:
         sys.exit(self._run())
 
     def _run(self) -> int:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOPS:
             signal.signal(number, self._stop)
-        # Slurm sends SIGUSR1 before the time limit and, if so configured, before a preemption.
-        signal.signal(signal.SIGUSR1, self._ask_to_stop)
+        for number in _ASKS:
+            signal.signal(number, self._ask_to_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return self.supervise()
 
@@ -290,7 +295,7 @@ class Supervisor:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
         if self.running is not None:
-            self.running.send(number)
+            self.running.send(signal.SIGTERM if number == signal.SIGHUP else number)
         elif self._is_preparing:
             self._is_preparing = False
             raise SignalReceivedError
@@ -305,7 +310,8 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
     """Run `work` in a child process, and rerun it if it is killed; exit with its status.
 
     The out-of-memory killer may choose any process, and Slurm never restarts a job whose batch
-    process was killed. The parent only waits, so the killer is unlikely to choose it.
+    process was killed. The parent only waits, so the killer is unlikely to choose it. If the parent
+    is killed, Slurm ends the job, so the child stops too.
     """
     child = 0
 
@@ -320,6 +326,7 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         child = os.fork()
         if not child:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             try:
                 os._exit(work())
             except BaseException:

@@ -44,13 +44,13 @@ cd "${COOKBOOK_ROOT}"
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 [[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh, with VENV unset"
 # A job that Slurm starts again runs the code that it began with, which its run's folder carries.
-RUN="${COOKBOOK_RUNS:-runs}/16b"
-[[ -z "${CELL_DIR:-}" ]] || RUN="$(dirname "$(realpath -m "${CELL_DIR}")")"
-CODE="${RUN}/code/job-${SLURM_JOB_ID:-}"
-[[ "${SLURM_RESTART_COUNT:-0}" != 0 && -d "${CODE}" ]] || CODE="${COOKBOOK_ROOT}"
-CODE="$(realpath "${CODE}")"
+COOKBOOK_FOLDER="${COOKBOOK_RUNS:-runs}/16b"
+[[ -z "${CELL_DIR:-}" ]] || COOKBOOK_FOLDER="$(dirname "$(realpath -m "${CELL_DIR}")")"
+COOKBOOK_CODE="${COOKBOOK_FOLDER}/code/job-${SLURM_JOB_ID:-}"
+[[ "${SLURM_RESTART_COUNT:-0}" != 0 && -d "${COOKBOOK_CODE}" ]] || COOKBOOK_CODE="${COOKBOOK_ROOT}"
+COOKBOOK_CODE="$(realpath "${COOKBOOK_CODE}")"
 # PYTHONSAFEPATH: else Python imports from the working folder first.
-export COOKBOOK_ROOT VENV PYTHONSAFEPATH=1 PYTHONPATH="${CODE}${PYTHONPATH:+:${PYTHONPATH}}"
+export COOKBOOK_ROOT VENV PYTHONSAFEPATH=1 PYTHONPATH="${COOKBOOK_CODE}${PYTHONPATH:+:${PYTHONPATH}}"
 
 # What is exported here or above reaches the ranks. All else is below: the supervisor checks it, writes it
 # to CELL_DIR/cell.yaml and trains by that, attempt after attempt: it restarts what fails or hangs, saves
@@ -61,65 +61,10 @@ export COOKBOOK_ROOT VENV PYTHONSAFEPATH=1 PYTHONPATH="${CODE}${PYTHONPATH:+:${P
 exec "${VENV}/bin/python" -m cookbook.supervise --script="$(realpath "$0")" -- "$@" <<'CELL'
 name: 16b-mxfp8-mxfp8_a2a
 run: 16b
-title: DeepSeek-V3 16B
-recipe: deepseek_v3_16b
-cluster: container
 stack: '2026.02'
 ranks_per_node: 8
-max_restarts: 10
-too_few_nodes: wait
 files:
   cluster: /shared/moe-cookbook/tests/clusters/container.yaml
-# Exported to the ranks.
-environment:
-  NCCL_DEBUG: WARN
-  WITH_SPACES: a 'b' "c" $(touch executed) `touch executed`
-# TorchTitan's options. Later ones win: those below, and at last those after the
-# script's name.
-options:
-  model.name: deepseek_v3
-  model.flavor: 16B
-  model.hf_assets_path: assets/hf/deepseek-moe-16b-base
-  model.print_after_conversion: true
-  parallelism.data_parallel_replicate_degree: 1
-  parallelism.data_parallel_shard_degree: -1
-  parallelism.context_parallel_degree: 1
-  parallelism.tensor_parallel_degree: 1
-  parallelism.pipeline_parallel_degree: 1
-  parallelism.expert_parallel_degree: 32
-  parallelism.expert_tensor_parallel_degree: 1
-  training.seq_len: 8192
-  training.local_batch_size: 16
-  training.dataset: c4
-  training.steps: 1500
-  training.max_norm: 1.0
-  optimizer.name: AdamW
-  optimizer.lr: 0.0001
-  optimizer.eps: 1.0e-08
-  lr_scheduler.warmup_steps: 2000
-  lr_scheduler.decay_ratio: 0.8
-  lr_scheduler.decay_type: cosine
-  lr_scheduler.min_lr_factor: 0.1
-  activation_checkpoint.mode: full
-  compile.enable: true
-  compile.components: [model, loss]
-  debug.moe_force_load_balance: false
-  debug.seed: 42
-  checkpoint.enable: true
-  checkpoint.interval_minutes: 10.0
-  checkpoint.async_mode: async
-  checkpoint.keep_latest_k: 3
-  checkpoint.last_save_model_only: false
-  metrics.log_freq: 1
-  metrics.enable_tensorboard: true
-  metrics.disable_color_printing: true
-  parallelism.expert_parallel_comm_backend: standard
-  parallelism.expert_parallel_a2a_dispatch_fwd_precision: mxfp8
-  parallelism.expert_parallel_a2a_combine_bwd_precision: mxfp8
-  model.converters: [quantize.grouped_mm.mx]
-  quantize.grouped_mm.mx.recipe_name: mxfp8
-  quantize.grouped_mm.mx.fqns: [experts]
-  comm.train_timeout_seconds: 300
 # The bash of each attempt. The supervisor sets its variables, and writes it with
 # their values into the attempt's folder.
 command: |
@@ -137,19 +82,82 @@ command: |
     --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks" --redirects=3 --tee=3 --local-ranks-filter="${SHOWN_RANKS}" \
     -m torchtitan.train "${TRAIN_ARGS[@]}" 2>&1 |
     { tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log" || cat >/dev/null; }
-# What PRECISION chooses: what must be active in training, and what that needs.
+# The options. Those of EP backend, precision and cluster, below, win over them.
+recipe:
+  deepseek_v3_16b:
+    name: 16b
+    description: 'DeepSeek-V3 16B: 1,500 steps for the loss curve, on 32 nodes x 8 B200'
+    nodes: 32
+    max_restarts: 10
+    model:
+      name: deepseek_v3
+      flavor: 16B
+      hf_assets_path: assets/hf/deepseek-moe-16b-base
+      print_after_conversion: true
+    parallelism:
+      data_parallel_replicate_degree: 1
+      data_parallel_shard_degree: -1
+      context_parallel_degree: 1
+      tensor_parallel_degree: 1
+      pipeline_parallel_degree: 1
+      expert_parallel_degree: 32
+      expert_tensor_parallel_degree: 1
+    training:
+      seq_len: 8192
+      local_batch_size: 16
+      dataset: c4
+      steps: 1500
+      max_norm: 1.0
+    optimizer:
+      name: AdamW
+      lr: 0.0001
+      eps: 1.0e-08
+    lr_scheduler:
+      warmup_steps: 2000
+      decay_ratio: 0.8
+      decay_type: cosine
+      min_lr_factor: 0.1
+    activation_checkpoint:
+      mode: full
+    compile:
+      enable: true
+      components: [model, loss]
+    debug:
+      moe_force_load_balance: false
+      seed: 42
+    checkpoint:
+      enable: true
+      interval_minutes: 10
+      async_mode: async
+      keep_latest_k: 3
+      last_save_model_only: false
+    metrics:
+      log_freq: 1
+      enable_tensorboard: true
+      disable_color_printing: true
+# What PRECISION chooses; `expect` must be active in training.
 precision:
   mxfp8:
+    description: MXFP8 on the routed experts' grouped GEMMs
+    synonyms: [mxfp8_default]
     expect:
       grouped_gemms: mxfp8
       linear_layers: bf16
     needs:
       compute_capability: 10.0
       packages: [torchao]
-    emulated: true
+    model:
+      converters: [quantize.grouped_mm.mx]
+    quantize.grouped_mm.mx:
+      recipe_name: mxfp8
+      fqns: [experts]
+    emulated:
+      quantize.grouped_mm.mx:
+        emulate: true
 # What EP_BACKEND chooses.
 ep_backend:
   mxfp8_a2a:
+    description: TorchAO's MXFP8 all-to-all
     expect:
       dispatch: mxfp8
     needs:
@@ -158,35 +166,39 @@ ep_backend:
       expert_parallel: true
       options:
         parallelism.expert_tensor_parallel_degree: 1
-    emulated: true
-# The cluster, for the checks of nodes and for requeues.
-profile:
-  description: 'Slurm: 32 nodes x 8 B200 behind an account, tasks in a container'
-  scheduler: slurm
-  nodes: 32
-  gpus_per_node: 8
-  gpu:
-    name: B200
-    compute_capability: 10.0
-    memory_gib: 178
-  partition: training
-  account: research
-  time: 04:00:00
-  exclude: [worker-7, worker-9]
-  sbatch:
-    comment: it's a "test" of $HOME
-    reservation: moe
-    spread-job: true
-  cpus_per_task: 96
-  exclusive: true
-  requeue: false
-  source: [/etc/profile.d/network cards.sh]
-  environment:
-    NCCL_DEBUG: WARN
-    WITH_SPACES: a 'b' "c" $(touch executed) `touch executed`
+    parallelism:
+      expert_parallel_comm_backend: standard
+      expert_parallel_a2a_dispatch_fwd_precision: mxfp8
+      expert_parallel_a2a_combine_bwd_precision: mxfp8
+    emulated: {}
+cluster:
   container:
-    image: nvcr.io#nvidia/pytorch:26.02-py3
-    mounts: ['/mnt/data:/mnt/data', '/mnt/with space:/data']
-  comm:
-    train_timeout_seconds: 300
+    description: 'Slurm: 32 nodes x 8 B200 behind an account, tasks in a container'
+    scheduler: slurm
+    nodes: 32
+    gpus_per_node: 8
+    gpu:
+      name: B200
+      compute_capability: 10.0
+      memory_gib: 178
+    partition: training
+    account: research
+    time: 04:00:00
+    exclude: [worker-7, worker-9]
+    sbatch:
+      comment: it's a "test" of $HOME
+      reservation: moe
+      spread-job: true
+    cpus_per_task: 96
+    exclusive: true
+    requeue: false
+    source: [/etc/profile.d/network cards.sh]
+    environment:
+      NCCL_DEBUG: WARN
+      WITH_SPACES: a 'b' "c" $(touch executed) `touch executed`
+    container:
+      image: nvcr.io#nvidia/pytorch:26.02-py3
+      mounts: ['/mnt/data:/mnt/data', '/mnt/with space:/data']
+    comm:
+      train_timeout_seconds: 300
 CELL
