@@ -21,6 +21,7 @@ from cookbook.config.options import Setting
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.request import cell_of_script, read_script
 from cookbook.config.resolve import merge_config, resolve_cell
+from cookbook.config.validate import validation_errors
 from cookbook.launch.script import render_script, sbatch_lines
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
@@ -29,30 +30,20 @@ from cookbook.run.states import cell_states
 from cookbook.supervise.__main__ import HANDED_OVER
 from cookbook.supervise.script import cell_environment, write_script
 from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, Point, walked
-from tests.checkout import STAND_IN
 from tests.golden import GOLDEN, LAUNCHERS, golden_scripts, launchers
 from tests.programs import write_program
 from tests.script_run import ScriptRunner, Start, carried
 from tests.test_stack import ANY_TEXT, NOT_HERE, TEXTS
-from tests.titan_config import parse, typed
 
 CHECKED_IN = {name: (ROOT / name).read_text(encoding="utf-8") for name in LAUNCHERS}
 CELLS = {str(point): point.cell() for point in POINTS}
 SCRIPTS = {name: render_script(cell) for name, cell in CELLS.items()} | CHECKED_IN
-# Each value of each choice; every pair of them nightly.
-PAIRS = [
-    pytest.param(p, e, marks=() if e == "deepep" or p == "mxfp8" else pytest.mark.nightly)
-    for p in PRECISIONS
-    for e in EP_BACKENDS
-]
 # Options whose values the rules look at, and those that the scripts set.
 JUDGED = {"model.name", "model.flavor", "training.dataset", "checkpoint.initial_load_path"}
 JUDGED |= {"activation_checkpoint.selective_ac_option", "checkpoint.folder"}
 OWN = ("job.dump_folder", "job.description", "experimental.custom_import", "cookbook.")
 FREE = {name for name in TEXTS if not name.startswith(OWN) and "save_" not in name}
 FREE -= NOT_HERE | JUDGED
-# What differs between two runs of bash, whatever the script.
-OF_BASH = {"_", "SHLVL", "PWD", "OLDPWD"}
 
 
 @pytest.fixture
@@ -122,47 +113,25 @@ def _start(
     return runner.run(root / script, *words, root=root, environment=cell)
 
 
-@pytest.mark.titan
 @pytest.mark.parametrize("name", LAUNCHERS)
-@pytest.mark.parametrize(("precision", "ep_backend"), PAIRS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("ep_backend", EP_BACKENDS)
 def test_a_launcher_and_the_cells_own_script_train_the_same(
-    runner: ScriptRunner, checkout: Path, name: str, precision: str, ep_backend: str
+    name: str, precision: str, ep_backend: str
 ) -> None:
     cell = Point(LAUNCHERS[name], precision, ep_backend, "soperator-b200").cell()
-    # Cards that the cluster names are passed on, so that both must do it.
-    cards = {"NCCL_IB_HCA": "mlx5_4:1", "SLURM_JOB_NUM_NODES": "32"}
-    # Each cell has a W&B run of its own.
-    cards |= {"WANDB_API_KEY": "key", "WANDB_RUN_ID": "mine"}
-    # DeepEP is not installed; whether it is has a test of its own.
-    cards["PYTHONPATH"] = str(STAND_IN)
     chosen = {"PRECISION": precision, "EP_BACKEND": ep_backend}
-    word = "--training.seq_len=4096"
-    by_launcher = _start(runner, checkout, name, word, **cards, **chosen)
-    if cell.refused:
-        assert by_launcher.status == 2
-        assert cell.refused in by_launcher.output
-        assert by_launcher.torchrun == []
-        return
-    script = runner.folder / "train.sh"
-    script.write_text(render_script(cell), encoding="utf-8")
-    by_cell = _start(runner, checkout, script, word, **cards)
-    assert by_launcher.status == by_cell.status == 0, by_launcher.output + by_cell.output
-    parsed = dict(parse(by_launcher.train_args))
-    assert parsed.pop("job.description")
-    from_cell = dict(parse(by_cell.train_args))
-    assert from_cell.pop("job.description") == cell.description
-    assert typed(parsed) == typed(from_cell)
-    # Same torchrun, same srun, same environment.
-    one, other = by_launcher, by_cell
-    options = one.torchrun.index("torchtitan.train")
-    assert one.torchrun[:options] == other.torchrun[:options]
-    assert one.srun[: one.srun.index("torchrun")] == other.srun[: other.srun.index("torchrun")]
-    variables = {**one.environment, **other.environment}.keys() - OF_BASH - chosen.keys()
-    differs = [n for n in variables if one.environment.get(n) != other.environment.get(n)]
-    assert not differs
-    for variable, value in cell.environment.items():
-        assert by_cell.environment[variable] == value
-    assert ("NVSHMEM_HCA_LIST" in variables) == (ep_backend == "deepep")
+    by_launcher = cell_of_script(carried(CHECKED_IN[name]), (), chosen, cell.nodes)
+    by_cell = cell_of_script(carried(render_script(cell)), (), {}, cell.nodes)
+    asked = replace(cell, refused=None).job_record()
+    assert by_launcher.job_record() == by_cell.job_record() == asked
+    for found in (by_launcher, by_cell):
+        assert [str(one) for one in validation_errors(found)][:1] == [cell.refused][
+            : bool(cell.refused)
+        ]
+    # They run the same bash.
+    (one, other) = (read_script(carried(text)) for text in (CHECKED_IN[name], render_script(cell)))
+    assert (one.command, one.run) == (other.command, other.run)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Scripts that are started by hand on a real Slurm: told to stop, failing, submitted again."""
 
+import json
 import re
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import PYTHON, write_program
-from tests.slurm_cluster import SlurmCluster
+from tests.slurm_cluster import Settings, SlurmCluster
 from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
@@ -34,6 +35,12 @@ done
 
 
 NODES = 2
+# Slurm's own way to preempt: SIGTERM to the steps alone, and the end after a grace time.
+SLURM_SETTINGS = Settings(
+    extra_conf="PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
+    "PartitionName=DEFAULT Nodes=ALL GraceTime=20\n"
+    "PartitionName=urgent PriorityTier=10 PreemptMode=OFF"
+)
 
 
 class ByHand:
@@ -156,6 +163,22 @@ def test_an_element_of_an_array_touches_no_other(by_hand: ByHand) -> None:
     assert f"running  job {job}_0" in " ".join(by_hand.status().split(" ")).replace("   ", "  ")
     by_hand.slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_0")
     until(lambda: began(first) == ["stop", "end"], 90, by_hand.log)
+
+
+def test_a_preemption_with_a_grace_time_is_no_failure(by_hand: ByHand) -> None:
+    job = by_hand.submit("train end")
+    by_hand.until_attempts(["train"])
+    urgent = by_hand.folder / "urgent.sh"
+    urgent.write_text("#!/bin/bash\nsleep 2\n")
+    options = ["--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null"]
+    by_hand.slurm.submit(urgent, options=options, cwd=by_hand.folder)
+    assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED"}, 150) == "COMPLETED", by_hand.log()
+    # Nothing was trained in the grace time, and nothing was counted.
+    assert by_hand.attempts() == ["train", "end"]
+    assert by_hand.slurm.job_field(job, "Restarts") == "1"
+    end = json.loads((by_hand.cell / "attempt-0/end.json").read_text())
+    assert (end["cause"], end["reason"]) == ("stopped", "Slurm: PREEMPTED"), end
+    assert "(1 of 3)" not in by_hand.log()
 
 
 def test_the_time_limit_is_no_end(by_hand: ByHand) -> None:

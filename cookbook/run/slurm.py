@@ -226,6 +226,14 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def is_preempted(job_id: str) -> bool:
+    """Whether Slurm is ending this job for another one; False if it does not answer."""
+    with contextlib.suppress(JobError):
+        shown = _run(["scontrol", "show", "job", job_id]).stdout
+        return re.search(r"\bPreemptTime=(?!None|N/A)", shown) is not None
+    return False
+
+
 def left_out_by(job_id: str) -> list[str]:
     found = re.search(r"\bExcNodeList=(\S+)", _run(["scontrol", "show", "job", job_id]).stdout)
     return nodes_in(found[1]) if found and found[1] != "(null)" else []
@@ -270,6 +278,11 @@ T = TypeVar("T")
 _BUSY_S = 600.0
 _PAUSE_S = 5.0
 _STARTED = "cookbook: task started"
+# A node that does not see the run's folder says so, and not that a module is missing.
+_TASK = f"""echo "{_STARTED}"
+[ -d "${{COOKBOOK_CODE:-/}}" ] || {{ echo "cannot read ${{COOKBOOK_CODE}}" >&2; exit 1; }}
+exec "$@"
+"""
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
 _GRACE_S = 3.0  # seconds that srun gets to end its tasks after SIGTERM
 
@@ -321,7 +334,7 @@ def run_step(
         "--overlap",  # a step that hangs on a bad node must not block later steps
         # If one node fails, the others must still answer.
         *("--kill-on-bad-exit=0", "--wait=0", "--input=none", "--quit-on-interrupt"),
-        *("sh", "-c", f'echo "{_STARTED}"; exec "$@"', "sh", python, "-m", module, question),
+        *("sh", "-c", _TASK, "sh", python, "-m", module, question),
     ]
     return retry_while_busy(lambda left: _try_step(command, limit_s, left, on_line, is_enough))
 

@@ -39,6 +39,7 @@ _FULL_DISK_S = 10.0
 _ASKS = (signal.SIGUSR1, signal.SIGUSR2)
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SIGNALS = (*_STOPS, *_ASKS)
+_PREEMPTED_S = 10.0  # seconds between two questions whether a preemption goes on
 _MOST_SPAWNS = 5
 _PR_SET_PDEATHSIG = 1
 
@@ -157,6 +158,12 @@ class Supervisor:
         ends = exits.job_ends(cell)
         while True:
             end, decision = self._attempt(cell, record, ends)
+            if end.cause in (Cause.DEAD_RANK, Cause.ERROR) and self._is_preempted():
+                end = replace(end, cause=Cause.STOPPED, reason="Slurm: PREEMPTED")
+                if not self.signal_number:
+                    ends.append(end)
+                    self._write(cell, end, RUNNING, None)
+                    continue
             if self.signal_number:
                 end, state = exits.stopped_end(end, self._signal_name)
                 self._write(cell, end, state, end.reason)
@@ -247,6 +254,19 @@ class Supervisor:
         if state != RUNNING:
             now = replace(now, exit_code=end.exit_code, ended=end.ended)
         status.write_status(cell, now)
+
+    def _is_preempted(self) -> bool:
+        """Whether Slurm preempts this job; if so, wait until it ends the job, or thinks better.
+
+        With a grace time, Slurm first sends SIGTERM to the steps alone, and torchrun obeys.
+        """
+        job, found = own_job.slurm_job(), False
+        while job and not self.signal_number and slurm.is_preempted(job):
+            if not found:
+                log("Slurm preempts this job and has ended its step: waiting for the job's end")
+            found = True
+            self._pause(_PREEMPTED_S)
+        return found
 
     def _lost_nodes(self) -> list[str]:
         nodes = os.environ.get("SLURM_JOB_NODELIST") if own_job.slurm_job() else None
