@@ -186,7 +186,7 @@ def test_a_wrong_profile_takes_one_node_and_not_the_cluster(
     write_attempt_end(job.attempt, AttemptEnd(0, Cause.BAD_NODES, job_id="77"))
     # Slurm starts it again elsewhere.
     job.attempt, job.nodes, job.faults = job.cell.attempt(1), ["worker-1"], {}
-    with pytest.raises(JobError, match="GPUs: 2 of 2 nodes.* no fault of single nodes"):
+    with pytest.raises(JobError, match=r"GPUs: 2 of 2 nodes.* no fault of single nodes"):
         module.ask_nodes(job)
     assert [one.node for one in read_excluded()] == ["worker-0"]
     # Whatever jobs find, the list takes no more than half of a partition.

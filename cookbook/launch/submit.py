@@ -16,7 +16,7 @@ from pathlib import Path
 from submitit import LocalExecutor, SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from cookbook.base.errors import JobError
+from cookbook.base.errors import JobError, nearest
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT, python_path, runs_folder
 from cookbook.base.yamlfile import shown_path
@@ -167,6 +167,15 @@ def _submit_to_slurm(run: Run, cells: Sequence[Cell]) -> str:
             job = executor.submit(os.execv, *_command(folders))
     except (FailedJobError, FailedSubmissionError) as error:
         raise JobError(slurm.submission_error(str(error))) from None
+    if choice.begin is not None:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(choice.begin))
+        kept, listed = ",".join(cell.cluster.exclude), shown_path(excluded_file())
+        print(
+            f"{cell.name}: {choice.short} healthy node(s) too few, so job {job.job_id} starts at "
+            f"{when}; to start it sooner, delete entries in {listed}, then: "
+            f"scontrol update JobId={job.job_id} StartTime=now ExcNodeList={kept}",
+            file=sys.stderr,
+        )
     return str(job.job_id)
 
 
@@ -221,7 +230,10 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
             folder = run.cell(cell.name)
             paths = (folder.status, folder.job, folder.record, folder.script)
             before[folder] = {path: path.read_bytes() for path in paths if path.exists()}
-            attempts = folder.attempts()
+            attempts, first = folder.attempts(), read_record(folder.record)
+            if first.code != code:
+                said = f"today's code ({of_commit}), and before it that of {first.commit}"
+                print(f"{cell.name}: takes {said}", file=sys.stderr)
             # While the submit lock is held, `status` shows a cell without a job as queued.
             folder.job.unlink(missing_ok=True)
             write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
@@ -250,7 +262,13 @@ def leave_out(cell: Cell) -> Choice:
     if not excluded:
         return Choice(())
     needed = cell.nodes + cell.spare_nodes
-    nodes = set(slurm.partition_nodes(cell.cluster.partition)) - set(cell.cluster.exclude)
+    nodes, known = set(slurm.partition_nodes(cell.cluster.partition)), slurm.all_nodes()
+    nodes -= set(cell.cluster.exclude)
+    for one in excluded:
+        if known and one.node not in known:
+            close = "".join(f"; did you mean {name}?" for name in nearest(one.node, known))
+            place = shown_path(excluded_file())
+            print(f"{place}: {one.node} is no node that Slurm has{close}", file=sys.stderr)
     choice = choose(needed, sorted(nodes), excluded)
     if choice.short and cell.recipe.too_few_nodes == "stop":
         remedy = f"see {shown_path(excluded_file())}, or ask for fewer with --nodes"

@@ -183,6 +183,12 @@ def partition_nodes(partition: str | None) -> list[str]:
     return sorted({name for name, where in rows if where.rstrip("*") in partition.split(",")})
 
 
+def all_nodes() -> set[str]:
+    """Return every node of every partition; empty if Slurm does not answer."""
+    rows = _rows(_run(["sinfo", "--noheader", "--Node", "--format=%N %P"]), 2)
+    return {name for name, _ in rows}
+
+
 @functools.cache
 def node_groups() -> list[tuple[int, str]] | None:
     """Return (number of nodes, generic resources) for each group of identical nodes.
