@@ -5,7 +5,6 @@ submitit's RsyncSnapshot would need git and rsync, and leave out files that are 
 
 import contextlib
 import hashlib
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 from cookbook.base.paths import CHECKOUT, CODE, ROOT
 
 _PARTS = ("cookbook", "templates", "requirements.txt")
-_IGNORED = ("__pycache__", ".mypy_cache", ".ruff_cache")
 
 
 def code_folder(run: Path, name: str) -> Path:
@@ -50,13 +48,8 @@ def snapshot_code(run: Path) -> str:
 
 
 def _files() -> list[Path]:
-    found = list[Path]()
-    for part in _PARTS:
-        for folder, names, files in os.walk(CODE / part):
-            names[:] = sorted(name for name in names if name not in _IGNORED)
-            found += [Path(folder, name) for name in sorted(files) if name[0] != "."]
-        found += [CODE / part] if (CODE / part).is_file() else []
-    return found
+    found = (path for part in _PARTS for path in (CODE / part, *(CODE / part).rglob("*")))
+    return sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
 
 
 def code_of_job(run: Path, job: str) -> Path:
