@@ -102,6 +102,7 @@ def test_a_dead_rank_is_followed_by_another_attempt(
     rest = 'sleep 100; touch "${CELL_DIR}/waited"'
     done = supervised(f"step 1 7; ((K)) && exit 0\ntorchrun_says -9; {rest}")
     assert (done.code, done.causes) == (0, [Cause.DEAD_RANK, Cause.FINISHED])
+    assert (tmp_path / "run/cell/latest").readlink() == Path("attempt-1")
     assert (done.status.state, done.status.attempt) == ("finished", 1)
     assert not (tmp_path / "run" / "cell" / "waited").exists()
     first = done.ends[0]

@@ -1,5 +1,6 @@
 """Write the script of an attempt, in which everything is resolved, and its environment."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -151,8 +152,9 @@ def write_script(
         (record.command or "").rstrip("\n"),
     ]
     write_whole(attempt.script, "\n".join(lines) + "\n", mode=0o755)
-    cell.latest.unlink(missing_ok=True)
-    cell.latest.symlink_to(name)
+    with contextlib.suppress(OSError):  # some file systems have no links
+        cell.latest.unlink(missing_ok=True)
+        cell.latest.symlink_to(name)
     return environment
 
 

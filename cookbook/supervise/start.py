@@ -3,6 +3,7 @@
 `submit.py` does the same at submission. From the request on, both jobs are the same.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -127,8 +128,9 @@ def take_over(file: YamlFile, words: Sequence[str], script: str) -> tuple[CellFo
         elif own_job.slurm_job():
             status.write_job(folder, own)
             link = code_of_job(run, os.environ["SLURM_JOB_ID"])
-            link.unlink(missing_ok=True)
-            link.symlink_to(code)
+            with contextlib.suppress(OSError):  # some file systems have no links
+                link.unlink(missing_ok=True)
+                link.symlink_to(code)
         else:
             folder.job.unlink(missing_ok=True)
         if is_run(run):
