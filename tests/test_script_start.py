@@ -228,6 +228,23 @@ def test_a_script_reads_no_recipe_overlay_or_profile(job: Job, tmp_path: Path) -
     assert "/tmp/tokenizer.json is not there" in start.output, start.output
 
 
+def test_a_requeued_job_runs_the_code_that_it_began_with(job: Job, tmp_path: Path) -> None:
+    checkout, here = (
+        copy_checkout(tmp_path / "checkout", assets=True),
+        {"CELL_DIR": str(job.cell_dir)},
+    )
+    first = job.runner.run(job.script, root=checkout, environment=here)
+    assert first.status == 0, first.output
+    # A pull that renames a package, while the job waits for its next start.
+    (checkout / "cookbook").rename(checkout / "renamed")
+    write_status(CellFolder(job.cell_dir), Status("running", 0, started=1.0))
+    here["SLURM_RESTART_COUNT"] = "1"
+    again = job.runner.run(job.script, root=checkout, environment=here)
+    assert again.status == 0, again.output
+    assert again.environment["ATTEMPT"] == "attempt-1"
+    assert again.environment["COOKBOOK_CODE"] == first.environment["COOKBOOK_CODE"]
+
+
 def test_a_script_of_an_earlier_version_is_refused_with_one_line(job: Job) -> None:
     line = 'exec "${VENV}/bin/python" -m cookbook.supervise "${CELL_DIR}" --script="$0" --cell=x'
     head, _, _ = job.script.read_text().partition("\nexec ")
