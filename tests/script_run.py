@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cookbook.base.yamlfile import YamlFile, parse_yaml
+from cookbook.supervise.__main__ import HANDED_OVER
 from tests.programs import write_program
+
+
+def carried(text: str, path: Path = Path("train.sh")) -> YamlFile:
+    """What a script carries, as its last line hands it over."""
+    above, _, below = text.partition(f"{HANDED_OVER}\n")
+    return parse_yaml("\n" * (above.count("\n") + 1) + below.partition("\nCELL\n")[0], path)
 
 
 def stack_packages(folder: Path) -> str:
@@ -46,22 +54,6 @@ esac
     "squeue": "exit 1\n",
     "sinfo": "",
 }
-# Stands for the supervisor, in milliseconds: it runs the script again, once. `asked` holds its
-# arguments for the real one to read.
-_PYTHON = """\
-printf '%s\\0' "$@" >"${RECORDS}/python"
-[[ "$1 $2" == "-m cookbook.supervise" ]] || exit 2
-export CELL_DIR="$3" NUM_NODES=2 TRAIN_NODES=worker-0,worker-1 HEAD_ADDRESS=10.0.0.7
-export LOG_RANK=0,1 SHOWN_RANKS=0
-export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-0"
-script="${4#--script=}"
-mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
-until [[ "$1" == -- ]]; do shift; done
-shift
-until [[ "$1" == -- ]]; do shift; done
-shift
-exec bash "${script}" "$@"
-"""
 
 
 @dataclass(frozen=True)
@@ -74,8 +66,6 @@ class Start:
     torchrun: list[str]
     environment: Mapping[str, str]
     folder: str
-    asked: list[str]
-    """The arguments of `python -m cookbook.supervise`, where a stand-in took its place."""
 
     @property
     def train_args(self) -> list[str]:
@@ -87,17 +77,14 @@ class Start:
 class ScriptRunner:
     """Runs scripts in `folder`, where it puts its stand-ins and what they write down."""
 
-    def __init__(self, folder: Path, python: str | None = sys.executable) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.programs = folder / "programs"
         self.venv = folder / "venv"
         for name, text in _PROGRAMS.items():
             write_program(self.programs / name, f"#!/bin/bash\n{text}")
-        # The supervisor's Python; without one a stand-in, for tests of bash.
         packages = stack_packages(folder / "packages")
-        text = (
-            f'PYTHONPATH="{packages}:${{PYTHONPATH:-}}" exec {python} "$@"\n' if python else _PYTHON
-        )
+        text = f'PYTHONPATH="${{PYTHONPATH:-}}:{packages}" exec {sys.executable} "$@"\n'
         write_program(self.venv / "bin/python", f"#!/bin/bash\n{text}")
 
     def run(
@@ -143,7 +130,6 @@ class ScriptRunner:
             torchrun=_words(records / "torchrun"),
             environment={name: value for name, _, value in variables},
             folder=(records / "folder").read_text().strip() if variables else "",
-            asked=_words(records / "python"),
         )
 
     def replace(self, program: str, text: str) -> None:

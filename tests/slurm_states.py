@@ -1,6 +1,6 @@
 """Brings the jobs of runs into every state that a Slurm job can be in, side by side.
 
-One run for each state. A shell script stands in for each `train.sh`; all else is real.
+One run for each state. A shell script stands in for each training; all else is real.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from cookbook.run.states import cancel_run, cell_states
 from cookbook.run.status import read_job
 from tests.cells import Point
 from tests.made_up_run import metrics_line
-from tests.programs import write_program
+from tests.programs import set_command, write_program
 from tests.slurm_cluster import CPU_NODES, Settings, SlurmCluster
 from tests.waiting import until
 
@@ -199,7 +199,7 @@ def _started(cell: Cell, state: str, plan: _Plan) -> Run:
     name = state.replace(", ", "-").replace(" ", "-")
     cells = [replace(cell, name=name, cluster=cluster)]
     run = create_run(name, cells)
-    run.cells[0].script.write_text(plan.body)
+    set_command(run.cells[0], plan.body)
     submit_run(run, cells)
     return run
 

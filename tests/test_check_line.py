@@ -56,7 +56,10 @@ def test_a_line_that_may_run(checkout: Path, words: list[str], verdict: str) -> 
         (["sbatch", "-N", "3", "train_671b.sh"], "32 does not divide 12 ranks of a stage; try 4"),
         (["sbatch", "--gres=gpu:4", "train_671b.sh"], "the job has 4 GPUs a node, and the"),
         (["sbatch", "-G", "8", "train_671b.sh"], "the job has 0 GPUs a node, and the"),
-        (["sbatch", "--export=ALL,PRECISION=fp4", "train_671b.sh"], "PRECISION: found 'fp4', all"),
+        (
+            ["sbatch", "--export=ALL,PRECISION=fp4", "train_671b.sh"],
+            "PRECISION: unknown value 'fp4'",
+        ),
         (["PRECISON=mxfp8", "sbatch", "train_671b.sh"], "did you mean PRECISION?"),
         (["bash", "train_671b.sh"], "runs inside a Slurm job; start it with: sbatch train_671b"),
         (["sbatch", "--nodes=three", "train_671b.sh"], "--nodes: found 'three', allowed: a whole"),
@@ -86,8 +89,8 @@ def test_an_edited_copy_is_judged_by_what_it_says(checkout: Path, tmp_path: Path
     # It would train BF16 all the same.
     done = check_line(checkout, "PRECISION=mxfp8", "sbatch", "mine.sh", cwd=tmp_path)
     assert done.returncode == 2
-    assert "reads; render another script with --precision" in done.stderr
-    script.write_text(script.read_text().replace("--training.steps=8", "--training.steps=0"))
+    assert "PRECISION=mxfp8: this script trains bf16; render another one" in done.stderr
+    script.write_text(script.read_text().replace("      steps: 8", "      steps: 0"))
     done = check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path)
     assert done.returncode == 2
     assert "training.steps: found 0, allowed: 1 and up" in done.stderr
@@ -99,9 +102,9 @@ def test_an_edited_copy_is_judged_by_what_it_says(checkout: Path, tmp_path: Path
     [
         "#!/bin/bash\nset -euo pipefail\n",
         # A script of one's own that calls the cookbook's.
-        "#!/bin/bash\n# -m cookbook.supervise begin\nsource train_671b.sh\n",
+        "#!/bin/bash\n# -m cookbook.supervise begin <<'CELL'\nsource train_671b.sh\n",
         # The cookbook's, cut before it hands over.
-        (ROOT / "train_671b.sh").read_text(encoding="utf-8").partition('exec "${VENV}')[0],
+        (ROOT / "train_671b.sh").read_text(encoding="utf-8").rpartition("CELL")[0],
     ],
     ids=["plain", "sourced", "cut"],
 )

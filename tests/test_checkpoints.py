@@ -12,16 +12,17 @@ from unittest.mock import Mock
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.config.cell import train_argv
+from cookbook.launch.script import render_script
 from cookbook.run.folder import PARTS, CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.states import RUN_VARIABLE
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
-from cookbook.supervise.__main__ import CHECKED, Start, main, start_run
 from cookbook.supervise.resume_point import prepare
+from cookbook.supervise.start import check, take_over
 from cookbook.supervise.supervisor import SignalReceivedError
 from tests.cells import CLUSTER_FILES, Point
 from tests.saved import FILES, cut, save
+from tests.script_run import carried
 from tests.submit import listing, submit
 
 NAME = "debug-bf16-standard"
@@ -47,24 +48,15 @@ class Started:
     def saved(self) -> Path:
         return self.path / "checkpoint"
 
-    def words(self, *own: str) -> Start:
-        names = ("debug", "bf16", "standard", self.cluster)
-        cell = Point(*names).cell()
-        script = self.path.parents[2] / "script.sh"
-        script.write_text(f"# {own}\n")
-        counts = 1, 0, cell.cluster.ranks_per_node
-        return Start(self.folder, script, NAME, *names, *counts, train_argv(cell), [*OPTIONS, *own])
-
-    def line(self, *own: str) -> list[str]:
-        start = self.words(*own)
-        names = "recipe", "cluster", "script", "precision", "ep_backend", "cell", "nproc_per_node"
-        words = [f"--{name.replace('_', '-')}={getattr(start, name)}" for name in names]
-        return [str(self.path), *words, "--", *start.arguments, "--", *start.own]
+    def take_over(self, *own: str) -> None:
+        cell = Point("debug", "bf16", "standard", self.cluster).cell()
+        text = render_script(cell)
+        take_over(carried(text), [*OPTIONS, *own], text)
 
     def start(self, *own: str, attempt: int = 0) -> str:
         """Start an attempt, as script and supervisor do; what is said on standard error."""
         self.capture.readouterr()
-        start_run(self.words(*own))
+        self.take_over(*own)
         assert self.folder.next_attempt().number == attempt
         prepare(self.folder, self.folder.attempt(attempt), read_record(self.folder.record))
         return self.capture.readouterr().err
@@ -83,7 +75,9 @@ def cell(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(RUN_VARIABLE, "")  # a start sets it
+    for name in (RUN_VARIABLE, "COOKBOOK_SCHEDULER"):
+        monkeypatch.setenv(name, "")  # a start sets them
+    monkeypatch.setenv("CELL_DIR", str(tmp_path / "runs" / "mine" / NAME))
     return Started(tmp_path / "runs" / "mine" / NAME, capsys)
 
 
@@ -373,20 +367,20 @@ def test_no_checkpoint_is_judged_where_none_is_loaded(cell: Started) -> None:
 
 
 def test_a_checked_line_writes_nothing(cell: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COOKBOOK_CHECK", "1")
+    script = carried(render_script(Point("debug", "bf16", "standard", "local").cell()))
     save(cell.saved, 4)
     cut(save(cell.saved, 6) / FILES[0])
-    before, words = listing(cell.path), cell.line()
-    assert main(words) == CHECKED
+    before = listing(cell.path)
+    check(script, OPTIONS)
     assert f"{NAME} may run: 1 node(s) x 2 CPU ranks\n" in cell.capture.readouterr().err
     assert listing(cell.path) == before
     save(cell.saved, 8, states=())
     with pytest.raises(InputError, match="step-8: holds the model without"):
-        main(words)
-    # The script does not read this variable, and would train BF16 all the same.
+        check(script, OPTIONS)
+    # The script has no other precision.
     monkeypatch.setenv("PRECISION", "mxfp8")
     with pytest.raises(InputError, match="PRECISION=mxfp8: this script trains bf16"):
-        main(words)
+        check(script, OPTIONS)
 
 
 def test_a_run_that_has_made_its_steps_says_so(cell: Started) -> None:
@@ -401,14 +395,14 @@ def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell:
     of_sweep: dict[str, Any] = {"stand_in_for": "671b", "baseline": "base", "prediction": "fast"}
     of_sweep |= {"repeat_of": "debug", "repeat": 2}
     submitted = replace(Point("debug", "bf16", "standard", cell.cluster).cell(), **of_sweep)
-    record = submitted.record()
+    record = submitted.job_record()
     record.options["checkpoint.enable"] = True
     record.write(cell.folder.record)
     cell.start()
     record = replace(read_record(cell.folder.record), published_tokens_per_second_per_gpu=9.0)
     assert {name: getattr(record, name) for name in of_sweep} == of_sweep
     record.write(cell.folder.record)
-    first, script = cell.folder.record.read_text(), cell.folder.script.read_text()
+    first = cell.folder.record.read_text()
     cell.start(attempt=1)
     assert cell.folder.record.read_text() == first
     assert not any(one.record.exists() for one in cell.folder.attempts())
@@ -420,7 +414,6 @@ def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell:
     kept = [one.record.exists() for one in cell.folder.attempts()]
     assert kept == [False, True, True, False, False]
     assert cell.folder.attempt(1).record.read_text() == first
-    assert cell.folder.attempt(1).script.read_text() == script != cell.folder.script.read_text()
     newest = read_record(cell.folder.record)
     assert (newest.steps, newest.published_tokens_per_second_per_gpu) == (30, None)
     assert newest.prediction == "fast"
@@ -434,11 +427,9 @@ def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell:
 
 
 def test_other_steps_of_a_resumed_run_keep_the_schedule_of_the_learning_rate(
-    cell: Started, monkeypatch: pytest.MonkeyPatch
+    cell: Started,
 ) -> None:
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "")
-    supervisor, total = Mock(), "--lr_scheduler.total_steps="
-    monkeypatch.setattr("cookbook.supervise.__main__.Supervisor", supervisor)
+    total = "--lr_scheduler.total_steps="
     steps = [f"--training.steps={number}" for number in (20, 30, 40, 50)]
     # A seed checkpoint is of step 0.
     for saved, words, kept in [
@@ -452,32 +443,28 @@ def test_other_steps_of_a_resumed_run_keep_the_schedule_of_the_learning_rate(
     ]:
         if saved is not None:
             save(cell.saved, saved)
-        main(cell.line(*words))
-        _, arguments = supervisor.call_args.args
-        asked = [word for word in arguments if word.startswith(total)]
-        assert asked[-1:] == ([f"{total}{kept}"] if kept else []), words
+        cell.take_over(*words)
         assert read_record(cell.folder.record).options.get(total[2:-1]) == kept
 
 
 def test_a_restarted_job_reads_its_record(cell: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cookbook.run.slurm.job_infos", lambda jobs: {})
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     (cell.cluster,) = (str(file) for file in CLUSTER_FILES if file.stem == "cpu-nodes")
     cell.start()
     files = [cell.folder.record, cell.folder.job, cell.folder.script, cell.folder.status]
     before = [file.read_bytes() for file in files]
     assert json.loads(cell.folder.job.read_text())["job_id"] == "77"
-    # The recipe has another name by now.
-    gone = replace(cell.words("--training.stepz=1"), recipe="gone")
+    # By now another checkpoint is whole, and other options would be judged anew.
+    other = "--training.steps=99"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    start_run(gone)
+    cell.take_over(other)
     assert [file.read_bytes() for file in files] == before
     monkeypatch.setenv("SLURM_JOB_ID", "78")
-    with pytest.raises(InputError):
-        start_run(gone)
-    cell.start(attempt=1)
+    cell.start(other, attempt=1)
     assert json.loads(cell.folder.job.read_text())["job_id"] == "78"
     # In a run of Slurm jobs, a local cell's process is not taken for one.
     cell.cluster = "local"
     cell.start(attempt=2)
-    assert json.loads(cell.folder.job.read_text())["job_id"] == "78"
+    assert not cell.folder.job.exists()

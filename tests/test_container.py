@@ -131,9 +131,9 @@ def test_the_image_trains_without_the_hosts_environment(image: Image, tmp_path: 
     assert submit(*words, runs=tmp_path / "runs").status == 0
     binaries = tmp_path / "bin"
     write_program(binaries / "srun", SRUN)
+    write_program(binaries / "scontrol", '#!/bin/sh\n[ "$2" != hostnames ] || echo localhost\n')
     # Outside the checkout, as a scratch folder is.
     attempt = tmp_path / "runs/mine/cell/attempt-0"
-    attempt.mkdir(parents=True)
     variables = {
         "PATH": f"{binaries}:{os.environ['PATH']}",
         "IMAGE": str(image.root),
@@ -141,12 +141,11 @@ def test_the_image_trains_without_the_hosts_environment(image: Image, tmp_path: 
         "COOKBOOK_ROOT": str(checkout),
         "VENV": sys.prefix,
         "CELL_DIR": str(attempt.parent),
-        "COOKBOOK_ATTEMPT_DIR": str(attempt),
+        "COOKBOOK_PREFLIGHT": "off",
         "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "localhost",
         "SLURM_CPUS_ON_NODE": "2",
-        "NUM_NODES": "1",
-        **dict.fromkeys(("TRAIN_NODES", "HEAD_ADDRESS"), "localhost"),
-        **dict.fromkeys(("LOG_RANK", "SHOWN_RANKS"), "0"),
     }
     done = subprocess.run(["bash", str(script)], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

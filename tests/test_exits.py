@@ -19,6 +19,7 @@ from cookbook.supervise.attempt import StepClock, Timeouts
 @pytest.fixture
 def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CellFolder:
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("COOKBOOK_SCHEDULER", "slurm")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     cell = CellFolder(tmp_path / "run" / "cell")
     cell.attempt(0).path.mkdir(parents=True)
@@ -101,7 +102,7 @@ def test_an_attempt_that_saved_as_asked(cell: CellFolder, monkeypatch: pytest.Mo
         assert end.cause is Cause.SAVED
         assert end.reason == "asked to stop, it saved step 12 and ended"
     for state, cause in ((QUEUED, Cause.SAVED), (CANCELLED, Cause.STOPPED)):
-        monkeypatch.setattr("cookbook.supervise.exits.stop_reason", lambda *_, s=state: (s, "x"))
+        monkeypatch.setattr("cookbook.run.own_job.stop_reason", lambda *_, s=state: (s, "x"))
         stopped, found = exits.stopped_end(end, "SIGTERM")
         assert (stopped.cause, found) == (cause, state)
 

@@ -1,5 +1,6 @@
 """`run` and `sweep`: which cells are checked, submitted and waited for; the words for sbatch."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import submitit
 
 from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
@@ -23,7 +25,6 @@ from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.excluded import exclude_nodes
 from cookbook.run.record import read_record
 from cookbook.run.run import Run, is_submit_locked, read_run
-from cookbook.run.slurm import sbatch as slurm_sbatch
 from cookbook.run.status import read_job, read_status
 from tests.cells import CLUSTERS, Point
 from tests.programs import write_program
@@ -140,7 +141,7 @@ if [[ -e "../refuse-${{count}}" ]]; then
   echo "sbatch: error: Batch job submission failed: Invalid account" >&2
   exit 1
 fi
-echo "$((4711 + count))"
+echo "Submitted batch job $((4711 + count))"
 """
 _SINFO = "#!/bin/sh\nfor n in 0 1 2 3; do echo \"worker-$n main*\"; done\necho 'worker-9 hidden'\n"
 
@@ -152,6 +153,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "taken").mkdir(parents=True)
     write_program(folder / "bin/sbatch", _SBATCH.format(folder=folder))
     write_program(folder / "bin/sinfo", _SINFO)
+    write_program(folder / "bin/srun", "")
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
     return folder
@@ -170,12 +172,14 @@ def test_each_cell_that_can_run_is_a_job_of_its_own(
 ) -> None:
     run = create_run("smoke", cells)
 
-    def sbatch(script: Path, folder: Path) -> str:
+    submit_one = executor._submit_to_slurm
+
+    def submit(run: Run, cells: Sequence[Cell]) -> str:
         # Until all is submitted, a cell without a job is waited for.
         assert is_submit_locked(run.folder)
-        return slurm_sbatch(script, folder)
+        return submit_one(run, cells)
 
-    monkeypatch.setattr(executor, "sbatch", sbatch)
+    monkeypatch.setattr(executor, "_submit_to_slurm", submit)
     assert submit_run(run, cells) == ["4711", "4712", "4713"]
     assert not is_submit_locked(run.folder)
     jobs = [job and job.job_id for job in map(read_job, run.cells)]
@@ -186,12 +190,7 @@ def test_each_cell_that_can_run_is_a_job_of_its_own(
 
 def test_the_batch_file(slurm: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somebody/elses")
-    # As in train.sh, a file of the cluster may fail, and the profile's own variables win.
-    site = slurm / "the site.sh"
-    site.write_text('false; echo "${UNSET}"\nexport NCCL_IB_HCA=mlx5_0 NCCL_DEBUG=INFO VENV=/\n')
-    files, variables = (str(site), "/no/such file"), Words({"NCCL_DEBUG": "WARN ALL"})
-    cluster = replace(cells[0].cluster, source=files, environment=variables)
-    cells[0] = replace(cells[0], cluster=cluster)
+    monkeypatch.setenv("SLURM_NTASKS", "7")  # of a job that this is called in
     exclude_nodes({"worker-1": "GPU 3 is missing", "worker-2": "moved"}, hours=1)
     run = create_run("smoke", cells[:1])
     # `run --resume NAME`, called beside the run: the checkout, where sbatch runs, has no such path.
@@ -200,23 +199,45 @@ def test_the_batch_file(slurm: Path, cells: list[Cell], monkeypatch: pytest.Monk
     lines = (slurm / "taken/0").read_text().splitlines()
     assert lines[0] == "#!/bin/bash"
     options = sbatch_options(cells[0], leave_out=["worker-1", "worker-2"])
-    options |= {"output": f"{run.cell('a').job_files}/%j.log"}
+    options |= {"output": f"{run.cell('a').job_files}/%j.log", "chdir": str(ROOT)}
     header = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
-    assert header == [option_word(name, value) for name, value in options.items()]
+    assert sorted(header) == sorted(option_word(name, value) for name, value in options.items())
+    code = run.folder / "code" / (read_record(run.cell("a").record).code or "")
     started = {
-        "SUBMITIT_EXECUTOR": "slurm",
-        "PYTHONPATH": f"{ROOT}:/somebody/elses",
+        "PYTHONPATH": f"{code}:/somebody/elses",
+        "PYTHONSAFEPATH": "1",
         "VENV": sys.prefix,
-        "NCCL_IB_HCA": "mlx5_0",
-        "NCCL_DEBUG": "WARN ALL",
         # A requeue leaves them out for as long as they are on the list.
         "COOKBOOK_LEFT_OUT": "worker-1,worker-2",
     }
-    script = "\n".join([*lines[:-1], f"exec printenv {' '.join(started)}"])
+    *before, command = [line for line in lines if line]
+    script = "\n".join([*before, f"exec printenv {' '.join(started)}"])
     printed = subprocess.run(["bash", "-c", script], capture_output=True, check=True, text=True)
-    assert printed.stdout.split("\n")[1:-1] == [*started.values()]
+    assert printed.stdout.split("\n")[:-1] == [*started.values()]
     # Slurm's signals go to the batch shell: it must be the supervisor by then.
-    assert lines[-1].startswith(f"exec {sys.executable} ")
+    assert command.startswith(f"exec {sys.executable} ")
+    (pickled,) = (run.folder / "job").glob("4711_submitted.pkl")
+    # submitit's process becomes the supervisor, and its pickle holds nothing of the cookbook.
+    job = submitit.helpers.DelayedSubmission.load(pickled)
+    words = [sys.executable, "-m", "cookbook.supervise", str(run.cell("a").path)]
+    assert (job.function, job.args) == (os.execv, (sys.executable, words))
+
+
+def test_ctrl_c_says_what_was_queued(
+    slurm: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, answers = create_run("smoke", cells), ["4711"]
+
+    def submit(run: Run, cells: Sequence[Cell]) -> str:
+        if not answers:
+            raise KeyboardInterrupt
+        return answers.pop()
+
+    monkeypatch.setattr(executor, "_submit_to_slurm", submit)
+    said = f"b: interrupted; queued before: job 4711; to queue the rest: .* --resume {run.name}"
+    with pytest.raises(JobError, match=said):
+        submit_run(run, cells)
+    assert [read_status(run.cell(name)).state for name in "abc"] == ["queued", "failed", "failed"]
 
 
 def test_what_sbatch_refuses_and_all_after_it_has_failed(slurm: Path, cells: list[Cell]) -> None:

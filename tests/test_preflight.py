@@ -42,6 +42,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
     """A job of four nodes, one of them spare, in a partition of six."""
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("COOKBOOK_SCHEDULER", "slurm")
     monkeypatch.setenv("SLURM_JOB_PARTITION", "main")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "worker-[0-3]")
     for name in ("SLURM_RESTART_COUNT", "COOKBOOK_PREFLIGHT"):
@@ -170,6 +171,28 @@ def test_a_fault_of_most_nodes_is_nobodys(job: JobNodes, monkeypatch: pytest.Mon
     with pytest.raises(JobError, match=r"disk: 4 of 4 nodes.* none is excluded"):
         module.ask_nodes(job)
     assert job.faults == {} and read_excluded() == []
+
+
+def test_a_wrong_profile_takes_one_node_and_not_the_cluster(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = [Fault("GPUs", "H200, and the profile has B200", 24.0)]
+    reports = [Report(name, 1000.0, wrong, {}) for name in names(6)]
+    monkeypatch.setattr(module, "run_step", _answers(reports, []))
+    job.record, job.nodes = replace(job.record, nodes=1), ["worker-0"]
+    module.ask_nodes(job)
+    with pytest.raises(module.RequeueNeededError):
+        module.decide(job)
+    write_attempt_end(job.attempt, AttemptEnd(0, Cause.BAD_NODES, job_id="77"))
+    # Slurm starts it again elsewhere.
+    job.attempt, job.nodes, job.faults = job.cell.attempt(1), ["worker-1"], {}
+    with pytest.raises(JobError, match=r"GPUs: 2 of 2 nodes.* no fault of single nodes"):
+        module.ask_nodes(job)
+    assert [one.node for one in read_excluded()] == ["worker-0"]
+    # Whatever jobs find, the list takes no more than half of a partition.
+    for number in range(6):
+        job.exclude({f"worker-{number}": [ECC]})
+    assert len(read_excluded()) == 3
 
 
 def requeued(job: JobNodes) -> tuple[Sequence[str] | None, float | None]:

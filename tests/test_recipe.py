@@ -244,7 +244,7 @@ def test_every_variable_of_the_scripts_is_reserved() -> None:
     for text in [*golden_scripts().values(), *launchers().values()]:
         assigned |= set(re.findall(r"(?m)^\s*(?:export )?([A-Z][A-Z_]*)\+?=", text))
         # The supervisor exports the others that a script reads.
-        assigned |= set(re.findall(r"[$][{]([A-Z][A-Z_]*)[}]", text))
+        assigned |= set(re.findall(r"[$][{]([A-Z][A-Z_]*)(?:\[@\])?[}]", text))
     assert {"CELL_DIR", "TRAIN_NODES", "ATTEMPT", "TRAIN_ARGS", "PYTHONPATH"} <= assigned
     own = {name for name in assigned if not name.startswith(("COOKBOOK_", "SLURM_"))}
     overlays = [*map(load_precision, PRECISIONS), *map(load_ep_backend, EP_BACKENDS)]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -14,39 +15,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cookbook.base.paths import ROOT
+from cookbook.base.yamlfile import parse_yaml
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Setting
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
+from cookbook.config.request import cell_of_script, read_script
 from cookbook.config.resolve import merge_config, resolve_cell
+from cookbook.config.validate import validation_errors
 from cookbook.launch.script import render_script, sbatch_lines
+from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
-from cookbook.supervise import __main__ as supervise
+from cookbook.supervise.__main__ import HANDED_OVER
+from cookbook.supervise.script import cell_environment, write_script
 from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, Point, walked
-from tests.checkout import STAND_IN
 from tests.golden import GOLDEN, LAUNCHERS, golden_scripts, launchers
-from tests.script_run import ScriptRunner, Start
+from tests.programs import write_program
+from tests.script_run import ScriptRunner, Start, carried
 from tests.test_stack import ANY_TEXT, NOT_HERE, TEXTS
-from tests.titan_config import parse, typed
 
 CHECKED_IN = {name: (ROOT / name).read_text(encoding="utf-8") for name in LAUNCHERS}
 CELLS = {str(point): point.cell() for point in POINTS}
 SCRIPTS = {name: render_script(cell) for name, cell in CELLS.items()} | CHECKED_IN
-# Each value of each choice; every pair of them nightly.
-PAIRS = [
-    pytest.param(p, e, marks=() if e == "deepep" or p == "mxfp8" else pytest.mark.nightly)
-    for p in PRECISIONS
-    for e in EP_BACKENDS
-]
 # Options whose values the rules look at, and those that the scripts set.
 JUDGED = {"model.name", "model.flavor", "training.dataset", "checkpoint.initial_load_path"}
 JUDGED |= {"activation_checkpoint.selective_ac_option", "checkpoint.folder", "data.text_key"}
 OWN = ("job.dump_folder", "job.description", "experimental.custom_import", "cookbook.")
 FREE = {name for name in TEXTS if not name.startswith(OWN) and "save_" not in name}
 FREE -= NOT_HERE | JUDGED
-# What differs between two runs of bash, whatever the script.
-OF_BASH = {"_", "SHLVL", "PWD", "OLDPWD"}
 
 
 @pytest.fixture
@@ -75,6 +72,10 @@ def test_bash_and_shellcheck_find_nothing_in_any_script(tmp_path: Path) -> None:
         pytest.skip("shellcheck is missing; run: apt-get install shellcheck, or setup.sh --dev")
     for name, text in SCRIPTS.items():
         (tmp_path / name.replace("/", "_")).write_text(text, encoding="utf-8")
+    # What attempts run.
+    for text in {read_script(carried(text)).command for text in SCRIPTS.values()}:
+        own = f"#!/bin/bash\n# shellcheck disable=SC2154\nTRAIN_ARGS=()\n{text}"
+        (tmp_path / f"command-{len(list(tmp_path.iterdir()))}").write_text(own, encoding="utf-8")
     files = walked([str(path) for path in sorted(tmp_path.iterdir())])
     loop = 'for file; do bash -n "${file}" || echo "${file}"; done'
     done = subprocess.run(["bash", "-c", loop, "bash", *files], capture_output=True, text=True)
@@ -83,9 +84,7 @@ def test_bash_and_shellcheck_find_nothing_in_any_script(tmp_path: Path) -> None:
     seen: dict[str, str] = {}
     for file in files:
         text = Path(file).read_text(encoding="utf-8")
-        shape = re.sub(
-            r"(?m)^ *(#.*|'?--.*|[A-Z_]+=.*|export .*|    (?:PRECISION|EP)_.*|      .*)$", "", text
-        )
+        shape = re.sub(r"(?m)^ *(#.*|[A-Z_]+=.*)$", "", text.partition(HANDED_OVER)[0])
         seen.setdefault(shape, file)
     chosen = [*seen.values(), *(file for file in files if Path(file).name in LAUNCHERS)]
     done = subprocess.run([shellcheck, *chosen], capture_output=True, text=True, timeout=300)
@@ -99,10 +98,11 @@ def test_what_sbatch_makes_of_a_script(name: str) -> None:
     assert all(line.startswith("#") for line in header.split("\n") if line)
     on_slurm = name in LAUNCHERS or CELLS[name].cluster.scheduler == "slurm"
     assert ("\n#SBATCH" in header, "\n#SBATCH" in rest) == (on_slurm, False)
-    assert ("\nsrun --n" in rest, "\ntorchrun --n" in rest) == (on_slurm, not on_slurm)
+    assert ("\n  srun --n" in rest, "\n  torchrun --n" in rest) == (on_slurm, not on_slurm)
     # It runs a copy elsewhere: no path comes from the script's own.
     assert "BASH_SOURCE" not in rest
-    assert re.findall(r".*[$]0.*", rest) == ['SCRIPT="$(realpath "$0")"']
+    (last,) = re.findall(r".*[$]0.*", rest)
+    assert last.endswith('--script="$(realpath "$0")" -- "$@" <<\'CELL\'')
 
 
 def _start(
@@ -113,53 +113,31 @@ def _start(
     return runner.run(root / script, *words, root=root, environment=cell)
 
 
-@pytest.mark.titan
 @pytest.mark.parametrize("name", LAUNCHERS)
-@pytest.mark.parametrize(("precision", "ep_backend"), PAIRS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("ep_backend", EP_BACKENDS)
 def test_a_launcher_and_the_cells_own_script_train_the_same(
-    runner: ScriptRunner, checkout: Path, name: str, precision: str, ep_backend: str
+    name: str, precision: str, ep_backend: str
 ) -> None:
     cell = Point(LAUNCHERS[name], precision, ep_backend, "soperator-b200").cell()
-    # Cards that the cluster names are passed on, so that both must do it.
-    cards = {"NCCL_IB_HCA": "mlx5_4:1", "SLURM_JOB_NUM_NODES": "32"}
-    # Each cell has a W&B run of its own.
-    cards |= {"WANDB_API_KEY": "key", "WANDB_RUN_ID": "mine"}
-    # DeepEP is not installed; whether it is has a test of its own.
-    cards["PYTHONPATH"] = str(STAND_IN)
     chosen = {"PRECISION": precision, "EP_BACKEND": ep_backend}
-    word = "--training.seq_len=4096"
-    by_launcher = _start(runner, checkout, name, word, **cards, **chosen)
-    if cell.refused:
-        assert by_launcher.status == 2
-        assert cell.refused in by_launcher.output
-        assert by_launcher.torchrun == []
-        return
-    script = runner.folder / "train.sh"
-    script.write_text(render_script(cell), encoding="utf-8")
-    by_cell = _start(runner, checkout, script, word, **cards)
-    assert by_launcher.status == by_cell.status == 0, by_launcher.output + by_cell.output
-    parsed = dict(parse(by_launcher.train_args))
-    assert parsed.pop("job.description")
-    from_cell = dict(parse(by_cell.train_args))
-    assert from_cell.pop("job.description") == cell.description
-    assert typed(parsed) == typed(from_cell)
-    # Same torchrun, same srun, same environment.
-    one, other = by_launcher, by_cell
-    options = one.torchrun.index("torchtitan.train")
-    assert one.torchrun[:options] == other.torchrun[:options]
-    assert one.srun[: one.srun.index("torchrun")] == other.srun[: other.srun.index("torchrun")]
-    variables = {**one.environment, **other.environment}.keys() - OF_BASH - chosen.keys()
-    differs = [n for n in variables if one.environment.get(n) != other.environment.get(n)]
-    assert not differs
-    for variable, value in cell.environment.items():
-        assert by_cell.environment[variable] == value
-    assert ("NVSHMEM_HCA_LIST" in variables) == (ep_backend == "deepep")
+    by_launcher = cell_of_script(carried(CHECKED_IN[name]), (), chosen, cell.nodes)
+    by_cell = cell_of_script(carried(render_script(cell)), (), {}, cell.nodes)
+    asked = replace(cell, refused=None).job_record()
+    assert by_launcher.job_record() == by_cell.job_record() == asked
+    for found in (by_launcher, by_cell):
+        assert [str(one) for one in validation_errors(found)][:1] == [cell.refused][
+            : bool(cell.refused)
+        ]
+    # They run the same bash.
+    (one, other) = (read_script(carried(text)) for text in (CHECKED_IN[name], render_script(cell)))
+    assert (one.command, one.run) == (other.command, other.run)
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"RECIPE": "$(touch executed)"}, "PRECISION: found '$(touch executed)', allowed: "),
+        ({"RECIPE": "$(touch executed)"}, "PRECISION: unknown value '$(touch executed)'"),
         ({"VENV": "/nowhere"}, "VENV: no Python at /nowhere; run: bash "),
         ({"COOKBOOK_ROOT": "/usr"}, "COOKBOOK_ROOT: found '/usr', which is not the cookbook's"),
     ],
@@ -305,10 +283,10 @@ def test_texts_reach_torchrun_unchanged_and_none_is_executed(
     root.mkdir()
     (root / "submit.py").touch()
     options = dict(zip(sorted(FREE), texts, strict=True))
-    environment = {f"TEXT_{number}": text for number, text in enumerate(variables) if text}
+    asked_environment = {f"TEXT_{number}": text for number, text in enumerate(variables) if text}
     recipe_file, cluster_file = folder / "recipe.yaml", folder / "cluster.yaml"
     recipe = {"name": "any", "description": description, **options}
-    cluster = {"description": description, "scheduler": "slurm", "environment": environment}
+    cluster = {"description": description, "scheduler": "slurm", "environment": asked_environment}
     for path, mapping, rest in (
         (recipe_file, recipe, "nodes: 2\nmodel: {name: deepseek_v3, flavor: debugmodel}\n"),
         (cluster_file, cluster, "nodes: 2\nranks_per_node: 2\n"),
@@ -322,24 +300,36 @@ def test_texts_reach_torchrun_unchanged_and_none_is_executed(
     assert {name: cell.options[name] for name in options} == options
     script = folder / "train.sh"
     script.write_text(render_script(cell, root), encoding="utf-8", newline="")
-    folders = {"CELL_DIR": str(folder / "cell $(touch executed)"), "COOKBOOK_ROOT": ""}
-    runner = ScriptRunner(folder / "runner", python=None)
-    start = runner.run(script, *words, root=root, environment=folders)
+    runner = ScriptRunner(folder / "runner")
+    asks = 'printf \'%s\\0\' "$@" >"${RECORDS}/python"\ncat >"${RECORDS}/carried"\n'
+    write_program(runner.venv / "bin/python", f"#!/bin/bash\n{asks}")
+    start = runner.run(script, *words, root=root, environment={"COOKBOOK_ROOT": ""})
     assert start.status == 0, start.output
-    assert start.folder == str(root)
-    assert start.train_args[len(start.train_args) - len(words) :] == words
-    assert {f"--{name}={text}" for name, text in options.items()} <= set(start.train_args)
-    assert f"--job.description={cell.description}" in start.train_args
-    assert f"--job.dump_folder={folder}/cell $(touch executed)" in start.train_args
-    for name, text in environment.items():
-        assert start.environment[name] == text
-    # And so they reach the supervisor, which a stand-in replaced here.
-    asked = supervise.parse(start.asked[2:])
-    assert asked.own == words
-    assert asked.arguments == start.train_args[: len(asked.arguments)]
-    assert {f"--{name}={text}" for name, text in options.items()} <= set(asked.arguments)
-    assert (asked.folder.path, asked.cell) == (folder / "cell $(touch executed)", cell.name)
-    assert (asked.recipe, asked.cluster) == (str(recipe_file), str(cluster_file))
+    records = runner.folder / "records"
+    asked = (records / "python").read_bytes().decode().split("\0")[:-1]
+    assert asked[asked.index("--") + 1 :] == words
+    # What the supervisor makes of it is the same cell.
+    file = parse_yaml((records / "carried").read_text(encoding="utf-8"), script)
+    found = replace(cell_of_script(file, (), {}, cell.nodes), refused=None)
+    record = replace(found.job_record(), command=read_script(file).command)
+    assert record == replace(cell.job_record(), command=record.command)
+    folder_of = CellFolder(folder / "cell $(touch executed)")
+    job = {"PATH": f"{runner.programs}:{os.environ['PATH']}", "RECORDS": str(records)}
+    job |= {"SLURM_CPUS_ON_NODE": "8", "VENV": str(runner.venv)}
+    with patch.dict(os.environ, cell_environment(record, job), clear=True):
+        attempt = folder_of.attempt(0)
+        environment = write_script(
+            folder_of, attempt, record, job, {}, ["w-0", "w-1"], "10.0.0.7", {}
+        )
+    done = subprocess.run(["bash", attempt.script], env=environment, capture_output=True)
+    assert done.returncode == 0, done
+    given = (records / "torchrun").read_bytes().decode().split("\0")[:-1]
+    assert {f"--{name}={text}" for name, text in options.items()} <= set(given)
+    assert f"--job.description={cell.description}" in given
+    assert f"--job.dump_folder={folder_of.path}" in given
+    seen = (records / "environment").read_bytes().decode().split("\0")
+    assert {f"{name}={text}" for name, text in environment.items()} - set(seen) == set()
+    assert {f"{name}={text}" for name, text in asked_environment.items()} <= set(seen)
     assert not list(folder.rglob("executed")) and not Path("executed").exists()
     lines = script.read_text(encoding="utf-8").split("\n")
     expected = [f"#SBATCH {line}" for line in sbatch_lines(cell)]

@@ -1,7 +1,7 @@
 """Recorded cells go on: how they are made again, which go on, and what is refused."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,9 +119,21 @@ def test_what_cannot_go_on_is_refused_and_nothing_written(words: list[str], said
     assert _content(run.cells[0]) == before
 
 
-def test_what_has_not_ended_or_never_saved_is_refused() -> None:
-    answer = _resume(_ended(_cell(), steps=()))
-    assert answer.status == 2 and "has no whole checkpoint in" in answer.stderr
+def test_what_never_saved_or_never_began_starts_from_step_1() -> None:
+    unsaved = _ended(_cell(), steps=())
+    # As where sbatch refused it, for too many jobs.
+    waiting = create_run("queued", [debug()])
+    write_status(waiting.cells[0], Status(FAILED, reason="not queued: sbatch refused it"))
+    release_submit_locks()
+    for run in (unsaved, waiting):
+        answer = _resume(run)
+        assert answer.status == 0 and "and starts from step 1" in answer.stdout, answer
+    write_status(unsaved.cells[0], Status(FINISHED))
+    answer = _resume(unsaved)
+    assert answer.status == 2 and "left no whole checkpoint in" in answer.stderr
+
+
+def test_what_has_not_ended_is_refused() -> None:
     run = _ended(_cell())
     write_status(run.cells[0], Status(RUNNING, 0))
     answer = _resume(run)
@@ -154,19 +166,18 @@ def _longer(steps: int, nodes: int) -> Cell:
 
 
 def _submitted(monkeypatch: pytest.MonkeyPatch, answers: list[str]) -> None:
-    def sbatch(script: Path, root: Path) -> str:
+    def submit_one(run: Run, cells: Sequence[Cell]) -> str:
         if not answers:
             raise JobError("sbatch: error: the partition is down")
         return answers.pop(0)
 
-    monkeypatch.setattr(executor, "sbatch", sbatch)
+    monkeypatch.setattr(executor, "_submit_to_slurm", submit_one)
 
 
 def test_each_request_is_kept_with_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     run, later = _ended(_cell()), _ended(_cell())
     (folder,) = run.cells
     first = folder.record.read_text()
-    ran = folder.script.read_text()
     write_job(folder, "7")
     _submitted(monkeypatch, ["11", "12", "13"])
     assert run_names() == [run.name, later.name]
@@ -175,7 +186,6 @@ def test_each_request_is_kept_with_its_attempt(monkeypatch: pytest.MonkeyPatch) 
     assert read_status(folder).state == QUEUED
     job = read_job(folder)
     assert job and job.job_id == "11"
-    assert (folder.path / "attempt-0/train.sh").read_text() == ran
     # Attempt 1 never began; the next request takes its place.
     assert resume_cells(run, [_longer(20, 2)]) == ["12"]
     (folder.path / "attempt-1").mkdir()

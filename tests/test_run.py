@@ -64,7 +64,11 @@ def test_a_new_run(tmp_path: Path, cells: list[Cell], monkeypatch: pytest.Monkey
         # The script that runs is what `render` prints, byte for byte.
         assert folder.script.read_bytes() == render_script(cell).encode()
         assert yaml.safe_load(folder.record.read_text())["name"] == cell.name
-        assert read_record(folder.record) == cell.job_record()
+        record = read_record(folder.record)
+        asked = replace(cell.job_record(), command=record.command, code=record.code)
+        assert record == replace(asked, commit=record.commit)
+        # It carries its code.
+        assert (run.folder / "code" / (record.code or "") / "cookbook/__init__.py").is_file()
     assert read_status(run.cell(cells[0].name)) == Status(QUEUED)
     refused = read_status(run.cell(cells[1].name))
     assert (refused.state, refused.reason) == (REFUSED, cells[1].refused)
@@ -210,7 +214,8 @@ def test_all_of_a_cell_is_in_its_record(tmp_path: Path) -> None:
     assert read.ranks_per_node == cell.cluster.ranks_per_node
     assert read.options == cell.options.values and read.options["training.steps"] == cell.steps
     # What only a later attempt or a user's own file brings.
-    empty = {"files", "published_source", "profile", "too_few_nodes"}
+    empty = {"files", "published_source", "profile", "too_few_nodes", "environment_from"}
+    empty |= {"command", "spare_nodes", "commit", "code"}
     left = {field.name for field in fields(CellRecord) if not getattr(read, field.name)}
     assert left <= empty | {"environment"}
 

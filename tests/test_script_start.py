@@ -1,5 +1,7 @@
-"""How a rendered script hands over to the supervisor, and starts torchrun for an attempt."""
+"""How a rendered script becomes a request, and an attempt's script that starts torchrun."""
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,18 @@ from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
+from cookbook.config.request import cell_of_script
 from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.launch.script import render_launcher, render_script
-from cookbook.supervise.__main__ import parse, validate
-from tests.script_run import ScriptRunner, Start
+from cookbook.launch.submit import create_run
+from cookbook.run.folder import CellFolder
+from cookbook.run.record import read_record
+from cookbook.run.status import Status, read_attempt_end, write_status
+from cookbook.supervise.start import chosen_cell
+from cookbook.supervise.supervisor import Supervisor
+from tests.cells import CLUSTER_FILES, EP_BACKENDS, PRECISIONS, Point
+from tests.checkout import STAND_IN, copy_checkout
+from tests.script_run import ScriptRunner, Start, carried
 from tests.submit import ROOT
 
 PROFILE = {
@@ -31,10 +41,8 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.root = folder / "cookbook"
-        self.root.mkdir()
-        (self.root / "submit.py").touch()
-        self.runner = ScriptRunner(folder / "stand-ins", python=None)
+        self.root = ROOT
+        self.runner = ScriptRunner(folder / "stand-ins")
         self.cell_dir = folder / "runs" / "mine" / "cell"
         self.script = folder / "train.sh"
         self.render()
@@ -95,18 +103,23 @@ def test_one_srun_starts_one_torchrun_a_node(job: Job) -> None:
         "--local-ranks-filter=0",
         "-m",
     }
-    # Checkpoints belong to the cell, all else to the attempt; the user's words are the last.
+    # Checkpoints belong to the cell, all else to the attempt.
     assert start.train_args[-6:] == [
+        f"--checkpoint.folder={job.cell_dir}/checkpoint",
         f"--job.dump_folder={job.cell_dir}",
         "--metrics.save_tb_folder=attempt-0/tb",
         "--comm.save_traces_folder=attempt-0/comm_traces",
         "--profiling.save_traces_folder=attempt-0/profile_traces",
         "--profiling.save_memory_snapshot_folder=attempt-0/memory_snapshot",
-        "--training.steps=5",
     ]
+    assert [word for word in start.train_args if "training.steps" in word] == ["--training.steps=5"]
     assert start.environment["FROM_PROFILE"] == "yes"
     assert start.environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[rank${rank}]:"
-    assert start.environment["PYTHONPATH"].split(":")[0] == str(job.root)
+    # The code is the run's own, and not that of the working folder.
+    record = read_record(CellFolder(job.cell_dir).record)
+    code = job.cell_dir.parent / "code" / (record.code or "")
+    assert start.environment["PYTHONPATH"].split(":")[0] == str(code)
+    assert start.environment["PYTHONSAFEPATH"] == "1"
     # Under `sbatch --export=NONE` Slurm says NONE here.
     assert job.run(SLURM_EXPORT_ENV="NONE").environment["SLURM_EXPORT_ENV"] == "ALL"
     # What sbatch was asked for comes before what the node has.
@@ -122,19 +135,16 @@ def test_a_log_that_cannot_be_written_fails_no_training(job: Job) -> None:
 
 
 def test_a_launcher_finds_the_cookbook_though_slurm_answers_late(job: Job) -> None:
-    launcher = job.root / "train_16b.sh"
-    recipe, cluster = load_recipe("deepseek_v3_16b"), load_cluster("soperator-b200")
-    launcher.write_text(render_launcher(recipe, cluster, launcher.name))
     job.runner.replace("sleep", "exit 0\n")
     fails = 'echo x >>"${RECORDS}/squeue"\n(($(wc -l <"${RECORDS}/squeue") > 3)) || exit 1\n'
-    job.runner.replace("squeue", f"{fails}echo {launcher}\n")
-    start = job.runner.run(launcher, root=job.root, environment={"COOKBOOK_ROOT": ""})
-    assert start.status == 0, start.output
-    job.runner.replace("squeue", "exit 1\n")
-    asked_once = {"COOKBOOK_ROOT": "", "COOKBOOK_CHECK": "1"}
-    start = job.runner.run(launcher, root=job.root, environment=asked_once)
-    assert (start.status, start.torchrun) == (2, [])
-    assert "squeue gives no answer" in start.output and "export COOKBOOK_ROOT" in start.output
+    fails += 'echo "$@" >"${RECORDS}/asked"\n'
+    job.runner.replace("squeue", f"{fails}echo {ROOT}/train_16b.sh\n")
+    # Of an array it asks for its own element, where squeue has a line for each.
+    array = {"SLURM_ARRAY_JOB_ID": "4710", "SLURM_ARRAY_TASK_ID": "1", "COOKBOOK_ROOT": ""}
+    start = job.runner.run(ROOT / "train_16b.sh", root=ROOT, environment=array)
+    assert "32 does not divide 16 ranks of a stage" in start.output, start.output
+    asked = (job.runner.folder / "records/asked").read_text()
+    assert "--jobs=4710_1 " in asked
 
 
 def test_the_port_of_the_rendezvous_is_one_whatever_the_jobs_number(job: Job) -> None:
@@ -148,33 +158,104 @@ def test_the_port_of_the_rendezvous_is_one_whatever_the_jobs_number(job: Job) ->
     assert found[3] != found[4]
 
 
-def test_spare_nodes_are_named_to_the_supervisor(job: Job) -> None:
+def test_spare_nodes_are_known_to_the_supervisor(job: Job) -> None:
     recipe = job.folder / "spare.yaml"
     text = (ROOT / "recipes/debug.yaml").read_text()
     recipe.write_text(text.replace("nodes: 1\n", "nodes: 1\nspare_nodes: 1\n", 1))
     job.render(recipe=str(recipe))
     assert "#SBATCH --nodes=2\n" in job.script.read_text()
-    assert {"--nodes=2", "--spare-nodes=1"} <= set(job.run().asked)
+    cell = cell_of_script(carried(job.script.read_text()), (), {}, nodes=2)
+    assert (cell.nodes, cell.spare_nodes) == (1, 1)
+    with pytest.raises(InputError, match="all would be spare"):
+        cell_of_script(carried(job.script.read_text()), (), {}, nodes=1)
 
 
-def test_a_relative_folder_starts_at_the_cookbooks(job: Job) -> None:
-    start = job.run(CELL_DIR="runs/mine/try")
-    assert f"--job.dump_folder={job.root}/runs/mine/try" in start.train_args
-    assert start.folder == str(job.root)
-    assert start.asked[2] == f"{job.root}/runs/mine/try"
+def test_a_relative_folder_starts_at_the_cookbooks(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COOKBOOK_SCHEDULER", "")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    script = carried(job.script.read_text())
+    monkeypatch.setenv("CELL_DIR", "runs/mine/try")
+    assert chosen_cell(script, ())[1].path == (ROOT / "runs/mine/try").resolve()
     # Without one it is the cell's, the same each time.
+    monkeypatch.setenv("CELL_DIR", "")
     for place in ("runs", str(job.folder / "elsewhere")):
-        folder = (job.root / place / "debug/debug-bf16-standard").resolve()
-        assert job.run(CELL_DIR="", COOKBOOK_RUNS=place).asked[2] == str(folder)
+        monkeypatch.setenv("COOKBOOK_RUNS", place)
+        folder = (ROOT / place / "debug/debug-bf16-standard").resolve()
+        assert chosen_cell(script, ())[1].path == folder
 
 
-def test_ranks_that_the_profile_no_longer_has_are_refused(job: Job) -> None:
-    profile = job.render().cluster.path
-    start = parse(job.run().asked[2:])
-    profile.write_text(yaml.safe_dump(PROFILE | {"ranks_per_node": 4}))
-    load_cluster.cache_clear()
-    with pytest.raises(InputError, match="found 2, and mine-1 has 4 here; render the script again"):
-        validate(start)
+def test_ranks_that_the_profile_does_not_have_are_refused(job: Job) -> None:
+    text = job.script.read_text().replace("\nranks_per_node: 2\n", "\nranks_per_node: 4\n", 1)
+    line = text[: text.index("\nranks_per_node: 4")].count("\n") + 2
+    with pytest.raises(InputError, match="found 4, and mine-0 has 2 here; render the") as refused:
+        cell_of_script(carried(text), (), {}, nodes=2)
+    assert refused.value.place == f"train.sh:{line}: ranks_per_node"
+
+
+def test_what_is_edited_in_a_copy_reaches_the_ranks(job: Job) -> None:
+    job.runner.replace("wrapper", 'export WRAPPED="$1"\nshift\nexec "$@"\n')
+    text = job.script.read_text()
+    for before, after in (
+        ("\nexec ", "\nexport MINE=yes\nexec "),
+        ("\n  torchrun --nnodes", "\n  wrapper mine torchrun --max-restarts=1 --nnodes"),
+        ("\n    torchrun --nnodes", "\n    wrapper mine torchrun --max-restarts=1 --nnodes"),
+        ("      steps: 8", "      steps: 9"),
+        ("FROM_PROFILE: 'yes'", "FROM_PROFILE: mine"),
+        ("--wait=60", "--wait=90"),
+    ):
+        text = text.replace(before, after)
+    job.script.write_text(text)
+    start = job.run()
+    assert start.status == 0, start.output
+    assert {"--wait=90", "wrapper", "mine"} <= set(start.srun)
+    assert "--max-restarts=1" in start.torchrun and "--training.steps=9" in start.train_args
+    known = {name: start.environment[name] for name in ("MINE", "WRAPPED", "FROM_PROFILE")}
+    assert known == {"MINE": "yes", "WRAPPED": "mine", "FROM_PROFILE": "mine"}
+    # The attempt's own script says so, and runs again as it stands.
+    own = (job.cell_dir / "attempt-0/train.sh").read_text()
+    assert "--training.steps=9\n" in own and "--max-restarts=1" in own and "--wait=90" in own
+
+
+def test_a_script_reads_no_recipe_overlay_or_profile(job: Job, tmp_path: Path) -> None:
+    checkout = copy_checkout(tmp_path / "checkout")
+    (checkout / "recipes/debug.yaml").write_text("model: [half")
+    shutil.rmtree(checkout / "recipes/precision")
+    (job.folder / "mine-0.yaml").unlink()
+    offline = ("--model.hf_assets_path=/tmp", "--training.dataset_path=/tmp")
+    start = job.runner.run(job.script, *offline, root=checkout, environment={"PRECISION": ""})
+    assert "/tmp/tokenizer.json is not there" in start.output, start.output
+
+
+def test_a_requeued_job_runs_the_code_that_it_began_with(job: Job, tmp_path: Path) -> None:
+    checkout, here = (
+        copy_checkout(tmp_path / "checkout", assets=True),
+        {"CELL_DIR": str(job.cell_dir)},
+    )
+    first = job.runner.run(job.script, root=checkout, environment=here)
+    assert first.status == 0, first.output
+    # A pull that renames a package, while the job waits for its next start.
+    (checkout / "cookbook").rename(checkout / "renamed")
+    write_status(CellFolder(job.cell_dir), Status("running", 0, started=1.0))
+    here["SLURM_RESTART_COUNT"] = "1"
+    again = job.runner.run(job.script, root=checkout, environment=here)
+    assert again.status == 0, again.output
+    assert again.environment["ATTEMPT"] == "attempt-1"
+    assert again.environment["COOKBOOK_CODE"] == first.environment["COOKBOOK_CODE"]
+
+
+def test_a_script_of_an_earlier_version_is_refused_with_one_line(job: Job) -> None:
+    line = 'exec "${VENV}/bin/python" -m cookbook.supervise "${CELL_DIR}" --script="$0" --cell=x'
+    head, _, _ = job.script.read_text().partition("\nexec ")
+    job.script.write_text(f'{head}\n{line} --nproc-per-node=8 -- --training.steps=5 -- "$@"\n')
+    start = job.run()
+    assert (start.status, start.output.count("\n")) == (2, 1)
+    assert "is of an earlier version of the cookbook; render the script again" in start.output
+    # So is a job that `submit.py` submitted, whose pickle holds a supervisor.
+    with pytest.raises(SystemExit) as ended:
+        Supervisor.__new__(Supervisor).__setstate__({"folders": [], "arguments": []})
+    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize("key", ["source", "source_if_exists"])
@@ -195,7 +276,7 @@ def test_commands_of_a_clusters_own_file_may_fail(job: Job, key: str) -> None:
     for broken in ("false", ': "${NOT_SET}"', "false | cat"):
         job.render(**profile)
         text = job.script.read_text()
-        job.script.write_text(text.replace("\nTRAIN_ARGS=(", f"\n{broken}\nTRAIN_ARGS=(", 1))
+        job.script.write_text(text.replace("\nexec ", f"\n{broken}\nexec ", 1))
         start = job.run()
         assert start.status != 0 and start.torchrun == [], broken
 
@@ -204,11 +285,9 @@ def test_a_clusters_own_file_that_is_not_there_is_named_and_ends_the_job(job: Jo
     file = job.folder / "not there.sh"
     job.render(source=[str(file)])
     start = job.run()
-    assert (start.status, start.asked, start.torchrun) == (2, [], [])
-    assert f"train.sh: source: cannot read {file} on " in start.output
+    assert (start.status, start.torchrun) == (2, [])
+    assert f"source: cannot read {file} on " in start.output
     assert "correct the cluster's profile" in start.output
-    # The login node need not have it.
-    assert job.run(COOKBOOK_CHECK="1").status == 0
 
 
 def test_a_variable_from_another_one_does_not_replace_the_users(job: Job) -> None:
@@ -221,36 +300,83 @@ def test_a_variable_from_another_one_does_not_replace_the_users(job: Job) -> Non
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "chosen"),
     [
-        ({}, "--precision=bf16"),
-        ({"RECIPE": "mxfp8_default"}, "--precision=mxfp8"),
-        ({"PRECISION": "float8", "RECIPE": "mxfp8_default"}, "--precision=float8"),
+        ({}, "bf16"),
+        ({"RECIPE": "mxfp8_default"}, "mxfp8"),
+        ({"PRECISION": "float8", "RECIPE": "mxfp8_default"}, "float8"),
         ({"PRECISION": "fp4"}, ""),
         ({"EP_BACKEND": "deep"}, ""),
     ],
 )
-def test_the_names_that_a_launcher_takes(job: Job, environment: dict[str, str], said: str) -> None:
-    job.script.write_text(render_launcher(load_recipe("debug"), job.cluster(), "train.sh"))
-    # Which cell it trains is not known when it is submitted.
-    assert "#SBATCH --job-name=debug\n" in job.script.read_text()
-    start = job.run(**environment)
-    assert (start.status == 0) == bool(said), start.output
-    if said:
-        assert said in start.asked
-        assert f"--cookbook.{said[2:]}" in start.train_args
-    else:
-        assert (start.status, start.asked) == (2, [])
-        (name, word) = next(iter(environment.items()))
-        assert f"train.sh: {name}: found '{word}', allowed: " in start.output
-
-
-def test_the_published_cell_has_its_number_by_plain_sbatch_too(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+def test_the_names_that_a_launcher_takes(
+    job: Job, environment: dict[str, str], chosen: str
 ) -> None:
-    job.script.write_text((ROOT / "train_671b.sh").read_text())
-    published = {"EP_BACKEND": "deepep", "SLURM_JOB_NUM_NODES": "32", "WANDB_API_KEY": "key"}
-    monkeypatch.setenv("COOKBOOK_CHECK", "1")  # DeepEP is not installed here
-    for word, number in (("--training.steps=20", 859), ("--training.local_batch_size=16", None)):
-        asked = job.run(word, **published).asked
-        assert validate(parse(asked[2:])).published == number, word
+    text = render_launcher(load_recipe("debug"), job.cluster(), "train.sh")
+    # Which cell it trains is not known when it is submitted.
+    assert "#SBATCH --job-name=debug\n" in text
+    if chosen:
+        cell = cell_of_script(carried(text), (), environment, nodes=2)
+        assert (cell.precision.name, cell.name) == (chosen, f"debug-{chosen}-standard")
+        return
+    ((name, word),) = environment.items()
+    with pytest.raises(InputError, match=f"{name}: unknown value '{word}'; allowed: "):
+        cell_of_script(carried(text), (), environment, nodes=2)
+
+
+def test_the_published_cell_has_its_number_by_plain_sbatch_too() -> None:
+    script, published = carried((ROOT / "train_671b.sh").read_text()), {"EP_BACKEND": "deepep"}
+    for words, nodes, number in (
+        (["--training.steps=20", "--metrics.enable_wandb"], 32, 859),
+        (["--training.local_batch_size=16"], 32, None),
+        ([], 16, None),
+    ):
+        assert cell_of_script(script, words, published, nodes).published == number, words
+
+
+# On B200 every pair of three precisions and the EP backends; three on CPU nodes, emulated or not.
+DOORS = [Point("debug", p, e, "soperator-b200") for p in PRECISIONS[2:] for e in EP_BACKENDS]
+DOORS += [Point("debug", p, "standard", str(CLUSTER_FILES[1])) for p in ("bf16", *PRECISIONS[3:])]
+
+
+_OF_JOB = "SHLVL|_|CELL_DIR|WANDB_RUN_ID|SLURM_RESTART_COUNT|PWD"
+
+
+@pytest.mark.parametrize("point", DOORS, ids=str)
+def test_by_either_door_a_job_is_the_same(
+    point: Point, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started by `submit.py`, by its script, and by Slurm after a requeue."""
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    runner, run = ScriptRunner(tmp_path / "stand-ins"), create_run("driver", [point.cell()])
+    (driver,), script = run.cells, CellFolder(tmp_path / "runs/script/cell")
+    nodes, found = str(point.cell().nodes), list[object]()
+    shared = {"WANDB_API_KEY": "key", "NCCL_IB_HCA": "mlx5_4:1", "SLURM_JOB_NUM_NODES": nodes}
+    shared |= {"COOKBOOK_RUNS": str(tmp_path / "runs"), "PYTHONPATH": str(STAND_IN)}
+    code = run.folder / "code" / (read_record(driver.record).code or "")
+    # As the batch file has it.
+    by_driver = tmp_path / "batch.sh"
+    by_driver.write_text(
+        f'export PYTHONSAFEPATH=1 PYTHONPATH="{code}:${{PYTHONPATH}}"\n'
+        f'cd {ROOT} && exec "${{VENV}}/bin/python" -m cookbook.supervise "{driver.path}"\n'
+    )
+    for number, (batch, cell, restart) in enumerate(
+        ((by_driver, driver, {}), (driver.script, script, {}), (driver.script, script, {"1": "1"}))
+    ):
+        own = {"CELL_DIR": str(cell.path), "SLURM_RESTART_COUNT": restart.get("1", "0")}
+        start = runner.run(batch, root=ROOT, environment=shared | own)
+        assert start.status == 0, start.output
+        attempt = cell.attempts()[-1]
+        end, record = read_attempt_end(attempt), read_record(cell.record)
+        assert end is not None and attempt.number == max(0, number - 1), start.output
+        own_lines = [f"{name}={one}" for name, one in start.environment.items()]
+        own_lines += attempt.script.read_text().splitlines()
+        texts = sorted([*own_lines, *start.srun, repr(record), repr((end.cause, end.decision))])
+        text = "\n".join(texts).replace(f"{cell.path.parent}/{cell.name}", "CELL_DIR")
+        text = text.replace(str(cell.path.parent), "RUN")
+        # The stand-in for Python adds its own folder once more each time.
+        text = re.sub(rf"(:{runner.folder}/packages)+", "", text)
+        text = re.sub(r"attempt-\d", "attempt", text)
+        found.append(re.sub(rf"(?m)^(export )?({_OF_JOB})=.*\n", "", text))
+        write_status(cell, Status("running", attempt.number, started=1.0))
+    assert found[0] == found[1] == found[2]

@@ -1,7 +1,6 @@
 """The look at a job's nodes before training, on a real Slurm cluster whose nodes have faults."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -94,12 +93,11 @@ def test_a_spare_node_takes_the_place_of_a_bad_one_in_the_same_attempt(jobs: Job
 
 @pytest.mark.parametrize("policy", ["wait", "stop"])
 def test_too_few_nodes_wait_or_stop_as_the_recipe_says(jobs: Jobs, policy: str) -> None:
-    copy = jobs.folder / "cookbook"
-    shutil.copytree(jobs.checkout, copy)
-    recipe = copy / "recipes/deepseek_v3_16b.yaml"
-    recipe.write_text(f"too_few_nodes: {policy}\n" + recipe.read_text())
+    script, text = jobs.folder / "mine.sh", (jobs.checkout / "train_16b.sh").read_text()
+    own = f"    name: 16b\n    too_few_nodes: {policy}\n"
+    script.write_text(text.replace("    name: 16b\n", own, 1))
     jobs.gpus.ecc_error("worker-5")
-    job = jobs.submit("--nodes=13", script=copy / "train_16b.sh")
+    job = jobs.submit("--nodes=13", script=script, COOKBOOK_ROOT=str(jobs.checkout))
     if policy == "stop":
         assert jobs.cluster.wait(job) == "FAILED", jobs.log(job)
         reason = jobs.status()["reason"]
@@ -165,7 +163,7 @@ def test_a_node_with_other_packages_another_time_or_no_shared_folder(jobs: Jobs)
     runs = jobs.folder / "runs"
     runs.mkdir()
     inside = ["nsenter", f"--target={jobs.cluster.pid('worker-5')}", "--mount"]
-    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(runs)]
+    mount = ["mount", "-o", "bind,ro", str(runs), str(runs)]
     subprocess.run([*inside, *mount], check=True)
     try:
         job = jobs.submit("--nodes=8")

@@ -1,5 +1,6 @@
 """Scripts that are started by hand on a real Slurm: told to stop, failing, submitted again."""
 
+import json
 import re
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import PYTHON, write_program
-from tests.slurm_cluster import SlurmCluster
+from tests.slurm_cluster import Settings, SlurmCluster
 from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
@@ -34,6 +35,12 @@ done
 
 
 NODES = 2
+# Slurm's own way to preempt: SIGTERM to the steps alone, and the end after a grace time.
+SLURM_SETTINGS = Settings(
+    extra_conf="PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
+    "PartitionName=DEFAULT Nodes=ALL GraceTime=20\n"
+    "PartitionName=urgent PriorityTier=10 PreemptMode=OFF"
+)
 
 
 class ByHand:
@@ -99,11 +106,10 @@ def by_hand(small: SlurmCluster, checkout: Path, tmp_path: Path) -> ByHand:
 def test_a_step_that_takes_too_long_is_requeued_where_a_checkpoint_is(
     by_hand: ByHand, saved: str, state: str, attempts: list[str]
 ) -> None:
-    profile, script = by_hand.folder / "late.yaml", by_hand.folder / "late.sh"
-    known = (by_hand.checkout / "recipes/cluster/soperator-b200.yaml").read_text()
-    profile.write_text(f'{known}\ntime: "00:00:08"\n')
-    text = (by_hand.checkout / "train_16b.sh").read_text()
-    script.write_text(text.replace("--cluster=soperator-b200", f"--cluster={profile}"))
+    script, text = by_hand.folder / "late.sh", (by_hand.checkout / "train_16b.sh").read_text()
+    script.write_text(
+        text.replace("    scheduler: slurm\n", "    scheduler: slurm\n    time: 00:00:08\n")
+    )
     job = by_hand.submit("train end", script=script)
     by_hand.until_attempts(["train"])
     file = by_hand.cell / "checkpoint" / saved
@@ -136,6 +142,43 @@ def test_two_jobs_do_not_train_in_one_folder(by_hand: ByHand) -> None:
     assert f"job {first} trains here (running); wait for its end, or scancel" in by_hand.log()
     assert by_hand.attempts() == ["train"]
     assert "running" in by_hand.status()
+
+
+def test_an_element_of_an_array_touches_no_other(by_hand: ByHand) -> None:
+    script, text = by_hand.folder / "array.sh", (by_hand.checkout / "train_16b.sh").read_text()
+    # The last element has the array's own number.
+    own = f'export CELL_DIR="{by_hand.folder}/runs/a/${{SLURM_ARRAY_TASK_ID}}"'
+    script.write_text(text.replace("set -euo pipefail\n", f"set -euo pipefail\n{own}\n", 1))
+    job = by_hand.submit("stop end", "--array=0-1", script=script)
+    first, last = by_hand.folder / "runs/a/0", by_hand.folder / "runs/a/1"
+
+    def began(cell: Path) -> list[str]:
+        logs = sorted(cell.glob("attempt-*/train.log"))
+        return re.findall(r"attempt \d+: (\S+)", "".join(log.read_text() for log in logs))
+
+    until(lambda: [began(first), began(last)] == [["stop"], ["stop"]], log=by_hand.log)
+    by_hand.slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_1")
+    until(lambda: began(last) == ["stop", "end"], 90, by_hand.log)
+    assert began(first) == ["stop"]
+    assert f"running  job {job}_0" in " ".join(by_hand.status().split(" ")).replace("   ", "  ")
+    by_hand.slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_0")
+    until(lambda: began(first) == ["stop", "end"], 90, by_hand.log)
+
+
+def test_a_preemption_with_a_grace_time_is_no_failure(by_hand: ByHand) -> None:
+    job = by_hand.submit("train end")
+    by_hand.until_attempts(["train"])
+    urgent = by_hand.folder / "urgent.sh"
+    urgent.write_text("#!/bin/bash\nsleep 2\n")
+    options = ["--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null"]
+    by_hand.slurm.submit(urgent, options=options, cwd=by_hand.folder)
+    assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED"}, 150) == "COMPLETED", by_hand.log()
+    # Nothing was trained in the grace time, and nothing was counted.
+    assert by_hand.attempts() == ["train", "end"]
+    assert by_hand.slurm.job_field(job, "Restarts") == "1"
+    end = json.loads((by_hand.cell / "attempt-0/end.json").read_text())
+    assert (end["cause"], end["reason"]) == ("stopped", "Slurm: PREEMPTED"), end
+    assert "(1 of 3)" not in by_hand.log()
 
 
 def test_the_time_limit_is_no_end(by_hand: ByHand) -> None:

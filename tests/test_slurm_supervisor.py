@@ -16,6 +16,7 @@ from cookbook.run.states import cancel_run, cell_states
 from cookbook.run.status import AttemptEnd, Cause, read_history
 from tests.cells import Point
 from tests.check_cells import with_options
+from tests.programs import set_command
 from tests.saved import save
 from tests.slurm_cluster import SlurmCluster
 from tests.waiting import until
@@ -112,7 +113,7 @@ def test_the_steps_after_the_checkpoint_are_lost_by_a_requeue_and_a_cancellation
     cells = [replace(cell, name=name) for name in lost]
     run = create_run("lost", cells)
     for one in run.cells:
-        one.script.write_text(STEPS)
+        set_command(one, STEPS)
     saved, unsaved, cancelled = submit_run(run, cells)
 
     def waits(number: int, *names: str) -> bool:
@@ -145,11 +146,11 @@ WAITS = 'touch "$CELL_DIR/began"; while ! [ -e "$CELL_DIR/go" ]; do sleep 0.1; d
 
 
 def started(cell: Cell, *bodies: str) -> Run:
-    """A run of a cell for each body, which stands in for the cell's train.sh; submitted as one."""
+    """A run of a cell for each body, which stands in for the cell's command; submitted as one."""
     cells = [replace(cell, name=f"cell-{n}") for n in range(len(bodies))]
     run = create_run("together", cells)
     for one, body in zip(run.cells, bodies, strict=True):
-        one.script.write_text(body)
+        set_command(one, body)
     assert len(submit_run(run, cells, one_allocation=True)) == 1
     return run
 
@@ -206,7 +207,7 @@ def test_cancel_stops_what_runs_and_what_waits(slurm: SlurmCluster, cell: Cell) 
 def test_a_requeued_job_goes_on_with_the_cells_that_are_left(
     slurm: SlurmCluster, cell: Cell
 ) -> None:
-    run = started(cell, 'touch "$CELL_DIR/began-$SLURM_RESTART_COUNT"\n', WAITS, WAITS)
+    run = started(cell, 'touch "$CELL_DIR/began-${SLURM_RESTART_COUNT:-}"\n', WAITS, WAITS)
     until(began(run, 1))
     (run.cells[1].path / "began").unlink()
     slurm.run("scontrol", "requeue", job_of(run))

@@ -74,13 +74,14 @@ def test_the_job_runs_the_bytes_that_render_prints(slurm: SlurmCluster, submit: 
     cell = _newest(submit.runs) / "debug-bf16-standard"
     assert (cell / "train.sh").read_text() == rendered
     # What submitit hands to sbatch says the same as the script's own header, but for the log.
-    submission = (cell / "job" / "submission.sh").read_text().splitlines()
+    job = json.loads((cell / "job.json").read_text())["job_id"]
+    submission = (cell.parent / f"job/{job}_submission.sh").read_text().splitlines()
     header = [line for line in rendered.splitlines() if line.startswith("#SBATCH")]
     submitted = [line for line in submission if line.startswith("#SBATCH")]
-    assert [line for line in header if "--output" not in line] == [
-        line for line in submitted if "--output" not in line
-    ]
-    job = json.loads((cell / "job.json").read_text())["job_id"]
+    here = re.compile("--(output|chdir)=")
+    assert {line for line in header if not here.search(line)} == {
+        line for line in submitted if not here.search(line)
+    }
     assert slurm.job_field(job, "Comment") == "it's"
     submit("cancel")
     assert slurm.wait(job) == "CANCELLED"

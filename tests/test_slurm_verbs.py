@@ -50,10 +50,10 @@ def test_status_shows_what_waits_for_plain_sbatch(
     slurm: SlurmCluster, checkout: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     script = checkout / "train_16b.sh"
-    job = slurm.submit(script, options=["--hold"], cwd=tmp_path)
+    job = slurm.submit(script, "--training.steps=5", options=["--hold"], cwd=tmp_path)
     slurm.run("sbatch", "--hold", "--wrap=sleep 9", cwd=tmp_path)
     assert main(["status"]) == 0
-    expected = f"pending, submitted by sbatch {script}: job {job}: JobHeldUser\n"
+    expected = f"pending, submitted by sbatch {script} --training.steps=5: job {job}: JobHeldUser\n"
     assert capsys.readouterr().out == expected
 
 

@@ -18,7 +18,9 @@ from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
 from cookbook.cli import follow as watching
 from cookbook.cli.main import main
+from cookbook.run import own_job
 from cookbook.run.folder import CellFolder
+from cookbook.run.record import CellRecord
 from cookbook.run.run import Run, read_run
 from cookbook.run.slurm import JobInfo
 from cookbook.run.states import (
@@ -43,8 +45,6 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
-from cookbook.supervise import exits
-from cookbook.supervise.exits import stop_reason
 from cookbook.supervise.supervisor import Supervisor
 from tests.programs import write_program
 
@@ -352,10 +352,10 @@ def test_why_slurm_stopped_a_job(tmp_path: Path, why: str, expected: tuple[str, 
     log = tmp_path / "job.log"
     earlier = LINE.format(at=times[0], why=" DUE TO JOB REQUEUE")
     log.write_text(earlier + "step 1\n" + LINE.format(at=times[1], why=why) + "srun: got SIGCONT\n")
-    assert stop_reason("SIGTERM", now - 100, log) == expected
+    assert own_job.stop_reason("SIGTERM", now - 100, log) == expected
     log.write_text(earlier)
-    assert stop_reason("SIGTERM", now - 100, log) == ("cancelled", "SIGTERM")
-    assert stop_reason("SIGTERM", now, tmp_path / "none") == ("cancelled", "SIGTERM")
+    assert own_job.stop_reason("SIGTERM", now - 100, log) == ("cancelled", "SIGTERM")
+    assert own_job.stop_reason("SIGTERM", now, tmp_path / "none") == ("cancelled", "SIGTERM")
 
 
 TURN = "waits for its turn in the allocation"
@@ -416,10 +416,9 @@ def test_what_has_no_turn_says_why(
     state: str,
     reason: str | None,
 ) -> None:
-    for name in ("SLURM_JOB_ID", "SUBMITIT_EXECUTOR"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    monkeypatch.setattr(exits, "stop_reason", lambda name, began: told)
+    monkeypatch.setattr(own_job, "stop_reason", lambda name, began: told)
     cells = [CellFolder(tmp_path / "run" / name) for name in ("waits", "failed before")]
     before = Status(FAILED, 3, "x", 1, 5.0)
     for cell, status in zip(cells, (Status(QUEUED), before), strict=True):
@@ -439,13 +438,12 @@ def test_what_has_no_turn_says_why(
 
 
 def test_a_job_that_nobody_noted_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     cell = CellFolder(tmp_path / "run" / "cell")
-    cell.path.mkdir(parents=True)
+    CellRecord(profile={"scheduler": "slurm"}).write(cell.record)
     write_status(cell, Status(QUEUED))
     write_job(cell, "2")
-    # Without a record, a turn would end with another status.
+    # Without a command, a turn would end with another status.
     assert Supervisor([cell]).supervise() == 1
     assert read_status(cell) == Status(QUEUED)
     # Nor does it say how the cell ended when it is told to stop.

@@ -16,7 +16,7 @@ from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.run import Run, read_run
 from cookbook.run.states import cancel_run, cell_states
 from tests.cells import Point
-from tests.programs import PYTHON, write_program
+from tests.programs import PYTHON, set_command, write_program
 from tests.submit import ROOT
 from tests.waiting import until
 
@@ -95,7 +95,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
     cell = CELL.cell()
     run = create_run("stopped", [cell])
-    run.cells[0].script.write_text("sleep 300 &\nsleep 300 &\ntouch $CELL_DIR/started\nwait\n")
+    set_command(run.cells[0], "sleep 300 &\nsleep 300 &\ntouch $CELL_DIR/started\nwait\n")
     submit_run(run, [cell])
     until((run.cells[0].path / "started").exists)
     yield run
@@ -121,7 +121,7 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 def supervisor(run: Run) -> psutil.Process:
-    (found,) = (one for one in processes(run) if "submitit.core._submit" in one.cmdline())
+    (found,) = (one for one in processes(run) if "cookbook.supervise" in one.cmdline())
     return found
 
 
@@ -171,7 +171,7 @@ def test_ranks_that_nobody_supervises_are_named_and_can_be_cancelled(run: Run) -
 _TORCHRUN = """\
 #!/bin/bash
 echo "[rank0]: step 1"
-head -c 4M /dev/zero >"${DISK}/runs/a-file-of-somebody-else"
+head -c 8M /dev/zero >"${DISK}/runs/a-file-of-somebody-else"
 for i in {1..2000}; do echo "[rank0]: a line of the log, the last step is far away ${i}"; done
 exit "${TORCHRUN_STATUS:-0}"
 """
@@ -184,7 +184,7 @@ def test_a_full_disk_changes_nothing_of_the_end(tmp_path: Path, status: int, sta
     disk.mkdir()
     # The mount is this process's own, and gone with it.
     shell = (
-        'mount -t tmpfs -o size=256k disk "${DISK}" && bash "$1"; echo "code=$?"; '
+        'mount -t tmpfs -o size=4m disk "${DISK}" && bash "$1"; echo "code=$?"; '
         'cat "${CELL_DIR}/status.json"'
     )
     done = subprocess.run(

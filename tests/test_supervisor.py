@@ -25,7 +25,7 @@ from tests.started import lives, start_marked
 
 # Every script begins with it: the number of its attempt, its log, and the steps that it prints.
 HEAD = """
-CELL_DIR="$(realpath -m "${CELL_DIR}")"
+set +eu
 A="${COOKBOOK_ATTEMPT_DIR}"; K="${A##*-}"; exec >>"${A}/train.log" 2>&1
 step() { echo "[rank0]:[titan] $(date '+%F %T,%3N') - root - INFO - step: $1  loss: $2  x: 1"; }
 torchrun_says() { echo "E1120 18:40:01.1 api.py:1] failed (exitcode: $1) local_rank: 1 (pid: 9)"; }
@@ -35,8 +35,7 @@ raises() { echo "Traceback (most recent call last):"; echo "$1"; exit 1; }
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SUBMITIT_LOCAL_JOB_ID", "SUBMITIT_EXECUTOR")
-    for name in names:
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SUBMITIT_LOCAL_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Supervisor, "timeouts", Timeouts(steps=5, more_s=1, start_s=4, save_s=4))
     monkeypatch.setattr("cookbook.supervise.attempt._GRACE_S", 1.0)
@@ -57,8 +56,9 @@ def make(
 ) -> CellFolder:
     cell = CellFolder(folder / run / name)
     options = {"checkpoint.enable": True, "checkpoint.folder": saved}
-    CellRecord(max_restarts=most, options=options).write(cell.record)
-    cell.script.write_text(f"{HEAD}{body}\n")
+    command, profile = f"{HEAD}{body}\n", {"description": "x", "scheduler": "local"}
+    record = CellRecord(max_restarts=most, options=options, command=command, profile=profile)
+    record.write(cell.record)
     status.write_status(cell, Status(state))
     return cell
 
@@ -102,6 +102,7 @@ def test_a_dead_rank_is_followed_by_another_attempt(
     rest = 'sleep 100; touch "${CELL_DIR}/waited"'
     done = supervised(f"step 1 7; ((K)) && exit 0\ntorchrun_says -9; {rest}")
     assert (done.code, done.causes) == (0, [Cause.DEAD_RANK, Cause.FINISHED])
+    assert (tmp_path / "run/cell/latest").readlink() == Path("attempt-1")
     assert (done.status.state, done.status.attempt) == ("finished", 1)
     assert not (tmp_path / "run" / "cell" / "waited").exists()
     first = done.ends[0]
@@ -115,12 +116,13 @@ def test_a_dead_rank_is_followed_by_another_attempt(
 def test_runs_and_cells_share_no_absolute_checkpoint_folder(tmp_path: Path) -> None:
     used = set()
     for run_name, name in (("a", "cell"), ("a", "cell-r2"), ("b", "cell")):
-        cell = make(tmp_path, name, 'echo "$@"', run=run_name, saved="/data/mine")
+        cell = make(tmp_path, name, run=run_name, saved="/data/mine")
         assert run(cell) == 0
-        used.add(cell.attempt(0).log.read_text())
         # Where the next start looks for them is where training is told to write them.
         found = cell.checkpoints(read_record(cell.record).options)
-        assert f"--checkpoint.folder={found}\n" in used and found.is_relative_to("/data/mine")
+        assert f"  --checkpoint.folder={found}\n" in cell.attempt(0).script.read_text()
+        assert found.is_relative_to("/data/mine")
+        used.add(found)
     assert len(used) == 3
 
 
@@ -128,7 +130,7 @@ def test_a_run_is_rolled_back_once_and_parts_are_left_out_until_it_has_saved(
     tmp_path: Path,
 ) -> None:
     body = """
-echo "$@" >"${A}/arguments"; touch "${A}/metrics.jsonl"; ((K == 3)) && exit 0
+touch "${A}/metrics.jsonl"; ((K == 3)) && exit 0
 ((K != 1)) || cp -r "${CELL_DIR}/checkpoint/step-4" "${CELL_DIR}/checkpoint/step-6"
 torchrun_says -9; exit 1
 """
@@ -142,11 +144,11 @@ torchrun_says -9; exit 1
     assert run(cell) == 1 and run(cell) == 0
     assert [one.step for one in status.read_resumptions(cell.attempts())] == [4, 4, 6, 6]
     assert (cell.path / "checkpoint-damaged/step-8").is_dir()
-    # The script still asks for step 4, and of TorchTitan's options the last one wins.
-    arguments = [(one.path / "arguments").read_text().split() for one in cell.attempts()]
-    assert {words[0] for words in arguments} == {"--checkpoint.load_step=-1"}
-    excluded = [words[1].partition("exclude_from_loading=")[2] for words in arguments]
-    assert excluded == ["dataloader", "dataloader", "", ""]
+    # Each attempt's script names the step that was found whole, for all ranks.
+    scripts = [one.script.read_text() for one in cell.attempts()]
+    assert re.findall(r"--checkpoint.load_step=(\d+)", "".join(scripts)) == ["4", "4", "6", "6"]
+    excluded = ["--checkpoint.exclude_from_loading=dataloader" in text for text in scripts]
+    assert excluded == [True, True, False, False]
 
 
 def test_a_hang_is_ended_with_all_that_it_started_and_followed(
@@ -208,7 +210,9 @@ def test_a_nan_loss_is_ended_and_its_last_good_step_is_known(
     assert f"loss is {loss}" in (done.ends[0].reason or "")
 
 
-@pytest.mark.parametrize("does", ["saves", "fails", "takes long", "takes long, saved none"])
+@pytest.mark.parametrize(
+    "does", ["saves", "fails", "takes long", "takes long, saved none", "takes long, saved late"]
+)
 def test_asked_to_stop_where_no_slurm_can_requeue_it_says_how_to_go_on(
     supervised: Callable[..., Outcome],
     monkeypatch: pytest.MonkeyPatch,
@@ -217,19 +221,21 @@ def test_asked_to_stop_where_no_slurm_can_requeue_it_says_how_to_go_on(
 ) -> None:
     is_late = does.startswith("takes long")
     monkeypatch.setattr(Supervisor, "late_s", 1.0 if is_late else 60.0)
-    name = "__0_0.distcp" if does.endswith("none") else ".metadata"
+    name = "__0_0.distcp" if "saved" in does else ".metadata"
     body = f"""
 step 1 7; mkdir -p "${{CELL_DIR}}/checkpoint/step-1"; touch "${{CELL_DIR}}/checkpoint/step-1/{name}"
 kill -USR1 "${{PPID}}"
 until [[ -e "${{A}}/stop" ]]; do sleep 0.1; done
 [[ '{does}' == fails ]] && {{ torchrun_says -9; exit 1; }}
-[[ '{does}' == saves ]] || sleep 3
+# The first save ends after the supervisor has looked for it once.
+[[ '{does}' != *late ]] || {{ sleep 1.7; touch "${{CELL_DIR}}/checkpoint/step-1/.metadata"; }}
+[[ '{does}' == saves ]] || sleep 1.7
 echo "local 1" >"${{A}}/stopped"
 """
     done = supervised(body)
     (end,) = done.ends
     # Without a whole checkpoint a requeued job would come no further.
-    assert capfd.readouterr().err.count("too late: ") == (does == "takes long")
+    assert capfd.readouterr().err.count("too late: ") == (is_late and not does.endswith("none"))
     assert end.cause is (Cause.DEAD_RANK if does == "fails" else Cause.SAVED)
     assert done.status.state == "failed"
     assert "; stopped; to go on: python submit.py run --resume RUN" in done.reason
@@ -266,6 +272,7 @@ def test_only_processes_of_this_very_job_are_ended(
     own = start_marked(60, environment)
     try:
         monkeypatch.setenv("SLURM_JOB_ID", "77")
+        monkeypatch.setenv("COOKBOOK_SCHEDULER", "slurm")
         end_orphan_processes(cell)
         assert own.wait(5) < 0
         assert [other.poll() for other in others] == [None] * 3
@@ -315,7 +322,7 @@ def test_a_disk_that_is_full_for_seconds_is_no_end(
 ) -> None:
     freed = time.monotonic() + 1.5
 
-    def prepare_on_disk(*arguments: Any) -> list[str]:
+    def prepare_on_disk(*arguments: Any) -> dict[str, Any]:
         if time.monotonic() < freed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return prepare(*arguments)
@@ -348,9 +355,8 @@ def test_failures_of_earlier_jobs_are_none_of_this_one(tmp_path: Path) -> None:
 def test_a_job_reads_its_record_alone(tmp_path: Path) -> None:
     """A recipe, an overlay or a cluster may be renamed, or half saved, while the job waits."""
     cell = make(tmp_path)
-    gone = CellRecord(recipe="gone", precision="gone", ep_backend="gone", cluster="gone")
-    profile = {"description": "x", "scheduler": "local"}
-    replace(gone, profile=profile).write(cell.record)
+    gone = replace(read_record(cell.record), recipe="gone", precision="gone", cluster="gone")
+    gone.write(cell.record)
     assert run(cell) == 0
     # A record that cannot be read is the end.
     broken = make(tmp_path, "broken")
@@ -366,7 +372,8 @@ def test_all_attempts_are_one_run_of_weights_and_biases_up_to_a_roll_back(
     note = 'echo "${WANDB_RUN_ID} ${WANDB_RESUME}" >>"${CELL_DIR}/ids"; ((K == 2)) && exit 0'
     cell = make(tmp_path, body=f"{note}; step 1 7; ((K)) || exit 1; step 2 nan; sleep 300")
     cell.wandb_id.write_text("of an earlier job")
-    CellRecord(options={LOAD_STEP: 4, "checkpoint.enable": True}).write(cell.record)
+    options = {LOAD_STEP: 4, "checkpoint.enable": True}
+    replace(read_record(cell.record), options=options).write(cell.record)
     assert run(cell) == 0
     ids = (tmp_path / "run/cell/ids").read_text()
     assert re.fullmatch(r"([0-9a-f]{12} allow\n)\1(?!\1)[0-9a-f]{12} allow\n", ids), ids
@@ -374,6 +381,7 @@ def test_all_attempts_are_one_run_of_weights_and_biases_up_to_a_roll_back(
 
 def test_a_run_that_may_skip_steps_is_not_ended_for_a_loss_that_is_nan(tmp_path: Path) -> None:
     cell = make(tmp_path, body="step 1 7; step 2 nan; sleep 4; step 3 6; exit 0")
-    CellRecord(options={"training.max_skipped_steps": 1}).write(cell.record)
+    options = {"training.max_skipped_steps": 1}
+    replace(read_record(cell.record), options=options).write(cell.record)
     assert run(cell) in (0, None)
     assert status.read_status(cell).state == FINISHED

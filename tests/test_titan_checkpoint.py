@@ -222,6 +222,43 @@ def test_what_training_waits_for_is_said_before_it(
     ]
 
 
+def load_from(folders: list[str], steps: list[int], starts: list[int]) -> str:
+    """Load in ranks that are each alone on a node, with a view of its own; the error."""
+    from cookbook.titan.tt_0_2_2 import checkpoint
+
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": "0", "SLURMD_NODENAME": f"worker-{rank}"}
+    state = SimpleNamespace(step=starts[rank], ntokens_seen=0)
+    manager = SimpleNamespace(
+        folder=folders[rank],
+        states={"train_state": state},
+        load=lambda step: True,
+        initial_load_path=None,
+        initial_load_in_hf=False,
+    )
+    checkpoint.load_the_same(manager)
+    try:
+        assert manager.load(steps[rank]) is True
+    except checkpoint.CheckpointFailedError as error:
+        return str(error)
+    return ""
+
+
+def test_nodes_that_see_different_checkpoints_load_none(tmp_path: Path) -> None:
+    for folder in ("now", "old"):
+        (tmp_path / folder / "step-4").mkdir(parents=True)
+        (tmp_path / folder / "step-4/.metadata").write_text("whole")
+    now, old = str(tmp_path / "now"), str(tmp_path / "old")
+    assert run_ranks(load_from, 3, [now] * 3, [4] * 3, [4] * 3) == [""] * 3
+    # A file that is not there yet, and a folder that is not there yet.
+    (tmp_path / "now/step-4/__2_0.distcp").touch()
+    for stale in (old, str(tmp_path / "none")):
+        said = run_ranks(load_from, 3, [now, now, stale], [4] * 3, [4] * 3)
+        assert all(words.startswith("load failed: worker-2 would load ") for words in said), said
+    said = run_ranks(load_from, 3, [now] * 3, [4] * 3, [4, 2, 4])
+    assert all("worker-1 would start after step 2 and 0 tokens" in words for words in said), said
+
+
 def saved_state() -> dict[str, Any]:
     """Types in a state dict, and what loading into it changes: plain weights and sharded ones."""
     from torch.distributed.device_mesh import init_device_mesh

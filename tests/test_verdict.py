@@ -12,15 +12,16 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.cli.main import main
-from cookbook.config.cell import ERROR, WARNING, Cell, train_argv
+from cookbook.config.cell import ERROR, WARNING, Cell
 from cookbook.config.cluster import default_cluster, runs_here
 from cookbook.config.options import command_line_settings
 from cookbook.config.validate import judge, missing_here
+from cookbook.launch.script import render_script
 from cookbook.launch.submit import create_run
 from cookbook.run import slurm
-from cookbook.run.folder import CellFolder
-from cookbook.supervise import __main__ as begin
+from cookbook.supervise.start import chosen_cell, validated
 from tests.check_cells import cell_of, with_options
+from tests.script_run import carried
 
 TOKENIZER, DATA = "model.hf_assets_path", "training.dataset_path"
 B200 = "soperator-b200"
@@ -49,15 +50,6 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
 
 
-def _start(words: list[str], folder: Path) -> begin.Start:
-    recipe, precision, ep_backend, *own = words
-    cell = cell_of(recipe, precision=precision, ep_backend=ep_backend, cluster=B200)
-    options = [f"--{word.removesuffix('=true')}" for word in own]
-    names = (cell.name, recipe, precision, ep_backend, B200)
-    counts, script = (cell.nodes, 0, cell.cluster.ranks_per_node), folder / "train.sh"
-    return begin.Start(CellFolder(folder), script, *names, *counts, train_argv(cell), options)
-
-
 def _is_reported(cell: Cell, capsys: pytest.CaptureFixture[str]) -> bool:
     run = create_run("mine", [cell])
     capsys.readouterr()
@@ -66,9 +58,12 @@ def _is_reported(cell: Cell, capsys: pytest.CaptureFixture[str]) -> bool:
     return bool(found["status"] != "refused")
 
 
-def _starts(start: begin.Start) -> bool:
+def _starts(words: list[str], is_submitted: bool = True) -> bool:
+    recipe, precision, ep_backend, *own = words
+    cell = cell_of(recipe, precision=precision, ep_backend=ep_backend, cluster=B200)
+    options = [f"--{word.removesuffix('=true')}" for word in own]
     try:
-        begin.validate(start)
+        validated(*chosen_cell(carried(render_script(cell)), options), is_submitted=is_submitted)
     except InputError:
         return False
     return True
@@ -93,7 +88,10 @@ def test_every_asker_gives_the_same_verdict(
         words += ["--set", option]
     check = main(["check", *words, "--rules-only", "--json"])
     dry_run = main(["run", *words, "--dry-run"])
-    start = _start([recipe, precision, ep_backend, *options], tmp_path)
+    # Of another program's; the door sets it.
+    monkeypatch.setenv("COOKBOOK_SCHEDULER", "")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "32")
+    named = [recipe, precision, ep_backend, *options]
     given = command_line_settings(options)
     # Wrong input makes no cell, so no run.
     report = may_run
@@ -101,12 +99,10 @@ def test_every_asker_gives_the_same_verdict(
         values = {name: setting.value for name, setting in given.items()}
         cell = cell_of(recipe, values, precision=precision, ep_backend=ep_backend, cluster=B200)
         report = _is_reported(cell, capsys)
-    monkeypatch.setenv("COOKBOOK_CHECK", "1")
-    check_line = _starts(start)
-    monkeypatch.delenv("COOKBOOK_CHECK")
+    check_line = _starts(named, is_submitted=False)
     # In a job, whose environment has everything.
     monkeypatch.setattr("cookbook.config.validate.missing_here", lambda *_: [])
-    answers = [check == 0, dry_run == 0, check_line, _starts(start), report]
+    answers = [check == 0, dry_run == 0, check_line, _starts(named), report]
     assert answers == [may_run] * 5
     assert {check, dry_run} <= ({0} if may_run else {1, 2}) and check == dry_run
 

@@ -102,7 +102,7 @@ class Run:
 
     def supervisor(self) -> psutil.Process:
         """Return the supervisor, whose parent respawns it."""
-        marks = {"submitit.core._submit", str(self.cell.job_files)}
+        marks = {"cookbook.supervise", str(self.cell.path.resolve())}
         found = [one for one in psutil.process_iter() if marks <= {*words_of(one)}]
         (keeper,) = [one for one in found if one.ppid() not in {other.pid for other in found}]
         (child,) = [one for one in found if one.ppid() == keeper.pid]

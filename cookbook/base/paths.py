@@ -1,12 +1,23 @@
-"""Paths in this checkout."""
+"""Paths in this checkout, or in the snapshot of it that a run carries."""
 
 import os
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+# The code that runs: a checkout, or the snapshot in a run's folder.
+CODE = Path(__file__).resolve().parents[2]
+# A snapshot's file that names its checkout, where recipes, tokenizers, data and runs are.
+CHECKOUT = "CHECKOUT"
+
+
+def _checkout() -> Path:
+    snapshot = CODE / CHECKOUT
+    return Path(snapshot.read_text(encoding="utf-8")) if snapshot.is_file() else CODE
+
+
+ROOT = _checkout()
 RECIPES = ROOT / "recipes"
-TEMPLATES = ROOT / "templates"
-REQUIREMENTS = ROOT / "requirements.txt"
+TEMPLATES = CODE / "templates"
+REQUIREMENTS = CODE / "requirements.txt"
 # Corpus and tokenizer for local runs, created by setup.sh.
 LOCAL_ASSETS = ROOT / "assets" / "local"
 
@@ -19,6 +30,7 @@ def runs_folder() -> Path:
     return ROOT / (os.environ.get("COOKBOOK_RUNS") or "runs")
 
 
-def python_path() -> str:
-    """Return PYTHONPATH with this checkout first, for a process that imports the cookbook."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+def python_path(code: Path = CODE) -> str:
+    """Return PYTHONPATH with `code` first, for a process that imports the cookbook from there."""
+    others = (os.environ.get("PYTHONPATH") or "").split(os.pathsep)
+    return os.pathsep.join([str(code), *(one for one in others if one not in ("", str(CODE)))])

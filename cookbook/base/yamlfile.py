@@ -56,6 +56,18 @@ class YamlFile:
         at = f"{shown_path(self.path)}:{line}" if line else shown_path(self.path)
         return f"{at}: {'.'.join(keys)}" if keys else at
 
+    def within(self, *keys: str) -> "YamlFile":
+        """Return the mapping at the path `keys` as a file of its own, at the same lines."""
+        below: Any = self.content
+        for key in keys:
+            below = below[key]
+        cut = len(keys)
+        lines, texts = (
+            {path[cut:]: one for path, one in known.items() if path[:cut] == keys}
+            for known in (self.lines, self.texts)
+        )
+        return YamlFile(self.path, below, lines, texts)  # type: ignore[arg-type]
+
 
 def shown_path(path: Path) -> str:
     """Return the path, relative if it is below the working directory."""
@@ -72,7 +84,12 @@ def read_yaml(path: Path) -> YamlFile:
         raise InputError(shown, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(shown, f"is not UTF-8 text: {error}") from None
-    lines, texts = dict[Keys, int](), dict[Keys, str]()
+    return parse_yaml(text, path)
+
+
+def parse_yaml(text: str, path: Path) -> YamlFile:
+    """Like `read_yaml`, for a text that stands in `path`."""
+    shown, lines, texts = shown_path(path), dict[Keys, int](), dict[Keys, str]()
     make = yaml.constructor.SafeConstructor().construct_object
 
     def value(node: Any, keys: Keys) -> Any:
@@ -114,6 +131,44 @@ def read_yaml(path: Path) -> YamlFile:
         found = f"found {described(content)} at the top, allowed: a mapping of keys"
         raise InputError(shown, found)
     return YamlFile(path, content, lines, texts)
+
+
+class Block(str):
+    """A text that `dump_yaml` writes line by line, below its key."""
+
+    __slots__ = ()
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.yaml_implicit_resolvers = {}
+# A text that either YAML 1.1 or 1.2 would take for something else is quoted.
+for _resolvers in (yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers):
+    for _first, _found in _resolvers.items():
+        _Dumper.yaml_implicit_resolvers.setdefault(_first, []).extend(_found)
+
+
+def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if isinstance(text, Block) else None if text.isprintable() else '"'
+    return dumper.represent_scalar(f"{_TAG}str", str(text), style=style)
+
+
+def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.SequenceNode:
+    is_flat = not any(isinstance(item, list | dict) for item in items)
+    return dumper.represent_sequence(f"{_TAG}seq", items, flow_style=is_flat)
+
+
+_Dumper.add_representer(list, _represent_list)
+_Dumper.add_representer(str, _represent)
+_Dumper.add_representer(Block, _represent)
+
+
+def dump_yaml(content: Any) -> str:
+    """Return `content` as YAML that `read_yaml` reads back unchanged."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 T = typing.TypeVar("T")

@@ -27,6 +27,7 @@ from cookbook.run.record import CellRecord, earlier_record
 from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import SETTLED, CellState, cancel_deleted, cancel_run, cell_states
 from cookbook.run.status import FAILED, OPEN, RUNNING, read_resumptions
+from cookbook.supervise.__main__ import HANDED_OVER
 
 _LEAST_STEPS = 4  # logged steps needed to estimate the time left
 POLL_S = {"local": 1.0, "slurm": 5.0}
@@ -76,11 +77,13 @@ def _pending_scripts() -> list[str]:
     with contextlib.suppress(JobError):
         jobs = slurm.own_jobs()
     for job in jobs:
-        script = Path(job.script)
-        is_ours = job.state in slurm.WAITING and script.name != "submission.sh"
-        if is_ours and script.is_file() and "cookbook.supervise" in script.read_text():
+        # Slurm's text is the script's path and then the arguments; both may hold spaces.
+        words = job.script.split(" ")
+        paths = (Path(" ".join(words[:end])) for end in range(1, len(words) + 1))
+        script = next((path for path in paths if path.is_file()), None)
+        if job.state in slurm.WAITING and script and HANDED_OVER in script.read_text():
             why = f": {job.reason}" if job.reason else ""
-            lines.append(f"pending, submitted by sbatch {script}: job {job.job_id}{why}")
+            lines.append(f"pending, submitted by sbatch {job.script}: job {job.job_id}{why}")
     return lines
 
 

@@ -1,12 +1,10 @@
 """The commands `check`, `run`, `sweep` and `check-line`.
 
-`check-line` validates an sbatch command without submitting it. It runs the batch script on this
-machine, in a mode in which the script validates its settings and exits before training. Scripts
-without this mode are refused, because they might train.
+`check-line` validates an sbatch command without submitting it. It hands what the script carries to
+the supervisor, as the script's last line would. No line of the script is executed.
 """
 
 import argparse
-import os
 import re
 import shlex
 import subprocess
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError, nearest, unknown_name
+from cookbook.base.paths import python_path
 from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.check.check import check_cells
@@ -29,13 +28,13 @@ from cookbook.config.recipe import names_in
 from cookbook.config.resolve import cell_from_record
 from cookbook.config.sweep import expand_sweep, in_rounds, is_sweep, load_sweep
 from cookbook.run.excluded import read_excluded
-from cookbook.run.folder import CellFolder
+from cookbook.run.folder import CellFolder, saved_steps
 from cookbook.run.record import read_record
 from cookbook.run.run import Run, find_cell, release_submit_locks, take_submit_lock
 from cookbook.run.slurm import node_groups, refusal_of, submit_environment
 from cookbook.run.states import cell_states
-from cookbook.run.status import ENDED, OPEN, QUEUED, REFUSED
-from cookbook.supervise.__main__ import CHECKED
+from cookbook.run.status import ENDED, FINISHED, OPEN, QUEUED, REFUSED, read_status
+from cookbook.supervise.__main__ import HANDED_OVER
 from cookbook.supervise.resume_point import Found, find_checkpoint
 
 
@@ -197,7 +196,7 @@ def _resumable(
             settings = command_line_settings(arguments.set)
             cell = cell_from_record(folder.name, record, place, arguments.nodes, settings)
             found[cell.name] = _find_checkpoint(run, folder, cell)
-            cells.append(replace(cell, resumes=True))
+            cells.append(replace(cell, resumes=found[cell.name].checkpoint is not None))
         except InputError as error:
             if len(folders) == 1:
                 raise
@@ -209,6 +208,8 @@ def _resumable(
             print(f"  {cell.name} passes over {one.path.name}: {one.damage}")
         if checkpoint := found[cell.name].checkpoint:
             print(f"  {cell.name} continues after step {checkpoint.step} of {cell.steps}")
+        elif not cell.refused:
+            print(f"  {cell.name} has no whole checkpoint, and starts from step 1")
     cells = [cell for cell in cells if not cell.refused]
     if not cells:
         print(f"{run.name}: no cell can be resumed; nothing was submitted", file=sys.stderr)
@@ -237,15 +238,14 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
 def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
     found = find_checkpoint(folder, cell.record())
     command = shlex.join(run.record.command)
-    if found.checkpoint is None:
-        reason = "is off, so nothing is loaded"
-        if cell.options["checkpoint.enable"]:
-            saved = shown_path(folder.checkpoints(cell.record().options))
-            damaged = "".join(f"; {one.path.name} {one.damage}" for one in found.damaged)
-            reason = f"has no whole checkpoint in {saved}{damaged}"
-        new_run = f"start a new run: {command}" if command else "start a new run"
-        raise InputError("checkpoint.enable", reason, new_run)
-    if found.checkpoint.step >= cell.steps:
+    new_run = f"start a new run: {command}" if command else "start a new run"
+    saved = folder.checkpoints(cell.record().options)
+    if not cell.options["checkpoint.enable"] and saved_steps(saved):
+        raise InputError("checkpoint.enable", "is off, so nothing is loaded", new_run)
+    if found.checkpoint is None and read_status(folder).state == FINISHED:
+        reason = f"has made its steps, and left no whole checkpoint in {shown_path(saved)}"
+        raise InputError(shown_path(folder.path), reason, new_run)
+    if found.checkpoint is not None and found.checkpoint.step >= cell.steps:
         remedy = f"ask for more: --set training.steps={2 * cell.steps}"
         raise InputError(shown_path(folder.path), f"has made all of its {cell.steps} steps", remedy)
     return found
@@ -254,65 +254,49 @@ def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 # Accept environment variables with these prefixes: programs that a job starts may read them.
 _OF_OTHERS = re.compile("(NCCL|NVSHMEM|SLURM|WANDB)_")
-# Environment variables of train_*.sh, and the options of `submit.py render` that replace them.
-_CHOICES = {"PRECISION": "--precision", "RECIPE": "--precision", "EP_BACKEND": "--ep-backend"}
-# The lines with which every rendered script calls the supervisor's checks.
-_CHECKS = (
-    "set -euo pipefail",
-    'if [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]]; then',
-    'exec "${VENV}/bin/python" -m cookbook.supervise "${CELL_DIR}" --script="${SCRIPT}" \\',
-)
 _SEEN = "checked: the rules, this environment"
+# Variables that a script or its supervisor reads, beside those that the script's own text names.
+_READ = {"CELL_DIR", "COOKBOOK_PREFLIGHT", "COOKBOOK_RUNS", "PRECISION", "RECIPE", "EP_BACKEND"}
 
 
 def check_line(arguments: argparse.Namespace) -> int:
     """Validate an sbatch command line without submitting it; return 0 if its job may run."""
     variables, runner, typed, script, words = _parse(arguments.line)
     text = script.read_text(encoding="utf-8", errors="replace")
-    lines = text.splitlines()
-    if lines[:1] != ["#!/bin/bash"] or not {line.strip() for line in lines}.issuperset(_CHECKS):
+    _, is_ours, below = text.partition(f"{HANDED_OVER}\n")
+    carried, is_whole, _ = below.partition("\nCELL\n")
+    if not (text.startswith("#!/bin/bash\n") and is_ours and is_whole):
         remedy = "name train_671b.sh, train_16b.sh, a script of `submit.py render`, or a copy"
         found = "is no script of the cookbook, and was not run"
         raise InputError(f"check-line: {script}", found, remedy)
-    options = _options([*_header(script, lines), *typed])
+    options = _options([*_header(script, text.splitlines()), *typed])
     exports = filter(_VARIABLE.match, options.export.split(","))
     variables |= dict(item.split("=", 1) for item in exports)
-    # The supervisor reads COOKBOOK_PREFLIGHT.
-    known = {*re.findall(r"\$\{([A-Z_]+):?-", text), "COOKBOOK_PREFLIGHT"}
+    known = {*re.findall(r"\$\{([A-Z_]+):?-", text), *_READ}
     for name in variables:
-        if name in known or _OF_OTHERS.match(name) or re.search(rf"\{{{name}\b", text):
-            continue
-        found, close = "is no variable that the script reads", nearest(name, {*known, *_CHOICES})
-        if name in _CHOICES:
-            raise InputError(name, found, f"render another script with {_CHOICES[name]}")
-        if close:
+        is_known = name in known or _OF_OTHERS.match(name) or re.search(rf"\{{{name}\b", text)
+        if not is_known and (close := nearest(name, known)):
+            found = "is no variable that the script reads"
             raise InputError(name, found, f"did you mean {close[0]}?")
     nodes = options.nodes.partition("-")[0]
     if not (nodes.isdecimal() and int(nodes)):
         raise InputError("sbatch --nodes", f"found {nodes!r}, allowed: a whole number above 0")
-    environment = {**submit_environment(), "COOKBOOK_ATTEMPT_DIR": "", "COOKBOOK_CHECK": "1"}
-    if runner == "sbatch":
-        job = {"JOB_ID": "0", "JOB_NUM_NODES": nodes, "SUBMIT_DIR": str(Path.cwd())}
-        environment |= {f"SLURM_{name}": value for name, value in job.items()}
+    environment = {**submit_environment(), "PYTHONPATH": python_path()}
+    environment |= {"SLURM_JOB_NUM_NODES": nodes} if runner == "sbatch" else {}
     for counted, value in options.gpus:
         if (gpus := value.rpartition(":")[2]).isdigit():
             per_node = int(gpus) // (int(nodes) if counted == "in all" else 1)
             environment["SLURM_GPUS_ON_NODE"] = str(per_node)
-    folder = script.resolve().parent
-    if "COOKBOOK_ROOT" not in os.environ and (folder / "submit.py").is_file():
-        environment["COOKBOOK_ROOT"] = str(folder)
-    environment |= variables
-    command = [str(script), *words]
-    status = subprocess.call(["bash", *command], env=environment, stdout=subprocess.DEVNULL)
-    if status == 2:
-        return 2  # the script has printed the reason
-    if status != CHECKED:
-        print(f"submit.py: {script} would exit with status {status}", file=sys.stderr)
-        return 1
+    door = [sys.executable, "-m", "cookbook.supervise", "--check", f"--script={script}"]
+    status = subprocess.run(
+        [*door, "--", *words], env=environment | variables, input=f"{carried}\n", text=True
+    ).returncode
+    if status:
+        return status  # the reason was printed
     if runner == "bash" or not node_groups():
         print(f"{_SEEN}; not checked: TorchTitan's build, Slurm", file=sys.stderr)
         return 0
-    if (refusal := refusal_of([*typed, *command], variables)) is not None:
+    if (refusal := refusal_of([*typed, str(script), *words], variables)) is not None:
         print(f"submit.py: sbatch refuses it: {refusal}", file=sys.stderr)
         return 1
     print(f"{_SEEN}, Slurm; not checked: TorchTitan's build", file=sys.stderr)

@@ -9,10 +9,10 @@ from typing import Any
 from cookbook.base.errors import nearest
 from cookbook.base.yamlfile import Words
 from cookbook.config.cluster import Cluster
-from cookbook.config.dialect.argv import argv_of, launch_argv
+from cookbook.config.dialect.argv import argv_of, launch_options
 from cookbook.config.dialect.names import Names
 from cookbook.config.facts import Facts, Layout
-from cookbook.config.options import Options, Setting, exported
+from cookbook.config.options import Options, exported, settings_of
 from cookbook.config.recipe import Overlay, Recipe, reference
 from cookbook.run.record import CellRecord
 
@@ -120,19 +120,38 @@ class Cell:
         )
 
     def job_record(self) -> CellRecord:
-        """Return the cell's record, with all that a job needs from the recipe and cluster files."""
-        profile = dict(self.cluster.content)
-        return replace(self.record(), too_few_nodes=self.recipe.too_few_nodes, profile=profile)
+        """Return the cell's record, with all that a job needs from recipe, overlays and cluster."""
+        # With numbers as the profile spells them: `3.10` stays `3.10`.
+        profile = {**self.cluster.content, "environment": exported(self.cluster.environment)}
+        copied = (self.ep_backend, self.precision)
+        return replace(
+            self.record(),
+            environment_from=Words(
+                itertools.chain(*(one.environment_from.items() for one in copied))
+            ),
+            options={**self.script_options, **self.options.values},
+            spare_nodes=self.spare_nodes,
+            too_few_nodes=self.recipe.too_few_nodes,
+            profile=profile,
+        )
+
+    @property
+    def script_options(self) -> dict[str, Any]:
+        """The options that make TorchTitan load the cookbook, and that describe the cell to it."""
+        values = launch_options(self.description)
+        for name, overlay in (
+            (Names.precision, self.precision),
+            (Names.ep_backend, self.ep_backend),
+        ):
+            values[name] = overlay.name
+            values |= {option: setting.value for option, setting in overlay.expect.items()}
+        return values | ({Names.emulated: True} if self.emulated else {})
 
 
 def train_argv(cell: Cell) -> list[str]:
     """Return the cell's arguments for TorchTitan, except those that name the run's folders."""
-    stack, said = cell.options.stack, dict[str, Setting]()
-    for name, overlay in ((Names.precision, cell.precision), (Names.ep_backend, cell.ep_backend)):
-        said |= {name: Setting(overlay.name, ""), **overlay.expect}
-    if cell.emulated:
-        said[Names.emulated] = Setting(True, "")
-    return launch_argv(stack, cell.description) + argv_of(stack, said | {**cell.options.settings})
+    own = settings_of(cell.script_options)
+    return argv_of(cell.options.stack, {**own, **cell.options.settings})
 
 
 ERROR, WARNING, HINT = "error", "warning", "hint"

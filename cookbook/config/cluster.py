@@ -165,8 +165,8 @@ def default_cluster() -> str:
 
 def runs_here(cluster: Cluster) -> bool:
     """Return whether a job on `cluster` would use this machine's packages and files."""
-    is_job = os.environ.get("SLURM_JOB_ID") and not os.environ.get("COOKBOOK_CHECK")
-    return cluster.scheduler == "local" or bool(is_job) or _slurm_has(cluster, nodes=1)
+    is_job = bool(os.environ.get("SLURM_JOB_ID"))
+    return cluster.scheduler == "local" or is_job or _slurm_has(cluster, nodes=1)
 
 
 def _slurm_has(cluster: Cluster, nodes: int) -> bool:
@@ -184,18 +184,25 @@ def _slurm_has(cluster: Cluster, nodes: int) -> bool:
 @functools.cache
 def load_cluster(name: str) -> Cluster:
     """Read a profile by name or path; `local` gets this machine's GPUs."""
-    cluster = _read_cluster(read_yaml(find_file("cluster", name)))
+    path = find_file("cluster", name)
+    return read_cluster(read_yaml(path), path)
+
+
+def read_cluster(file: YamlFile, path: Path) -> Cluster:
+    """Read the profile that stands in `file`, a copy of `path`."""
+    cluster = _read_cluster(file, path)
     gpus = visible_gpus() if cluster.scheduler == "local" else ()
     # Use only GPUs of the first GPU's type: in a mixed job the slowest GPU would set the pace.
     return replace(cluster, gpu=gpus[0], gpus_per_node=gpus.count(gpus[0])) if gpus else cluster
 
 
 def cluster_from_record(record: CellRecord) -> Cluster:
-    return _read_cluster(YamlFile(Path(f"{record.cluster}.yaml"), record.profile, {}, {}))
+    path = Path(f"{record.cluster}.yaml")
+    return _read_cluster(YamlFile(path, record.profile, {}, {}), path)
 
 
-def _read_cluster(file: YamlFile) -> Cluster:
-    own: dict[str, Any] = {"name": file.path.stem, "path": file.path, "content": file.content}
+def _read_cluster(file: YamlFile, path: Path) -> Cluster:
+    own: dict[str, Any] = {"name": path.stem, "path": path, "content": file.content}
     if file.content.get("gpu") is not None:
         own["gpu"] = Gpu(**vars(fill(_GpuKeys, file, ("gpu",))))
     beside = {"gpu", *load_stack().sections}

@@ -74,9 +74,14 @@ class Options:
         return f"{name} {self[Names.flavor]}" + " with overrides" * bool(self.overrides)
 
 
+def settings_of(values: Mapping[str, Any]) -> Settings:
+    """Return settings with these checked values, of no known origin."""
+    return {name: Setting(value, "") for name, value in values.items()}
+
+
 def options_of(record: CellRecord) -> Options:
     """Return the options in `record`; any other option has TorchTitan's default."""
-    return Options(load_stack(), {name: Setting(v, "") for name, v in record.options.items()})
+    return Options(load_stack(), settings_of(record.options))
 
 
 def read_sections(file: YamlFile) -> Settings:
@@ -127,10 +132,10 @@ def command_line_settings(words: Sequence[str]) -> Settings:
 # Environment variables that users may not set, because bash or the scripts use them.
 RESERVED = frozenset(
     {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "IFS", "SECONDS", "ATTEMPT"}
-    | {"CELL", "CELL_DIR", "EP_BACKEND", "EP_BACKEND_ARGS", "HEAD_ADDRESS", "LOG_RANK", "NUM_NODES"}
-    | {"PATH", "PRECISION", "PRECISION_ARGS", "PYTHONPATH", "PYTHONUNBUFFERED", "RDZV_ENDPOINT"}
-    | {"RECIPE", "SCRIPT", "SHOWN_RANKS", "SUBMITTED", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
-    | {"TRAIN_ARGS", "TRAIN_NODES", "VENV", "WANDB_RUN_NAME"}
+    | {"CELL", "CELL_DIR", "EP_BACKEND", "LOG_RANK", "NUM_NODES", "PATH", "PRECISION", "PYTHONPATH"}
+    | {"PYTHONSAFEPATH", "PYTHONUNBUFFERED", "RANKS_PER_NODE", "RDZV_ENDPOINT", "RDZV_ID", "RECIPE"}
+    | {"SHOWN_RANKS", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "TRAIN_ARGS", "TRAIN_NODES", "VENV"}
+    | {"WANDB_RUN_NAME"}
 )
 
 

@@ -26,6 +26,7 @@ from cookbook.base.yamlfile import (
     Text,
     Texts,
     Words,
+    YamlFile,
     fill,
     mapping_at,
     read_yaml,
@@ -166,6 +167,17 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
     """Read an overlay of `kind` by name, synonym or path."""
     path = find_file(kind, _owners(kind).get(name, [name])[0])
     file = read_yaml(path)
+    overlay, place = read_overlay(kind, file, path), file.place("synonyms")
+    for synonym in overlay.synonyms:
+        check_name(place, synonym)
+        for other in {*_owners(kind).get(synonym, ())} - {overlay.name}:
+            found = f"found {synonym!r}, which {shown_path(find_file(kind, other))} has already"
+            raise InputError(place, found, "remove one of the two")
+    return overlay
+
+
+def read_overlay(kind: Kind, file: YamlFile, path: Path) -> Overlay:
+    """Read the overlay that stands in `file`, a copy of `path`."""
     emulated = read_options(file, mapping_at(file, "emulated"), ("emulated",))
     needed = read_options(file, mapping_at(file, "needs", "options"), ("needs", "options"))
     needs = fill(Needs, file, ("needs",), beside=("options",), settings=needed)
@@ -186,12 +198,6 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
     beside = ("needs", "expect", "emulated", *load_stack().sections)
     overlay = fill(Overlay, file, beside=beside, **own)
     check_environment(file, overlay.environment, overlay.environment_from)
-    place = file.place("synonyms")
-    for synonym in overlay.synonyms:
-        check_name(place, synonym)
-        for other in {*_owners(kind).get(synonym, ())} - {overlay.name}:
-            found = f"found {synonym!r}, which {shown_path(find_file(kind, other))} has already"
-            raise InputError(place, found, "remove one of the two")
     return overlay
 
 
@@ -244,6 +250,14 @@ class Recipe:
             return precision, load_ep_backend(self.ep_backend)
 
 
+def read_recipe(file: YamlFile, path: Path) -> Recipe:
+    """Read the recipe that stands in `file`, a copy of `path`."""
+    sections, settings = load_stack().sections, read_sections(file)
+    recipe = fill(Recipe, file, beside=sections, name=path.stem, settings=settings, path=path)
+    check_name(file.place("name"), recipe.short_name)
+    return recipe
+
+
 @functools.cache
 def load_recipe(name: str) -> Recipe:
     path = find_file("", name)
@@ -251,9 +265,7 @@ def load_recipe(name: str) -> Recipe:
     if "recipes" in file.content:
         remedy = f"write: python submit.py sweep {name}"
         raise InputError(file.place("recipes"), "is a key of a sweep", remedy)
-    sections, settings = load_stack().sections, read_sections(file)
-    recipe = fill(Recipe, file, beside=sections, name=path.stem, settings=settings, path=path)
-    check_name(file.place("name"), recipe.short_name)
+    recipe = read_recipe(file, path)
     pairs = [f"{p}+{e}" for p in names_in("precision") for e in names_in("ep_backend")]
     for pair in recipe.published_numbers:
         if pair not in pairs:

@@ -1,34 +1,22 @@
 """Render the scripts of cells and recipes, and a cell's sbatch options.
 
-Python makes every decision; the template only lays out text. The `shquote` filter quotes text from
-YAML files, so that bash passes it on unchanged.
+Python makes every decision; the templates only lay out text.
 """
 
 import re
 import shlex
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from cookbook.base.paths import ROOT, TEMPLATES
-from cookbook.config.cell import Cell, train_argv
+from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, OptionValue
-from cookbook.config.dialect.argv import argv_of, launch_argv
-from cookbook.config.options import exported
-from cookbook.config.recipe import (
-    Overlay,
-    Recipe,
-    load_ep_backend,
-    load_precision,
-    names_in,
-    reference,
-)
+from cookbook.config.recipe import Recipe, load_ep_backend, load_precision, names_in
+from cookbook.config.request import request_text
 from cookbook.config.resolve import merge_config
-from cookbook.config.stack import load_stack
 
 
 def shquote(value: object) -> str:
@@ -67,51 +55,36 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
         f"  {runner} {file_name} --training.steps=5     # TorchTitan's options at the end",
         "",
         "Reads: CELL_DIR (a run to resume), COOKBOOK_PREFLIGHT (off: no check of the nodes),",
-        "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).",
+        "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on), WANDB_PROJECT.",
         f"Rendered by `submit.py render` from {cell.recipe.path.name} for {cell.cluster.name}.",
     ]
-    return _render(
-        cell,
-        header,
-        [cell.ep_backend, cell.precision],
-        file_name=file_name,
-        sbatch=sbatch_lines(cell),
-        cell_name=cell.name,
-        precision=shquote(reference("precision", cell.precision.path)),
-        ep_backend=shquote(reference("ep_backend", cell.ep_backend.path)),
-        root=str(root),
-        choices=(),
-        train_args=train_argv(cell),
-        cluster_args=(),
+    request = request_text(cell, command_text(cell), [cell.precision, cell.ep_backend])
+    return _render(cell, header, request, file_name, sbatch_lines(cell), str(root))
+
+
+def command_text(cell: Cell) -> str:
+    """Return the bash lines that start torchrun for an attempt, for the cell's record."""
+    container = cell.cluster.container
+    mounts = "".join(f",{mount}" for mount in container.mounts) if container else ""
+    return _ENVIRONMENT.get_template("command.sh.j2").render(
+        scheduler=cell.cluster.scheduler,
+        container=container,
+        mounts=shquote(mounts) if mounts else "",
     )
 
 
-def _render(cell: Cell, header: list[str], overlays: Sequence[Overlay], **context: Any) -> str:
-    """Render the template for one cell, or for a launcher that lets the user choose the cell."""
-    cluster = cell.cluster
-    mounts = cluster.container.mounts if cluster.container else ()
-    needed = [(file, True) for file in cluster.source]
-    optional = [(file, False) for file in cluster.source_if_exists]
-    condition = '"${{{kind}}}" == {name} && ' if context["choices"] else ""
-    copied = [
-        (condition.format(kind=overlay.kind.upper(), name=overlay.name), name, other)
-        for overlay in overlays
-        for name, other in overlay.environment_from.items()
-    ]
+def _render(
+    cell: Cell, header: list[str], request: str, file_name: str, sbatch: list[str], root: str | None
+) -> str:
+    run = cell.recipe.short_name + ("-local" if cell.cluster.scheduler == "local" else "")
     return _ENVIRONMENT.get_template("train.sbatch.j2").render(
-        context,
-        hooks=cell.options.stack.hooks,
-        environment=list(cell.environment.items()),
-        environment_from=copied,
-        spare_nodes=cell.spare_nodes,
         header=[" ".join(line.splitlines()) for line in header],
-        scheduler=cluster.scheduler,
-        cluster=cluster,
-        cluster_name=reference("cluster", cluster.path),
-        source=[*needed, *optional],
-        container_mounts=shquote("".join(f",{mount}" for mount in mounts)) if mounts else "",
-        short_name=cell.recipe.short_name,
-        recipe=reference("", cell.recipe.path),
+        request=request,
+        file_name=file_name,
+        sbatch=sbatch,
+        root=root,
+        run=run,
+        scheduler=cell.cluster.scheduler,
     )
 
 
@@ -160,11 +133,6 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         own = replace(fp8, synonyms=(*fp8.synonyms, "fp8"))
         precisions = [own if one.name == fp8.name else one for one in precisions]
     backends = [load_ep_backend(name) for name in names_in("ep_backend")]
-    first = merge_config(recipe, load_precision("bf16"), load_ep_backend("standard"), cluster)
-    choices = [
-        _choice("number format of the GEMMs", "${RECIPE:-bf16}", precisions),
-        _choice("how tokens travel to their experts", "standard", backends),
-    ]
     header = [
         recipe.description,
         "",
@@ -178,21 +146,11 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT",
         f"Rendered by `make golden` from {recipe.path.name} for {cluster.name}; edit a copy.",
     ]
-    stack, title = first.options.stack, recipe.description.partition(":")[0]
-    return _render(
-        first,
-        header,
-        [*precisions, *backends],
-        file_name=file_name,
-        sbatch=sbatch_lines(first, job_name=recipe.short_name),
-        cell_name=None,
-        precision='"${PRECISION}"',
-        ep_backend='"${EP_BACKEND}"',
-        root=None,
-        choices=choices,
-        train_args=[*launch_argv(stack, title), *argv_of(stack, recipe.settings)],
-        cluster_args=argv_of(stack, cluster.settings),
-    )
+    first = merge_config(recipe, load_precision("bf16"), load_ep_backend("standard"), cluster)
+    overlays = [*precisions, *backends]
+    request = request_text(first, command_text(first), overlays, recipe.short_name)
+    sbatch = sbatch_lines(first, job_name=recipe.short_name)
+    return _render(first, header, request, file_name, sbatch, None)
 
 
 def _examples(recipe: Recipe, file_name: str) -> list[str]:
@@ -205,18 +163,3 @@ def _examples(recipe: Recipe, file_name: str) -> list[str]:
     examples[f"sbatch --nodes=16 {file_name} --training.steps=50"] = "fewer nodes, more steps"
     width = max(map(len, examples))
     return [f"  {command:<{width}}  # {meaning}" for command, meaning in examples.items()]
-
-
-def _choice(summary: str, default: str, overlays: Sequence[Overlay]) -> dict[str, Any]:
-    stack, values = load_stack(), []
-    for overlay in overlays:
-        text = " ".join(map(shquote, argv_of(stack, {**overlay.expect, **overlay.settings})))
-        value = {
-            "name": overlay.name,
-            "patterns": [overlay.name, *overlay.synonyms],
-            "lines": textwrap.wrap(text, 94, break_long_words=False, break_on_hyphens=False),
-            "environment": exported(overlay.environment).items(),
-        }
-        values.append(value)
-    variable = overlays[0].kind.upper()
-    return {"variable": variable, "summary": summary, "default": default, "overlays": values}

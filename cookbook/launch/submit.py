@@ -1,32 +1,30 @@
 """Create a run, submit its cells through submitit (to Slurm or this machine), and resume them.
 
-submitit pickles the supervisor, names the job's files and reads the job id back. The batch file has
-the cell's #SBATCH options, and its last line starts the supervisor.
+submitit writes the batch files and reads the job ids back. A job's command is the supervisor.
 """
 
 import itertools
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import submitit
-from submitit.local.local import LocalExecutor, LocalJob
-from submitit.slurm.slurm import SlurmExecutor
+from submitit import LocalExecutor, SlurmExecutor
+from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from cookbook.base.errors import JobError
+from cookbook.base.errors import JobError, nearest
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT, python_path, runs_folder
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
-from cookbook.config.options import Options, exported
-from cookbook.launch.script import option_word, render_script, sbatch_options
+from cookbook.config.options import Options
+from cookbook.launch.script import command_text, render_script, sbatch_options
+from cookbook.run import slurm
+from cookbook.run.code import code_folder, snapshot_code
 from cookbook.run.excluded import (
     LEFT_OUT_VARIABLE,
     Choice,
@@ -35,12 +33,24 @@ from cookbook.run.excluded import (
     read_excluded,
 )
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import ONCE, keep_request
-from cookbook.run.run import Run, RunRecord, note_new_job, publish_run, release_submit_locks
-from cookbook.run.slurm import partition_nodes, sbatch
+from cookbook.run.record import ONCE, CellRecord, keep_request, read_record
+from cookbook.run.run import (
+    Run,
+    RunRecord,
+    commit,
+    note_new_job,
+    publish_run,
+    release_submit_locks,
+)
 from cookbook.run.states import RUN_VARIABLE, process_job
-from cookbook.run.status import FAILED, QUEUED, REFUSED, Status, write_job, write_status
-from cookbook.supervise.supervisor import Supervisor
+from cookbook.run.status import (
+    FAILED,
+    QUEUED,
+    REFUSED,
+    Status,
+    write_job,
+    write_status,
+)
 
 
 def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
@@ -57,9 +67,10 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
         baseline=next((cell.baseline for cell in cells if cell.baseline), None),
     )
     try:
+        code, of_commit = snapshot_code(building), commit()
         for cell in cells:
             folder = CellFolder(building / cell.name)
-            cell.job_record().write(folder.record)
+            _request(cell, code, of_commit).write(folder.record)
             write_whole(folder.script, render_script(cell), mode=0o755)
             state = Status(REFUSED, reason=cell.refused) if cell.refused else Status(QUEUED)
             write_status(folder, state)
@@ -69,95 +80,17 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
         raise
 
 
-_VERSIONS = "1.5."
-
-
-class CellSlurmExecutor(SlurmExecutor):
-    """Run all `cells` in one Slurm job, which has the sbatch options of the first cell."""
-
-    def __init__(self, run: Run, cells: Sequence[Cell]) -> None:
-        self.run, self.cells, self.choice = run, cells, leave_out(cells[0])
-        alone = run.cell(cells[0].name).job_files
-        super().__init__(folder=alone if len(cells) == 1 else run.folder / "job")
-
-    # Always report Slurm as available: if sbatch is missing, calling it gives a more helpful error.
-    @classmethod
-    def affinity(cls) -> int:
-        return 2
-
-    # Write our own batch file, because the one by submitit sets a wckey and a signal and starts an
-    # srun. Call sbatch ourselves, because submitit would pass Slurm's environment variables to it.
-    def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
-        cell, begin = self.cells[0], self.choice.begin
-        title, name = f"{cell.name}/train.sh", cell.name
-        if len(self.cells) > 1:
-            title = f"the train.sh of {len(self.cells)} cells in turn"
-            name = self.run.record.sweep or name
-        options = sbatch_options(cell, name, leave_out=self.choice.nodes)
-        options["output"] = str(self.folder / "%j.log")
-        if begin is not None:
-            options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
-        # The nodes are tested before train.sh starts, so set up the cluster's environment here too.
-        # Skip a missing file silently, because train.sh will report it.
-        cluster = cell.cluster
-        files = map(shlex.quote, [*cluster.source, *cluster.source_if_exists])
-        variables = exported(cluster.environment).items()
-        lines = [
-            "#!/bin/bash",
-            f"# Runs {title} under the cookbook's supervisor.",
-            *(f"#SBATCH {option_word(option, value)}" for option, value in options.items()),
-            *(f"[[ ! -r {file} ]] || source {file}" for file in files),
-            *(f"export {variable}={shlex.quote(value)}" for variable, value in variables),
-            "export SUBMITIT_EXECUTOR=slurm",
-            f"export PYTHONPATH={shlex.quote(python_path())}",
-            f"export VENV={shlex.quote(sys.prefix)}",
-            f"export {LEFT_OUT_VARIABLE}={','.join(self.choice.nodes)}",
-            # exec, so that Slurm's signals reach the supervisor instead of a shell.
-            f"exec {command}\n",
-        ]
-        # Slurm keeps this path, so `cancel` finds the job even after the run's folder is deleted.
-        script = (self.folder / "submission.sh").resolve()
-        script.write_text("\n".join(lines), encoding="utf-8")
-        job_id = sbatch(script, ROOT)
-        return submitit.SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
-
-
-class RunLocalExecutor(LocalExecutor):
-    """Run a whole sweep on this machine, as one job that outlives its terminal."""
-
-    def _submit_command(self, command: str) -> LocalJob[Any]:
-        environment = {
-            **os.environ,
-            RUN_VARIABLE: str(self.folder.parent.resolve()),
-            "PYTHONPATH": python_path(),
-            "VENV": sys.prefix,
-            "SUBMITIT_EXECUTOR": "local",
-            "SUBMITIT_LOCAL_NTASKS": "1",
-            "SUBMITIT_LOCAL_COMMAND": command,
-            "SUBMITIT_LOCAL_TIMEOUT_S": "2592000",  # 30 days
-            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
-            "SUBMITIT_STDERR_TO_STDOUT": "1",
-            "SUBMITIT_LOCAL_WITH_SHELL": "",
-        }
-        # Unlike submitit, start a new session: neither Ctrl-C nor closing the terminal then stops
-        # the training. Detach the standard streams, so that `submit.py ... | tee` does not wait
-        # until training ends.
-        silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        words = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
-        process = subprocess.Popen(words, env=environment, start_new_session=True, **silent)
-        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+def _request(cell: Cell, code: str, of_commit: str | None) -> CellRecord:
+    return replace(cell.job_record(), command=command_text(cell), code=code, commit=of_commit)
 
 
 def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) -> list[str]:
     """Submit all cells except the refused ones; return the job ids.
 
     Each cell gets a job of its own. With `one_allocation`, or locally, one job runs all cells
-    in turn. Raises JobError if submitit has the wrong version or a job cannot be submitted. In the
-    latter case, the job's cells and all later ones are marked as failed, and earlier jobs are not
-    cancelled.
+    in turn. Raises JobError if a job cannot be submitted. Then the job's cells and all later ones
+    are marked as failed, and earlier jobs are not cancelled.
     """
-    if not submitit.__version__.startswith(_VERSIONS):
-        raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")
     cells = [cell for cell in cells if not cell.refused]
     is_local, job_ids = run.scheduler == "local", list[str]()
     jobs = [cells] if is_local or one_allocation else [[cell] for cell in cells]
@@ -165,20 +98,123 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
         for number, together in enumerate(jobs):
             folders = [run.cell(cell.name) for cell in together]
             try:
-                local = RunLocalExecutor(run.folder / "job") if is_local else None
-                executor = local or CellSlurmExecutor(run, together)
-                job_id: str = executor.submit(Supervisor(folders)).job_id
-            except JobError as error:
+                job_id = (
+                    _submit_locally(run, folders) if is_local else _submit_to_slurm(run, together)
+                )
+            except (JobError, KeyboardInterrupt) as error:
+                why = str(error) or "interrupted"
                 for cell in itertools.chain(*jobs[number:]):
-                    write_status(run.cell(cell.name), Status(FAILED, reason=f"not queued: {error}"))
+                    write_status(run.cell(cell.name), Status(FAILED, reason=f"not queued: {why}"))
                 place = f"{together[0].name}: " if len(together) == 1 else ""
-                raise JobError(f"{place}{error}") from None
+                queued = f"; queued before: job {', '.join(job_ids)}" if job_ids else ""
+                rest = f"to queue the rest: python submit.py run --resume {run.name}"
+                raise JobError(f"{place}{why}{queued}; {rest}") from None
             for folder in folders:
                 write_job(folder, process_job(int(job_id)) if is_local else job_id)
             job_ids.append(job_id)
     finally:
         release_submit_locks()
     return job_ids
+
+
+def _command(folders: Sequence[CellFolder], *before: str) -> tuple[str, list[str]]:
+    """Return arguments for `os.execv`, by which submitit's process becomes the supervisor.
+
+    So Slurm's signals reach it, and submitit's pickle holds nothing of the cookbook.
+    """
+    paths = [str(folder.path.resolve()) for folder in folders]
+    words = [*before, sys.executable, "-m", "cookbook.supervise", *paths]
+    return words[0], words
+
+
+def _submit_to_slurm(run: Run, cells: Sequence[Cell]) -> str:
+    cell, folders = cells[0], [run.cell(cell.name) for cell in cells]
+    choice, logs = leave_out(cell), folders[0].job_files if len(cells) == 1 else run.folder / "job"
+    name = cell.name if len(cells) == 1 else run.record.sweep or cell.name
+    options = sbatch_options(cell, name, leave_out=choice.nodes)
+    options |= {"output": f"{logs.resolve()}/%j.log", "chdir": str(ROOT)}
+    if choice.begin is not None:
+        options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(choice.begin))
+    for program in ("sbatch", "srun"):  # submitit looks for srun, though it is not used here
+        if shutil.which(program) is None:
+            raise JobError(
+                f"{program} is not on PATH; log in to the cluster, or use --cluster local"
+            )
+    variables = {
+        "PYTHONPATH": python_path(_code(folders[0])),
+        "PYTHONSAFEPATH": "1",
+        "VENV": sys.prefix,
+        LEFT_OUT_VARIABLE: ",".join(choice.nodes),
+    }
+    logs.mkdir(parents=True, exist_ok=True)
+    # With exec, Slurm's signals reach the supervisor instead of a shell. Slurm keeps the batch
+    # file's path, so that `cancel` finds the job even after the run's folder is deleted.
+    python = f"exec {shlex.quote(sys.executable)}"
+    executor = SlurmExecutor((run.folder / "job").resolve(), python=python)
+    executor.update_parameters(
+        # Values of submitit's that the profile may not have asked for.
+        time=None,
+        wckey=None,
+        nodes=options.pop("nodes"),
+        job_name=options.pop("job-name"),
+        stderr_to_stdout=True,
+        use_srun=False,
+        setup=[f"export {key}={shlex.quote(value)}" for key, value in variables.items()],
+        additional_parameters=options,
+    )
+    try:
+        with slurm.hidden_variables():
+            job = executor.submit(os.execv, *_command(folders))
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise JobError(slurm.submission_error(str(error))) from None
+    if choice.begin is not None:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(choice.begin))
+        kept, listed = ",".join(cell.cluster.exclude), shown_path(excluded_file())
+        print(
+            f"{cell.name}: {choice.short} healthy node(s) too few, so job {job.job_id} starts at "
+            f"{when}; to start it sooner, delete entries in {listed}, then: "
+            f"scontrol update JobId={job.job_id} StartTime=now ExcNodeList={kept}",
+            file=sys.stderr,
+        )
+    return str(job.job_id)
+
+
+def _submit_locally(run: Run, folders: Sequence[CellFolder]) -> str:
+    """Start one job that outlives its terminal, and runs all cells of the run on this machine."""
+    executor = LocalExecutor((run.folder / "job").resolve())
+    executor.update_parameters(timeout_min=60 * 24 * 30, stderr_to_stdout=True)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # submitit hides all GPUs from a job that asks it for none.
+    gpus = ["-u", "CUDA_VISIBLE_DEVICES"] if seen is None else [f"CUDA_VISIBLE_DEVICES={seen}"]
+    reader, writer = os.pipe()
+    # In a session of its own, neither Ctrl-C nor closing the terminal stops the training. Without
+    # the standard streams, `submit.py ... | tee` does not wait until training ends.
+    if (child := os.fork()) == 0:
+        os.setsid()
+        for stream in range(3):
+            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+        os.environ |= {
+            RUN_VARIABLE: str(run.folder.resolve()),
+            "PYTHONPATH": python_path(_code(folders[0])),
+            "PYTHONSAFEPATH": "1",
+            "VENV": sys.prefix,
+        }
+        words = _command(folders, "/usr/bin/env", *gpus)
+        os.write(writer, str(executor.submit(os.execv, *words).job_id).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        job_id = answer.read()
+    os.waitpid(child, 0)
+    if not job_id:
+        raise JobError("submitit could not start the job; is the disk full?")
+    return job_id
+
+
+def _code(folder: CellFolder) -> Path:
+    name = read_record(folder.record).code
+    assert name is not None
+    return code_folder(folder.path.parent.resolve(), name)
 
 
 def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
@@ -188,12 +224,16 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     gets its old files back.
     """
     before: dict[CellFolder, dict[Path, bytes]] = {}
+    code, of_commit = snapshot_code(run.folder), commit()
     try:
         for cell in cells:
             folder = run.cell(cell.name)
             paths = (folder.status, folder.job, folder.record, folder.script)
             before[folder] = {path: path.read_bytes() for path in paths if path.exists()}
-            attempts = folder.attempts()
+            attempts, first = folder.attempts(), read_record(folder.record)
+            if first.code != code:
+                said = f"today's code ({of_commit}), and before it that of {first.commit}"
+                print(f"{cell.name}: takes {said}", file=sys.stderr)
             # While the submit lock is held, `status` shows a cell without a job as queued.
             folder.job.unlink(missing_ok=True)
             write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
@@ -201,7 +241,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
             settings = cell.options.settings
             kept = {name: settings[name] for name in settings if name not in ONCE}
             script = render_script(replace(cell, options=Options(cell.options.stack, kept)))
-            keep_request(folder, cell.job_record(), script)
+            keep_request(folder, _request(cell, code, of_commit), script)
         job_ids = submit_run(run, cells)
     except BaseException:
         for folder, files in before.items():
@@ -222,7 +262,13 @@ def leave_out(cell: Cell) -> Choice:
     if not excluded:
         return Choice(())
     needed = cell.nodes + cell.spare_nodes
-    nodes = set(partition_nodes(cell.cluster.partition)) - set(cell.cluster.exclude)
+    nodes, known = set(slurm.partition_nodes(cell.cluster.partition)), slurm.all_nodes()
+    nodes -= set(cell.cluster.exclude)
+    for one in excluded:
+        if known and one.node not in known:
+            close = "".join(f"; did you mean {name}?" for name in nearest(one.node, known))
+            place = shown_path(excluded_file())
+            print(f"{place}: {one.node} is no node that Slurm has{close}", file=sys.stderr)
     choice = choose(needed, sorted(nodes), excluded)
     if choice.short and cell.recipe.too_few_nodes == "stop":
         remedy = f"see {shown_path(excluded_file())}, or ask for fewer with --nodes"

@@ -4,6 +4,7 @@ Each job that shares this folder avoids the listed nodes, and adds nodes that fa
 share one list among several checkouts, make the file a symbolic link.
 """
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from cookbook.base.errors import InputError, described
 from cookbook.base.files import locked, write_whole
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import read_yaml
+from cookbook.run.slurm import nodes_in
 
 # In a job's environment, this variable holds the nodes that the list excluded, comma-separated.
 LEFT_OUT_VARIABLE = "COOKBOOK_LEFT_OUT"
@@ -63,7 +65,10 @@ def read_excluded(runs: Path | None = None) -> list[Excluded]:
             wanted = f"found {described(written)}, allowed: a time in UTC"
             raise InputError(file.place(node, "until"), wanted, remedy) from None
         until = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-        found.append(Excluded(node, until, _one_line(str(entry.get("reason") or "no reason"))))
+        reason = _one_line(str(entry.get("reason") or "no reason"))
+        # An entry may name several nodes in Slurm's notation: `worker-[0-3,7]`.
+        names = nodes_in(node) if re.search(r"[\[,]", node) else [node]
+        found += [Excluded(name, until, reason) for name in names]
     return [one for one in found if one.until > time.time()]
 
 

@@ -24,14 +24,14 @@ class _Below(str):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a cell's script."""
+    """One start of a cell's training."""
 
     path: Path
     number: int
 
     log = _Below("train.log")  # console output of all nodes, but of only a few ranks on each
-    # Copies of this attempt's script and record, made only if the next attempt changes them.
-    script, record = _Below("train.sh"), _Below("cell.yaml")
+    script = _Below("train.sh")  # what this attempt runs, everything resolved
+    record = _Below("cell.yaml")  # a copy of its request, made only if the next attempt changes it
     # Versions, GPUs, nodes and active features, reported by the training process.
     environment = _Below("environment.json")
     metrics = _Below("metrics.jsonl")  # one JSON object per logged step or validation
@@ -57,11 +57,12 @@ class CellFolder:
     path: Path
 
     record = _Below("cell.yaml")  # the newest request for the cell (`run.record`)
-    script = _Below("train.sh")  # the script that the job runs, exactly as `render` prints it
+    script = _Below("train.sh")  # the script to read, copy and submit, as `render` prints it
     status = _Below("status.json")  # the cell's state; after submission, only the job writes it
     job = _Below("job.json")  # the job's id, written by the submitter, else by the job itself
     end = _Below("end.json")  # how the job ended, kept because Slurm forgets jobs
-    job_files = _Below("job")  # the batch file, submitit's files and the batch step's output
+    job_files = _Below("job")  # the batch step's output
+    latest = _Below("latest")  # a link to the newest attempt
     wandb_id = _Below("wandb-id")  # the W&B run's id, the same until a roll-back
 
     @property

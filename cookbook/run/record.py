@@ -8,12 +8,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cookbook.base.errors import InputError
 from cookbook.base.family import loss_rank
 from cookbook.base.files import write_whole
-from cookbook.base.yamlfile import Count, Flag, Natural, Number, Text, Words, fill, read_yaml
+from cookbook.base.yamlfile import (
+    Block,
+    Count,
+    Flag,
+    Natural,
+    Number,
+    Text,
+    Words,
+    dump_yaml,
+    fill,
+    read_yaml,
+)
 from cookbook.run.folder import CellFolder
 
 # Options that the cookbook sets itself.
@@ -24,6 +33,13 @@ OF_SCRIPTS = {
 }
 # Fields that only a sweep sets; a request made by running the cell's script lacks them.
 _OF_SWEEPS = ("stand_in_for", "baseline", "prediction", "repeat_of", "repeat")
+# Fields that each request sets anew.
+_OF_JOBS = (
+    *("max_restarts", "environment", "environment_from", "command", "spare_nodes", "commit"),
+    *("code", "too_few_nodes", "profile"),
+)
+# Fields that `cell.yaml` leaves out where they are empty.
+_SELDOM = ("files", "environment_from", *_OF_JOBS[3:])
 # How many steps the learning-rate schedule covers; `training.steps` if it is not set.
 TOTAL_STEPS = "lr_scheduler.total_steps"
 # Options for the first load of a request: no later resume inherits them.
@@ -63,7 +79,15 @@ class CellRecord:
     repeat: Count = 1
     max_restarts: Natural = 3  # maximum number of restarts of the cell within one job
     environment: Words = field(default_factory=Words)
+    # `A: B` sets environment variable A to the value of variable B, unless A is set already.
+    environment_from: Words = field(default_factory=Words)
     options: dict[str, Any] = field(default_factory=dict)  # TorchTitan's options, by dotted name
+    # The bash lines that start torchrun for an attempt, in which the supervisor sets variables.
+    command: Text | None = None
+    spare_nodes: Natural = 0  # nodes that the job has in addition, to take the place of bad ones
+    # Of the code that the job runs: its commit, and the name of its snapshot in the run's folder.
+    commit: Text | None = None
+    code: Text | None = None
     # Paths of the user's own YAML files, by part (`recipe`, ...). Other parts are in `recipes/`.
     files: Words = field(default_factory=Words)
     too_few_nodes: Text | None = None  # if too few nodes are healthy: `wait` in the queue or `stop`
@@ -115,9 +139,9 @@ class CellRecord:
         return one == two and self.nodes == other.nodes and self.world == other.world
 
     def as_yaml(self) -> str:
-        seldom, content = ("files", "too_few_nodes", "profile"), dataclasses.asdict(self)
-        content = {key: value for key, value in content.items() if value or key not in seldom}
-        return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))
+        content = dataclasses.asdict(self)
+        content["command"] = Block(self.command) if self.command else None
+        return dump_yaml({k: one for k, one in content.items() if one or k not in _SELDOM})
 
     def write(self, path: Path) -> None:
         write_whole(path, self.as_yaml())
@@ -157,9 +181,9 @@ def attempt_records(folder: CellFolder, newest: CellRecord) -> dict[int, CellRec
 
 
 def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
-    """Merge a new request into the cell's record, and write the record and the script.
+    """Merge a new request into the cell's record, and write the record and its script.
 
-    First copy an old record or script, if it differs, to the folder of the attempt that used it.
+    First copy an old record, if it differs, to the folder of the attempt that used it.
     """
     first, attempts = earlier_record(folder), folder.attempts()
     record = asked
@@ -179,15 +203,11 @@ def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
             options=first.options if is_same else asked.options,
             prediction=record.prediction,
             published_tokens_per_second_per_gpu=published if is_lasting else None,
-            max_restarts=asked.max_restarts,
-            environment=asked.environment,
-            too_few_nodes=asked.too_few_nodes,
-            profile=asked.profile,
+            **{name: getattr(asked, name) for name in _OF_JOBS},
         )
-    for name, text in (("record", record.as_yaml()), ("script", script)):
-        path: Path = getattr(folder, name)
-        before = path.read_text(encoding="utf-8") if attempts and path.exists() else text
-        if before != text and not (kept := getattr(attempts[-1], name)).exists():
-            write_whole(kept, before, mode=path.stat().st_mode & 0o777)
+    if attempts and folder.record.exists() and not attempts[-1].record.exists():
+        before = folder.record.read_text(encoding="utf-8")
+        if before != record.as_yaml():
+            write_whole(attempts[-1].record, before)
     record.write(folder.record)
     write_whole(folder.script, script, mode=0o755)

@@ -1,5 +1,6 @@
 """Run Slurm's commands for all code but job scripts and `doctor`, which call some directly."""
 
+import contextlib
 import functools
 import os
 import re
@@ -8,9 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from cookbook.base.errors import JobError
@@ -25,12 +25,15 @@ ACTIVE |= HALTED
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
 # A trailing `*` marks a node that does not respond.
 _LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
-# Transient errors: the controller or munge is busy or restarting.
+# Transient errors: the controller or munge is busy or restarting. In its first minutes back, the
+# controller takes the memory of steps that have ended for used.
 _PASSING = re.compile(
-    r"contact slurm controller|timed out|zero bytes|temporarily|munge|authentication", re.IGNORECASE
+    r"contact slurm controller|timed out|zero bytes|temporarily|munge|authentication"
+    r"|memory required by task",
+    re.IGNORECASE,
 )
 # squeue truncates fields without a width. The command comes last, since it may have line breaks.
-_FIELDS = "JobID:64|,State:64|,Reason:64|,RestartCnt:64|,Command:4096|"
+_FIELDS = "JobArrayID:64|,State:64|,Reason:64|,RestartCnt:64|,Command:4096|"
 # Timeout in seconds for Slurm's answer while a user waits.
 PATIENCE_S = 2.5
 _COMMAND_S = 60.0
@@ -61,22 +64,28 @@ def submit_environment() -> dict[str, str]:
     }
 
 
-def sbatch(script: Path, folder: Path) -> str:
-    """Queue `script` with `folder` as its working directory; return the job's id."""
-    answer = _run(["sbatch", "--parsable", f"--chdir={folder}", str(script)])
-    if answer.returncode:
-        lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
-        said = "; ".join(line.removeprefix("sbatch: error: ") for line in lines)
-        if "onfiguration source" in said:
-            said += "; log in to the cluster, or use --cluster local"
-        elif _PASSING.search(said):
-            said += "; Slurm does not answer now: try again later"
-        raise JobError(f"sbatch refused it: {said}")
-    # In a Slurm federation, sbatch prints `id;cluster`. Warnings go to stderr.
-    job_id = answer.stdout.strip().partition(";")[0]
-    if not job_id.isdigit():
-        raise JobError(f"sbatch {script}: no job id in its answer {answer.stdout.strip()!r}")
-    return job_id
+@contextlib.contextmanager
+def hidden_variables() -> Iterator[None]:
+    """Hide Slurm's variables from what is submitted meanwhile, as `submit_environment` does."""
+    before = dict(os.environ)
+    kept = submit_environment()
+    for name in before.keys() - kept.keys():
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def submission_error(said: str) -> str:
+    """Return the message for what sbatch said when it refused a job."""
+    lines = said.strip().splitlines()
+    said = "; ".join(line.removeprefix("sbatch: error: ") for line in lines)
+    if "onfiguration source" in said:
+        said += "; log in to the cluster, or use --cluster local"
+    elif _PASSING.search(said):
+        said += "; Slurm does not answer now: try again later"
+    return f"sbatch refused it: {said}"
 
 
 def refusal_of(words: Sequence[str], variables: Mapping[str, str]) -> str | None:
@@ -134,7 +143,7 @@ def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str,
     infos = {job.job_id: job for job in _squeue(f"--jobs={','.join(sorted(wanted))}", patience)}
     if (missing := wanted - infos.keys()) and shutil.which("sacct"):
         command = ["sacct", "--noheader", "--parsable2", "--allocations"]
-        command += ["--format=JobIDRaw,State,ExitCode", f"--jobs={','.join(sorted(missing))}"]
+        command += ["--format=JobID,State,ExitCode", f"--jobs={','.join(sorted(missing))}"]
         for job_id, state, code in _rows(_run(command, patience), 3, "|"):
             # The state may be "CANCELLED by 1000".
             reason = f"exit code {code}" if code else ""
@@ -143,18 +152,20 @@ def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str,
 
 
 def own_jobs() -> list[JobInfo]:
-    return sorted(_squeue(f"--user={os.getuid()}", PATIENCE_S), key=lambda job: int(job.job_id))
+    found = _squeue(f"--user={os.getuid()}", PATIENCE_S)
+    return sorted(found, key=lambda job: [int(number) for number in job.job_id.split("_")])
 
 
 def _squeue(of: str, patience: float) -> list[JobInfo]:
-    answer = _run(["squeue", "--states=all", "--noheader", of, f"--Format={_FIELDS}"], patience)
+    command = ["squeue", "--array", "--states=all", "--noheader", of, f"--Format={_FIELDS}"]
+    answer = _run(command, patience)
     # squeue fails if it is asked about a single job and no longer knows that job.
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise JobError(f"squeue: {answer.stderr.strip() or 'no answer'}")
     infos = []
     for line in answer.stdout.splitlines():
         job_id, *fields = (field.strip() for field in line.split("|"))
-        if job_id.isdecimal() and len(fields) > 3:
+        if job_id.replace("_", "", 1).isdecimal() and len(fields) > 3:
             state, reason, restarts, script, *_ = fields
             reason = "" if reason == "None" else reason
             infos.append(JobInfo(state, reason, int(restarts), job_id, script))
@@ -170,6 +181,12 @@ def partition_nodes(partition: str | None) -> list[str]:
     if not partition:
         partition = ",".join(where.rstrip("*") for _, where in rows if where.endswith("*"))
     return sorted({name for name, where in rows if where.rstrip("*") in partition.split(",")})
+
+
+def all_nodes() -> set[str]:
+    """Return every node of every partition; empty if Slurm does not answer."""
+    rows = _rows(_run(["sinfo", "--noheader", "--Node", "--format=%N %P"]), 2)
+    return {name for name, _ in rows}
 
 
 @functools.cache
@@ -213,6 +230,14 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
             reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", rest)
             found[name] = f"Slurm: {state}" + (f": {reason[1].strip()}" if reason else "")
     return found
+
+
+def is_preempted(job_id: str) -> bool:
+    """Whether Slurm is ending this job for another one; False if it does not answer."""
+    with contextlib.suppress(JobError):
+        shown = _run(["scontrol", "show", "job", job_id]).stdout
+        return re.search(r"\bPreemptTime=(?!None|N/A)", shown) is not None
+    return False
 
 
 def left_out_by(job_id: str) -> list[str]:
@@ -259,6 +284,11 @@ T = TypeVar("T")
 _BUSY_S = 600.0
 _PAUSE_S = 5.0
 _STARTED = "cookbook: task started"
+# A node that does not see the run's folder says so, and not that a module is missing.
+_TASK = f"""echo "{_STARTED}"
+[ -d "${{COOKBOOK_CODE:-/}}" ] || {{ echo "cannot read ${{COOKBOOK_CODE}}" >&2; exit 1; }}
+exec "$@"
+"""
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
 _GRACE_S = 3.0  # seconds that srun gets to end its tasks after SIGTERM
 
@@ -310,7 +340,7 @@ def run_step(
         "--overlap",  # a step that hangs on a bad node must not block later steps
         # If one node fails, the others must still answer.
         *("--kill-on-bad-exit=0", "--wait=0", "--input=none", "--quit-on-interrupt"),
-        *("sh", "-c", f'echo "{_STARTED}"; exec "$@"', "sh", python, "-m", module, question),
+        *("sh", "-c", _TASK, "sh", python, "-m", module, question),
     ]
     return retry_while_busy(lambda left: _try_step(command, limit_s, left, on_line, is_enough))
 

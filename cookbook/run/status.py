@@ -85,7 +85,8 @@ class Status:
 class Job:
     """The job of a cell: a Slurm job id, or a process on this or another machine."""
 
-    job_id: Annotated[str, StringConstraints(pattern=r"^[0-9]+$")]
+    # An element of an array is ARRAY_INDEX.
+    job_id: Annotated[str, StringConstraints(pattern=r"^[0-9]+(_[0-9]+)?$")]
     # If `job_id` is a process id, these fields tell the process from a later one with the same id.
     host: str | None = None
     boot: str | None = None

@@ -19,11 +19,12 @@ from cookbook.config.options import options_of
 from cookbook.observe.failure import describe_stacks
 from cookbook.observe.history import usual_step_time
 from cookbook.observe.metrics import Phase, StepMetrics, Tail, longest_save, step_seconds
+from cookbook.run import own_job
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import kill_steps
 from cookbook.run.status import AttemptEnd, Cause
-from cookbook.supervise.exits import classify_exit, own_job, slurm_job
+from cookbook.supervise.exits import classify_exit
 
 # With these options, training sometimes pauses without logging.
 _PAUSES = ("validation.enable", "profiling.enable_profiling", "profiling.enable_memory_snapshot")
@@ -145,7 +146,6 @@ class RunningAttempt:
         attempt: Attempt,
         record: CellRecord,
         environment: dict[str, str],
-        arguments: Sequence[str],
         timeouts: Timeouts,
         earlier: Sequence[Attempt] = (),
     ) -> None:
@@ -162,8 +162,12 @@ class RunningAttempt:
         self._late_at: float | None = None
         self._started = time.time()
         # Start a new session, so that a signal reaches every process that the script starts.
-        command, variables = ["bash", str(cell.script), *arguments], os.environ | environment
-        self.process = subprocess.Popen(command, env=variables, start_new_session=True)
+        self.process = subprocess.Popen(
+            ["bash", str(attempt.script)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def send(self, number: int) -> None:
         """Signal the script's processes; from then on, `wait` no longer looks for hangs and NaN."""
@@ -194,12 +198,12 @@ class RunningAttempt:
             if self._is_stopped:
                 continue
             if self._late_at is not None and time.monotonic() > self._late_at:
-                self._late_at = None
                 options = self._record.options
                 folder = self.cell.checkpoints(options)
                 # Requeue only with a finished checkpoint to resume from, else the job would repeat
-                # its steps. A save writes .metadata last.
+                # its steps. A save writes .metadata last, so look until it has.
                 if options.get("checkpoint.enable") and any(folder.glob("step-*/.metadata")):
+                    self._late_at = None
                     late = "asked to stop, it has not ended in time"
                     return self._end(None, None, Cause.TOO_LATE, late)
             lines = self._tail.read()
@@ -257,7 +261,7 @@ def end_orphan_step(cell: CellFolder) -> None:
 
 
 def _kill_slurm_step(attempt: Attempt) -> bool:
-    job_id = slurm_job()
+    job_id = own_job.slurm_job()
     # If this fails, the caller ends the srun process, which then ends the Slurm step.
     with contextlib.suppress(JobError):
         return job_id is not None and kill_steps(job_id, attempt.path.name) > 0
@@ -281,16 +285,15 @@ def end_orphan_processes(cell: CellFolder) -> None:
 
 
 def _orphans(cell: CellFolder) -> list[psutil.Process]:
-    job, found = own_job(), list[psutil.Process]()
+    found = list[psutil.Process]()
     # psutil gives no environment for a zombie or another user's process.
     for process in psutil.process_iter(["environ"]):
         variables = process.info["environ"] or {}
-        jobs = {variables.get(name) for name in ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")}
         if (
             variables.get("CELL_DIR") == str(cell.path)
             and "COOKBOOK_ATTEMPT_DIR" in variables
             and process.pid != os.getpid()
-            and (not job or job in jobs)
+            and own_job.is_own(variables)
         ):
             found.append(process)
     return found

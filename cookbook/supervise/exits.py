@@ -3,20 +3,17 @@
 import contextlib
 import enum
 import math
-import os
-import re
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from cookbook.observe.failure import cause_of, find_cause
 from cookbook.observe.metrics import read_steps
-from cookbook.run import status
+from cookbook.run import own_job, status
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
-from cookbook.run.status import CANCELLED, FAILED, OPEN, QUEUED, AttemptEnd, Cause
+from cookbook.run.status import OPEN, QUEUED, AttemptEnd, Cause
 
 GO_ON = "python submit.py run --resume RUN"
 
@@ -154,8 +151,8 @@ def refused_end(attempt: Attempt, reason: str) -> AttemptEnd:
     cause = cause_of(reason)
     if cause not in (Cause.MISSING_FILE, Cause.BAD_NODES, Cause.DISK_FULL):
         cause = Cause.WRONG_OPTION
-    now = time.time()
-    return replace(_end(attempt, cause, reason, 2, now), seen=now)
+    now, is_input = time.time(), cause in (Cause.MISSING_FILE, Cause.WRONG_OPTION)
+    return replace(_end(attempt, cause, reason, 2 if is_input else 1, now), seen=now)
 
 
 def _end(
@@ -163,7 +160,7 @@ def _end(
 ) -> AttemptEnd:
     end = AttemptEnd(attempt.number, cause, reason, code, started, ended=time.time())
     excluded = tuple(status.read_json(attempt.preflight).get("excluded", ()))
-    return replace(end, job_id=own_job(), left_out=excluded)
+    return replace(end, job_id=own_job.job_id(), left_out=excluded)
 
 
 def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
@@ -184,70 +181,15 @@ def _read_stopped(attempt: Attempt) -> str:
     return ""
 
 
-def restarts() -> int:
-    """Return how many times Slurm has requeued this job."""
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-
-
 def job_ends(cell: CellFolder) -> list[AttemptEnd]:
     """Return how the cell's attempts in this job ended, those before a requeue included."""
-    job_id, history = own_job(), status.read_history(cell.attempts())
-    return [end for end in history if job_id and end.job_id == job_id]
-
-
-def slurm_job() -> str | None:
-    """Return the Slurm job's id if this process runs in its batch step, else None.
-
-    None also for a local run inside an interactive job, which must not be requeued or killed.
-    """
-    is_batch = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
-    return os.environ.get("SLURM_JOB_ID") if is_batch else None
-
-
-def own_job() -> str | None:
-    """Return the id of the job that this process runs in: a Slurm job or a local one."""
-    return slurm_job() or os.environ.get("SUBMITIT_LOCAL_JOB_ID") or os.environ.get("SLURM_JOB_ID")
-
-
-# slurmstepd writes this line to the batch step's standard error before it signals a job.
-_CANCELLED_AT = re.compile(
-    r"^slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ([\dT:-]+)"
-    r" (?:DUE TO ([A-Z ]+)(?:, [^*]*)? )?\*",
-    re.MULTILINE,
-)
-_SLURM_REASONS = {
-    "TIME LIMIT": (FAILED, "Slurm: TIMEOUT"),
-    "NODE FAILURE": (FAILED, "Slurm: NODE_FAIL"),
-    "PREEMPTION": (FAILED, "Slurm: PREEMPTED"),
-    "JOB REQUEUE": (QUEUED, "requeued"),
-}
-_OWN_LOG = Path("/proc/self/fd/2")
-_TAIL_BYTES = 1 << 16
-
-
-def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -> tuple[str, str]:
-    """Return the state and the reason to record when a signal ends this job.
-
-    Args:
-        started: ignore log lines from before this time (seconds since the epoch).
-        log: the batch step's standard error, by default that of this process.
-    """
-    text = ""
-    # A log that is a terminal or a pipe cannot be read back.
-    if log.is_file():
-        with contextlib.suppress(OSError), log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            text = file.read().decode("utf-8", "replace")
-    for at, why in reversed(_CANCELLED_AT.findall(text)):
-        # Allow 5 s: Slurm's time is in whole seconds, by another machine's clock.
-        if time.mktime(time.strptime(at, "%Y-%m-%dT%H:%M:%S")) >= (started or 0.0) - 5:
-            return _SLURM_REASONS.get(why, (CANCELLED, signal_name))
-    return CANCELLED, signal_name
+    history = status.read_history(cell.attempts())
+    return [end for end in history if end.job_id == own_job.job_id()]
 
 
 def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
     """Return a pair: `end` with the cause and reason of the stop, and the cell's new state."""
-    state, reason = stop_reason(signal_name, end.started)
+    state, reason = own_job.stop_reason(signal_name, end.started)
     if end.cause is Cause.SAVED and state == QUEUED:
         return end, state
     cause = Cause.LOST_NODE if reason == "Slurm: NODE_FAIL" else Cause.STOPPED
@@ -265,7 +207,7 @@ def note_killed_attempt(cell: CellFolder, record: CellRecord) -> None:
     ended = attempt.log.stat().st_mtime if attempt.log.exists() else time.time()
     why = "its supervisor was killed, or its node was lost"
     end = AttemptEnd(attempt.number, Cause.CUT_SHORT, why, started=now.started, ended=ended)
-    end = replace(end, job_id=own_job(), decision="started again")
+    end = replace(end, job_id=own_job.job_id(), decision="started again")
     by_slurm, _ = stopped_end(end, "")
     if by_slurm.reason:
         end = replace(by_slurm, decision="started again by Slurm")

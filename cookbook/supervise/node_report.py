@@ -19,7 +19,7 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import read_gpus
-from cookbook.base.paths import ROOT
+from cookbook.base.paths import CODE
 from cookbook.base.text_files import find_sources
 from cookbook.config.cluster import cluster_from_record
 from cookbook.config.pins import read_pins
@@ -75,7 +75,7 @@ def report_node(
     for pin in read_pins():
         found = find_distribution(pin.name)
         facts[pin.name] = found.version if found else "not installed"
-    facts["cookbook"] = _hash(sorted((ROOT / "cookbook").rglob("*.py")))
+    facts["cookbook"] = _hash(sorted((CODE / "cookbook").rglob("*.py")))
     facts |= {name: _digest(Path(path)) for name, path in files.items()}
     facts |= {name: _digest_texts(patterns) for name, patterns in texts.items()}
     if here.installed_gpus:

@@ -20,7 +20,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cluster import Cluster, cluster_from_record
 from cookbook.doctor.check import HARDWARE_H, PASSING_H, Fault
-from cookbook.run import excluded, slurm
+from cookbook.run import excluded, own_job, slurm
 from cookbook.run.excluded import Choice, Excluded, excluded_file
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
@@ -35,6 +35,8 @@ REPORT_S = 30.0
 # Checkpoints and logs of several nodes are compared by their times, so the clocks must agree.
 _MOST_SKEW_S = 5.0
 _MOST_DIFFERENCES = 3
+# Jobs list at most one in so many nodes of a partition: more have a common cause.
+_SHARE = 2
 _RESOLVE_S = 60.0
 
 
@@ -83,11 +85,21 @@ class JobNodes:
         for node, faults in found.items():
             hours, place = max(fault.hours for fault in faults), shown_path(excluded_file())
             try:
+                self._refuse_too_many(node)
                 excluded.exclude_nodes({node: self.reasons[node]}, hours)
             except (InputError, OSError) as error:
                 self.log(f"not noted for later jobs: {error}")
                 place = "by this job"
             self.log(f"{node}: {self.reasons[node]}; excluded for {hours:.0f} h ({place})")
+
+    def _refuse_too_many(self, node: str) -> None:
+        known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
+        listed = [one for one in self.listed() if one in known and one != node]
+        if known and len(listed) + 1 > max(1, len(known) // _SHARE):
+            found = f"has {len(listed)} of {len(known)} nodes, at most one in {_SHARE} is listed"
+            raise InputError(
+                shown_path(excluded_file()), found, "look whether the profile is right"
+            )
 
     def log(self, words: str) -> None:
         """Write a line to the job's log and the attempt's log."""
@@ -182,9 +194,23 @@ def ask_nodes(job: JobNodes) -> None:
         faults += [of[node] for of in (different, late) if node in of]
         if faults:
             found[node] = faults
-    if common := common_fault(found, asked):
+    # A job of few nodes shows a common fault only over its attempts, each on other nodes.
+    before, others = _earlier(job)
+    nodes = dict.fromkeys([*others, *asked])
+    if found and (common := common_fault({**before, **found}, [*nodes])):
         raise JobError(f"{common}; no fault of single nodes, none is excluded")
     job.exclude(found)
+
+
+def _earlier(job: JobNodes) -> tuple[Faults, list[str]]:
+    """Return the faults that this job's earlier attempts found, and the nodes that they asked."""
+    found, asked = dict[str, list[Fault]](), list[str]()
+    for end in job_ends(job.cell):
+        findings = read_json(job.cell.attempt(end.attempt).preflight)
+        asked += findings.get("asked", ())
+        for node, faults in findings.get("faults", {}).items():
+            found[node] = [Fault(*one) for one in faults]
+    return found, asked
 
 
 def _last_words(node: str, end: StepEnd) -> str:
@@ -272,7 +298,7 @@ def decide(job: JobNodes) -> None:
     if failures >= job.record.max_restarts:
         allowed = f"restarted {failures} times already, as max_restarts allows"
         raise JobError(f"{missing} node(s) too few, and {allowed}; {why}")
-    job_id = os.environ["SLURM_JOB_ID"]
+    job_id = own_job.slurm_job() or ""
     # Go on excluding the nodes that the user or the profile excludes. Those that the submission or
     # an earlier check left out are judged anew, because their exclusion may have expired.
     of_list = {*job.listed(), *os.environ.get(excluded.LEFT_OUT_VARIABLE, "").split(",")}
@@ -325,7 +351,12 @@ def _write_findings(
 ) -> None:
     content = {
         "nodes": list(chosen),
+        "asked": job.nodes,
         "excluded": job.reasons,
+        # Those of the list and of Slurm (0 hours) were found by others.
+        "faults": {
+            node: [list(one) for one in faults if one.hours] for node, faults in job.faults.items()
+        },
         "for_slurm": list(for_slurm),
         "seconds": round(seconds, 1),
         "gb_per_s": {name: round(speed, 3) for name, speed in job.speeds.items()},

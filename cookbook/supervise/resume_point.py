@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.base.files import json_text, write_whole
@@ -191,10 +192,10 @@ def _identify(options: Options) -> Identity | None:
     return None
 
 
-def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[str]:
+def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> dict[str, Any]:
     """Move damaged checkpoints aside, and those later than a requested step; record the resume.
 
-    Return the arguments that tell TorchTitan what to load; they win over those of the script.
+    Return the options that tell TorchTitan what to load; they win over those of the record.
     """
     found = find_checkpoint(folder, record)
     options = options_of(record)
@@ -238,6 +239,8 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
             for line in resumption.lines:
                 for stream in (log, sys.stderr):
                     print(f"cookbook: {line}", file=stream)
-    once = {LOAD_STEP: "-1", EXCLUDED: ",".join(found.excluded)}
-    arguments = [f"--{name}={once[name]}" for name in once if name in record.options]
-    return [*arguments, f"--checkpoint.folder={saved}"]
+    return {
+        LOAD_STEP: -1 if step is None else step,
+        EXCLUDED: list(found.excluded),
+        "checkpoint.folder": str(saved),
+    }

@@ -1,6 +1,7 @@
 """Run a job's cells, attempt after attempt until each cell has ended, and write their status."""
 
 import contextlib
+import ctypes
 import errno
 import os
 import secrets
@@ -10,16 +11,16 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.files import write_whole
+from cookbook.base.yamlfile import shown_path
 from cookbook.config.cluster import cluster_from_record
-from cookbook.run import slurm, status
+from cookbook.run import own_job, slurm, status
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.record import LOAD_STEP, CellRecord, read_record
+from cookbook.run.record import LOAD_STEP, CellRecord, earlier_record, read_record
 from cookbook.run.states import process_job
 from cookbook.run.status import FAILED, FINISHED, QUEUED, RUNNING, AttemptEnd, Cause, Status
 from cookbook.supervise import exits
@@ -27,14 +28,20 @@ from cookbook.supervise.attempt import RunningAttempt, Timeouts, end_orphan_step
 from cookbook.supervise.exits import GO_ON, Action, Decision
 from cookbook.supervise.preflight import RequeueNeededError, head_address, preflight
 from cookbook.supervise.resume_point import prepare
+from cookbook.supervise.script import cell_environment, write_script
 
 _POLL_S = 2.0
 # Seconds to wait for Slurm to end a requeued job, which it normally does at once.
 _REQUEUE_S = 120.0
 # Seconds to wait if the disk is full, so that attempts do not fail in quick succession.
 _FULL_DISK_S = 10.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Slurm sends SIGUSR1 before the time limit and, if so configured, before a preemption.
+_ASKS = (signal.SIGUSR1, signal.SIGUSR2)
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SIGNALS = (*_STOPS, *_ASKS)
+_PREEMPTED_S = 10.0  # seconds between two questions whether a preemption goes on
 _MOST_SPAWNS = 5
+_PR_SET_PDEATHSIG = 1
 
 
 class SignalReceivedError(BaseException):
@@ -45,7 +52,7 @@ class SignalReceivedError(BaseException):
 
 
 class Supervisor:
-    """Run the cells in order; submitit pickles this object.
+    """Run the cells in order.
 
     A requeued job starts from the top: it skips finished cells, and runs the next attempt of cells
     that failed or were interrupted.
@@ -55,52 +62,60 @@ class Supervisor:
     # Seconds that saving and exiting may take after Slurm's warning; 0 means no limit.
     late_s = 0.0
 
-    def __init__(self, cells: Sequence[CellFolder], arguments: Sequence[str] = ()) -> None:
+    def __init__(self, cells: Sequence[CellFolder]) -> None:
         # Resolve links: `runs` may be a link, but a container mounts only the cell's real folder.
-        # Pickle plain strings: a waiting or requeued job may unpickle them with newer code.
-        self.folders = [str(cell.path.resolve()) for cell in cells]
-        self.arguments = list(arguments)
+        self.cells = [CellFolder(cell.path.resolve()) for cell in cells]
         self.running: RunningAttempt | None = None
         self.signal_number = 0
         self.is_time_over = self._is_preparing = False
+        records = filter(None, map(earlier_record, self.cells))
+        schedulers = (str(record.profile.get("scheduler", "local")) for record in records)
+        os.environ[own_job.SCHEDULER_VARIABLE] = next(schedulers, "local")
+        # Each cell has its own environment, which starts from the job's.
+        self._job = dict(os.environ)
+
+    def __setstate__(self, state: dict[str, Any]) -> NoReturn:
+        # An earlier version of the cookbook pickled this object, for jobs that may still wait.
+        log("this run was submitted by an earlier version: python submit.py run --resume RUN")
+        sys.exit(2)
 
     def __call__(self) -> NoReturn:
         """Run the cells; exit with 0, a failed cell's status, or 128 plus the signal's number."""
-        if exits.slurm_job():
+        if own_job.slurm_job():
             run_with_respawn(self._run)
         sys.exit(self._run())
 
     def _run(self) -> int:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOPS:
             signal.signal(number, self._stop)
-        # Slurm sends SIGUSR1 before the time limit and, if so configured, before a preemption.
-        signal.signal(signal.SIGUSR1, self._ask_to_stop)
+        for number in _ASKS:
+            signal.signal(number, self._ask_to_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return self.supervise()
 
     def supervise(self) -> int:
-        cells = [CellFolder(Path(folder)) for folder in self.folders]
-        job_id, began, codes = exits.own_job(), time.time(), dict[str, int]()
+        cells, codes = self.cells, dict[str, int]()
+        job_id, began, in_slurm = own_job.job_id(), time.time(), own_job.slurm_job() is not None
         for cell in cells:
             # Record this job if the submitter was killed before it did so.
-            if job_id and not cell.job.exists():
-                status.write_job(cell, job_id if exits.slurm_job() else process_job(int(job_id)))
+            if not cell.job.exists():
+                status.write_job(cell, job_id if in_slurm else process_job(int(job_id)))
         for cell in cells:
             if status.read_status(cell).state in (FINISHED, status.REFUSED):
                 continue
             job = status.read_job(cell)
-            if job and exits.slurm_job() and job.job_id != job_id:
+            if job and in_slurm and job.job_id != job_id:
                 # Another job is recorded: the cell was submitted again before this job began.
                 log(f"{cell.path}: job {job.job_id} trains here, so this one leaves it alone")
                 codes[cell.name] = 1
             elif self.signal_number:
-                state, why = exits.stop_reason(self._signal_name, began)
+                state, why = own_job.stop_reason(self._signal_name, began)
                 reason = f"the allocation ended before its turn ({why})"
                 reason = "cancelled before it started" if state == status.CANCELLED else reason
                 # If Slurm requeues this job, the cell stays queued: the job will run it then.
                 if state != QUEUED:
                     now = replace(status.read_status(cell), state=status.CANCELLED, reason=reason)
-                    now = replace(now, exit_code=None, restarts=exits.restarts())
+                    now = replace(now, exit_code=None, restarts=own_job.restarts())
                     status.write_status(cell, now)
             else:
                 try:
@@ -124,17 +139,31 @@ class Supervisor:
     def _run_cell(self, cell: CellFolder) -> int:
         try:
             record = read_record(cell.record)
+            if record.command is None:
+                remedy = "python submit.py run --resume RUN, or render the script again"
+                found = "was written by an earlier version of the cookbook"
+                raise InputError(shown_path(cell.record), found, remedy)
+            environment = cell_environment(record, self._job)
         except InputError as error:
             log(str(error))
-            status.write_status(cell, Status(FAILED, 0, str(error), 2, restarts=exits.restarts()))
+            now = Status(FAILED, 0, str(error), 2, restarts=own_job.restarts())
+            status.write_status(cell, now)
             return 2
-        if exits.slurm_job() and record.profile:
+        os.environ.clear()
+        os.environ.update(environment)
+        if own_job.slurm_job():
             self.late_s = float(cluster_from_record(record).late_seconds)
         end_orphan_step(cell)
         exits.note_killed_attempt(cell, record)
         ends = exits.job_ends(cell)
         while True:
             end, decision = self._attempt(cell, record, ends)
+            if end.cause in (Cause.DEAD_RANK, Cause.ERROR) and self._is_preempted():
+                end = replace(end, cause=Cause.STOPPED, reason="Slurm: PREEMPTED")
+                if not self.signal_number:
+                    ends.append(end)
+                    self._write(cell, end, RUNNING, None)
+                    continue
             if self.signal_number:
                 end, state = exits.stopped_end(end, self._signal_name)
                 self._write(cell, end, state, end.reason)
@@ -165,10 +194,10 @@ class Supervisor:
     ) -> tuple[AttemptEnd, Decision | None]:
         if self.running is None:
             attempt = cell.next_attempt()
-            now = Status(RUNNING, attempt.number, started=time.time(), restarts=exits.restarts())
+            now = Status(RUNNING, attempt.number, started=time.time(), restarts=own_job.restarts())
             status.write_status(cell, now)
             try:
-                environment, loads = self._prepare(cell, attempt, record)
+                environment = self._prepare(cell, attempt, record)
             except SignalReceivedError:
                 return replace(exits.refused_end(attempt, ""), exit_code=None), None
             except RequeueNeededError as needed:
@@ -182,9 +211,8 @@ class Supervisor:
                     self._pause(_FULL_DISK_S)
                 return exits.refused_end(attempt, str(error)), None
             earlier = [cell.attempt(end.attempt) for end in ends]
-            arguments = [*self.arguments, *loads]
             self.running = RunningAttempt(
-                cell, attempt, record, environment, arguments, self.timeouts, earlier
+                cell, attempt, record, environment, self.timeouts, earlier
             )
             if self.is_time_over:
                 self._ask_to_stop(signal.SIGUSR1, None)
@@ -195,37 +223,25 @@ class Supervisor:
             self.running = None
         return end, None
 
-    def _prepare(
-        self, cell: CellFolder, attempt: Attempt, record: CellRecord
-    ) -> tuple[dict[str, str], list[str]]:
-        ranks = sorted({0, record.loss_rank})
-        local_ranks = sorted({rank % record.ranks_per_node for rank in ranks})
-        environment = {
-            "CELL_DIR": str(cell.path),
-            "COOKBOOK_ATTEMPT_DIR": str(attempt.path),
-            # TorchTitan warns if LOG_RANK lacks the rank that computes the loss.
-            "LOG_RANK": ",".join(map(str, ranks)),
-            "SHOWN_RANKS": ",".join(map(str, local_ranks)),
-        }
+    def _prepare(self, cell: CellFolder, attempt: Attempt, record: CellRecord) -> dict[str, str]:
         # W&B ignores steps below its newest, so those trained again need a new W&B run.
         is_rolled_back = record.options.get(LOAD_STEP, -1) != -1 or any(
             end.cause is Cause.NAN_LOSS for end in status.read_history(cell.attempts()[-1:])
         )
+        more, nodes, head = dict[str, str](), list[str](), ""
         self._is_preparing = True
         try:
             loads = prepare(cell, attempt, record)
             if "WANDB_RUN_ID" not in os.environ:
                 if is_rolled_back or not cell.wandb_id.exists():
                     write_whole(cell.wandb_id, secrets.token_hex(6))
-                environment |= {"WANDB_RUN_ID": cell.wandb_id.read_text(), "WANDB_RESUME": "allow"}
-            if exits.slurm_job():
+                more = {"WANDB_RUN_ID": cell.wandb_id.read_text(), "WANDB_RESUME": "allow"}
+            if own_job.slurm_job():
                 nodes = preflight(cell, attempt, record)
-                environment["NUM_NODES"] = str(len(nodes))
-                environment["TRAIN_NODES"] = ",".join(nodes)
-                environment["HEAD_ADDRESS"] = head_address(nodes[0])
+                head = head_address(nodes[0])
+            return write_script(cell, attempt, record, self._job, loads, nodes, head, more)
         finally:
             self._is_preparing = False
-        return environment, loads
 
     def _write(self, cell: CellFolder, end: AttemptEnd, state: str, reason: str | None) -> None:
         if not cell.record.exists():
@@ -234,13 +250,26 @@ class Supervisor:
         # An attempt that was refused before it wrote a file has no folder.
         if (attempt := cell.attempt(end.attempt)).path.is_dir():
             status.write_attempt_end(attempt, end)
-        now = Status(state, end.attempt, reason, started=end.started, restarts=exits.restarts())
+        now = Status(state, end.attempt, reason, started=end.started, restarts=own_job.restarts())
         if state != RUNNING:
             now = replace(now, exit_code=end.exit_code, ended=end.ended)
         status.write_status(cell, now)
 
+    def _is_preempted(self) -> bool:
+        """Whether Slurm preempts this job; if so, wait until it ends the job, or thinks better.
+
+        With a grace time, Slurm first sends SIGTERM to the steps alone, and torchrun obeys.
+        """
+        job, found = own_job.slurm_job(), False
+        while job and not self.signal_number and slurm.is_preempted(job):
+            if not found:
+                log("Slurm preempts this job and has ended its step: waiting for the job's end")
+            found = True
+            self._pause(_PREEMPTED_S)
+        return found
+
     def _lost_nodes(self) -> list[str]:
-        nodes = os.environ.get("SLURM_JOB_NODELIST") if exits.slurm_job() else None
+        nodes = os.environ.get("SLURM_JOB_NODELIST") if own_job.slurm_job() else None
         is_logged = False
         while nodes and not self.signal_number:
             try:
@@ -254,7 +283,7 @@ class Supervisor:
 
     def _requeue(self, cell: CellFolder, end: AttemptEnd, wanted: Decision) -> Decision:
         """Requeue this job, which ends this process; return a STOP decision if Slurm refuses."""
-        job_id = exits.slurm_job()
+        job_id = own_job.slurm_job()
         if job_id is None:
             return Decision(Action.STOP, f"stopped; to go on: {GO_ON}")
         before = status.read_status(cell)
@@ -286,7 +315,7 @@ class Supervisor:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
         if self.running is not None:
-            self.running.send(number)
+            self.running.send(signal.SIGTERM if number == signal.SIGHUP else number)
         elif self._is_preparing:
             self._is_preparing = False
             raise SignalReceivedError
@@ -301,7 +330,8 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
     """Run `work` in a child process, and rerun it if it is killed; exit with its status.
 
     The out-of-memory killer may choose any process, and Slurm never restarts a job whose batch
-    process was killed. The parent only waits, so the killer is unlikely to choose it.
+    process was killed. The parent only waits, so the killer is unlikely to choose it. If the parent
+    is killed, Slurm ends the job, so the child stops too.
     """
     child = 0
 
@@ -316,7 +346,7 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         child = os.fork()
         if not child:
-            # Exit here: on return, submitit would write an unused result, and fail on a full disk.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             try:
                 os._exit(work())
             except BaseException:

@@ -23,14 +23,13 @@ def arguments(option: Option, value: Any) -> list[str]:
     return [f"--{option.name}={option.as_text(value)}"]
 
 
-def launch_argv(stack: Stack, description: str) -> list[str]:
-    """Return the arguments that make TorchTitan load the cookbook's options and hooks."""
-    values = {
+def launch_options(description: str) -> dict[str, Any]:
+    """Return the options that make TorchTitan load the cookbook's options and hooks."""
+    return {
         Names.config_module: f"{PACKAGE}.job_config",
         Names.custom_import: PACKAGE,
         Names.description: description,
     }
-    return argv_of(stack, {name: Setting(value, "") for name, value in values.items()})
 
 
 def argv_of(stack: Stack, settings: Settings) -> list[str]:

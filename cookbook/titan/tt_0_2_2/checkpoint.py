@@ -4,6 +4,8 @@
   torchrun kills the ranks within 30 s, and Slurm's USR1 also kills helper processes.
 - After each step an all-reduce of two flags makes all ranks agree to save or to stop. TorchTitan's
   loop already waits for an all-reduce in each step, so this adds no wait.
+- Before and after a load, the nodes compare what they see. A network file system may show a node
+  the folder of a minute ago, and ranks that load different steps would train on the mixture.
 - A checkpoint holds plain tensors, so an MXFP8 run can be resumed, even in another precision.
   TorchTitan 0.2.2 saves TorchAO's wrapper, which PyTorch refuses to load with `weights_only`.
 - If DCP fails, it raises a `BaseException`, for which torchrun's `@record` writes no `error.json`.
@@ -15,11 +17,15 @@
 """
 
 import functools
+import hashlib
 import math
 import os
+import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,11 +132,56 @@ def save_when_ranks_agree() -> None:
         if manager.enable:
             # TorchTitan reads `--checkpoint.exclude_from_loading=` as a list of one empty name.
             manager.exclude_from_loading = [name for name in manager.exclude_from_loading if name]
+            load_the_same(manager)
         if manager.enable and not manager.load_only:
             CheckpointPolicy(manager)
 
     CheckpointManager.__init__ = initialize_and_decide
     name_checkpoint_causes()
+
+
+def load_the_same(manager: Any) -> None:
+    """Make `manager.load` fail on all ranks, naming the nodes, if nodes would load different files.
+
+    The same holds if ranks would then start from different steps or positions in the data.
+    """
+    load = manager.load
+
+    def load_and_compare(step: int = -1) -> bool:
+        # The ranks of a node see the same.
+        is_first = os.environ.get("LOCAL_RANK") == "0"
+        _compare("would load", _seen(manager, step) if is_first else None)
+        is_loaded = bool(load(step))
+        state = manager.states["train_state"]
+        _compare("would start", f"after step {state.step} and {state.ntokens_seen:,} tokens")
+        return is_loaded
+
+    manager.load = load_and_compare
+
+
+def _seen(manager: Any, step: int) -> str:
+    if Path(manager.folder).exists():
+        step = manager._find_load_step() if step == -1 else step
+        source = Path(manager.folder, f"step-{step}")
+    elif not (manager.initial_load_path or manager.initial_load_in_hf):
+        return "nothing"
+    else:
+        source = Path(manager.initial_load_path or manager.sd_adapter.hf_assets_path)
+    files = sorted((one.name, one.stat().st_size) for one in source.glob("*"))
+    digest = hashlib.sha256(repr(files).encode()).hexdigest()[:8]
+    return f"{source} ({len(files)} files, {sum(size for _, size in files):,} bytes, {digest})"
+
+
+def _compare(what: str, own: str | None) -> None:
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (node, own))
+    known = [(node, one) for node, one in found if one is not None]
+    (usual, _), *others = Counter(one for _, one in known).most_common() or [("", 0)]
+    if others:
+        different = sorted({f"{node} {what} {one}" for node, one in known if one != usual})
+        reason = f"{'; '.join(different)}; the other nodes {usual}. Its view of the files is old"
+        raise CheckpointFailedError(f"load failed: {reason}, or they changed; start it again")
 
 
 def plain(value: Any) -> Any:
