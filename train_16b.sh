@@ -147,10 +147,10 @@ precision:
       mixed_precision_param: bfloat16
       mixed_precision_reduce: float32
   float8:
-    description: FP8 rowwise on linear layers and grouped GEMMs, for Hopper
+    description: FP8 on linear layers and grouped GEMMs, for Hopper
     expect:
-      grouped_gemms: fp8_rowwise
-      linear_layers: float8
+      grouped_gemms: fp8
+      linear_layers: fp8
     needs:
       compute_capability: 9.0
       packages: [torchao]
@@ -158,10 +158,13 @@ precision:
       converters: [quantize.linear.float8, quantize.grouped_mm.float8]
     quantize:
       linear.float8:
-        recipe_name: rowwise
+        recipe_name: power_of_two
         filter_fqns: [output, router.gate]
       grouped_mm.float8:
         fqns: [experts]
+    cookbook:
+      row_kernels: true
+    emulated: {}
   mxfp8:
     description: MXFP8 on the routed experts' grouped GEMMs
     synonyms: [mxfp8_default, fp8]
