@@ -196,9 +196,9 @@ def reference_has_no_speed(cell: Cell) -> Problems:
 
 @rule(BUILT_ADVICE, level=HINT, reference=_BLOG)
 def small_experts(cell: Cell) -> Problems:
-    """Point out that quantized GEMMs may not pay off for small experts."""
-    hidden = model_of(cell).expert_hidden
-    if cell.facts.converters and not cell.emulated and hidden < 2048:
+    """Point out that MXFP8 may not pay off for small experts, for which FP8 does."""
+    hidden, is_mx = model_of(cell).expert_hidden, any(one.is_mx for one in cell.facts.quantizes)
+    if is_mx and not cell.emulated and hidden < 2048:
         reason = f"for experts of hidden size {hidden} quantizing may cost more than faster GEMMs"
         reason += " bring (published for 2,048, of the 671B; not gained on the 16B)"
         yield Facts.converters, reason, "compare with --precision bf16"

@@ -123,7 +123,7 @@ def write_script(
         "NUM_NODES": str(len(nodes) or 1),
         "TRAIN_NODES": ",".join(nodes),
         "RANKS_PER_NODE": str(record.ranks_per_node),
-        "RDZV_ENDPOINT": f"{head}:{port}" if nodes else "localhost:0",
+        "RDZV_ENDPOINT": f"{head}:{port}" if nodes else "127.0.0.1:0",
         # A new id keeps out workers of the last attempt.
         "RDZV_ID": f"{id_of_job}_{name}_{record.name or cell.name}",
         # TorchTitan warns if LOG_RANK lacks the rank that computes the loss.
