@@ -32,12 +32,12 @@ def proved(ranks: int, gpu: Gpu | None) -> dict[str, Any]:
     return {cell.name: cell for cell, left_out in found if not left_out}
 
 
-PRECISIONS = {"bf16", "mxfp8", "mxfp8_wgrad_hp", "mxfp8_linear"}
+PRECISIONS = {"bf16", "mxfp8", "mxfp8_wgrad_hp", "mxfp8_linear", "float8"}
 A2A = {"bf16 mxfp8_a2a", "mxfp8 mxfp8_a2a"}
 FLASH = "bf16 standard model.attention=flash_attention_4 loss.num_chunks=8"
 QWEN3 = {f"{name} qwen3_debug" for name in ("bf16 standard", FLASH)}
 CPU = {f"{name} standard" for name in PRECISIONS} | {*A2A, FLASH, *QWEN3}
-ONE_GPU = {name.replace("qwen3_debug", "qwen3_30b_a3b") for name in CPU - A2A} | {"float8 standard"}
+ONE_GPU = {name.replace("qwen3_debug", "qwen3_30b_a3b") for name in CPU - A2A}
 TP2 = "parallelism.tensor_parallel_degree=2 loss.num_chunks=8"
 TWO_GPUS = (
     ONE_GPU
@@ -58,7 +58,8 @@ def test_what_can_run_here_is_proved(ranks: int, gpu: Gpu | None, expected: set[
         assert cell.world == ranks
         # Emulated where the GPU has no such format, and only there.
         pair = " ".join(name.split()[:2])
-        assert cell.emulated == ("mxfp8" in pair and gpu is not B200)
+        no_format = ("mxfp8" in pair and gpu is not B200) or ("float8" in pair and gpu is None)
+        assert cell.emulated == no_format
     assert cells["bf16 standard"].recipe.name == ("deepseek_v3_16b" if gpu else "debug")
 
 

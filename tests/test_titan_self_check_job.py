@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from cookbook.base.paths import ROOT
-from tests.self_check_fault import A2A, CHUNKS, DEEPEP, JOB, MXFP8, ROW_KERNELS, WGRAD_HP
+from tests.self_check_fault import A2A, CHUNKS, DEEPEP, FLOAT8, JOB, MXFP8, ROW_KERNELS, WGRAD_HP
 from tests.self_check_faults import FAULTS, try_faults
 from tests.self_check_faults import proofs as prove
 from tests.titan_ranks import free_port, run_ranks
@@ -52,6 +52,14 @@ JOBS: dict[str, tuple[tuple[str, ...], int, set[str]]] = {
             "rows to expert groups and back",
             "scored SwiGLU",
             "experts' weights side by side",
+        },
+    ),
+    "fp8": (
+        FLOAT8,
+        1,
+        {
+            *("sdpa", "grouped GEMM fp8", "experts fp8", "linear layer fp8", "scored SwiGLU"),
+            *("rows to expert groups and back", "experts' weights side by side"),
         },
     ),
     "standard, tp": ((*EP2, *TP2), 2, {"sdpa", "dispatch and combine standard"}),
@@ -95,8 +103,10 @@ def said_of() -> dict[str, list[str]]:
 def test_a_fault_in_a_kernel_is_found(fault: Any, said_of: dict[str, list[str]]) -> None:
     said = said_of[fault.name]
     assert said, "nothing is said to be wrong"
-    # It is the faulty kernel that is named.
-    assert all(text.startswith(f"{fault.kernel}: ") for text in said), said
+    # It is the faulty kernel that is named; those of FP8 have functions in common.
+    assert any(text.startswith(f"{fault.kernel}: ") for text in said), said
+    same = fault.kernel.rpartition(" ")[2] if fault.options == FLOAT8 else fault.kernel
+    assert all(text.partition(":")[0].endswith(same) for text in said), said
     assert all("Error" not in text or "group" in text for text in said), said
 
 
@@ -112,7 +122,8 @@ def test_every_fault_was_found_on_gpus() -> None:
     content = json.loads(file.read_text(encoding="utf-8"))
     found, missed = content["found"], content["missed"]
     assert found and not missed and all(found.values())
-    assert set(found) == {fault.name for fault in FAULTS}
+    # Those of FP8's own kernels have been found on a CPU alone.
+    assert set(found) == {fault.name for fault in FAULTS if fault.options != FLOAT8}
 
 
 class TestJob:
