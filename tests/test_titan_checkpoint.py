@@ -80,8 +80,8 @@ def undisturbed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     out = tmp_path_factory.mktemp("whole")
     # An hour is never over, whatever the steps say.
     never = ("--checkpoint.interval_minutes=60", "--checkpoint.interval=1")
-    never += ("--checkpoint.last_save_model_only",)
-    whole = trained(assets, out, *SAVED, *never, asked=0, step=4)
+    last_alone = "--checkpoint.last_save_model_only"
+    whole = trained(assets, out, *SAVED, *never, last_alone, asked=0, step=4)
     assert len(whole["losses"]) == 4 and saved(out) == ["step-4"]
     assert not list(out.glob("attempts/*/stopped"))
     last = read_checkpoint(4, out / "checkpoint" / "step-4")

@@ -136,11 +136,11 @@ def test_readers_of_a_hub_data_set_have_shards_of_their_own_if_there_are_enough(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cookbook.base.text_files import find_sources
-    from cookbook.titan.tt_0_2_2 import text_data
     from cookbook.titan.tt_0_2_2.text_data import Place, read_texts
 
     said = list[str]()
-    monkeypatch.setattr(text_data.logger, "warning", lambda text, *to: said.append(text % to))
+    log = "cookbook.titan.tt_0_2_2.text_data.logger.warning"
+    monkeypatch.setattr(log, lambda text, *to: said.append(text % to))
 
     (source,) = find_sources([f"hub:{corpus}/hub"], "text")
     # Five shards of 12 documents: of two readers, the first has three shards.
