@@ -12,7 +12,7 @@ from cookbook.titan.common.expert_groups import plan_on_device, row_scores
 from cookbook.titan.self_check import low_precision, products
 from cookbook.titan.tt_0_2_2.float8 import FP8Linear, expert_weights
 from tests.started import python
-from tests.titan_run import EP2, TP2, active, run
+from tests.titan_run import EP2, PP2, TP2, active, run
 
 pytestmark = pytest.mark.titan
 
@@ -201,13 +201,14 @@ FP8 = (
 )
 
 
-@pytest.mark.parametrize("layout", [EP2, TP2], ids=["ep2", "tp2"])
+@pytest.mark.parametrize("layout", [EP2, TP2, PP2], ids=["ep2", "tp2", "pp2"])
 def test_two_ranks_train_in_fp8_as_in_bf16(
     layout: tuple[str, ...], assets: Path, tmp_path: Path
 ) -> None:
     """Under TP each shard of a linear layer is quantized; losses differ by FP8's rounding."""
-    plain = run(assets, tmp_path / "plain", 2, *layout, "--cookbook.row_kernels")
-    found = run(assets, tmp_path / "fp8", 2, *layout, *FP8)
+    rank = int(layout == PP2)  # whose losses are those of the last stage
+    plain = run(assets, tmp_path / "plain", 2, *layout, "--cookbook.row_kernels", of_rank=rank)
+    found = run(assets, tmp_path / "fp8", 2, *layout, *FP8, of_rank=rank)
     assert active(found)["grouped_gemms"] == active(found)["linear_layers"] == "fp8"
     for left, right in zip(plain["losses"], found["losses"], strict=True):
         assert left != right and abs(left - right) < 0.01 * left

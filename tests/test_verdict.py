@@ -31,7 +31,8 @@ BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"
 CELLS: list[tuple[str, str, str, list[str], bool]] = [
     (BIG, "bf16", "standard", [], True),
     (BIG, "mxfp8_wgrad_hp", "deepep", [], True),
-    (BIG, "float8", "mxfp8_a2a", [], False),
+    (BIG, "float8", "mxfp8_a2a", [], True),
+    (BIG, "float8", "deepep", ["parallelism.context_parallel_degree=2"], False),
     (BIG, "mxfp8_linear", "standard", [], False),
     (BIG, "bf16", "deepep", ["parallelism.expert_parallel_degree=1"], False),
     (BIG, "bf16", "standard", ["parallelism.expert_parallel_degree=48"], False),
@@ -179,7 +180,8 @@ def test_paths_are_those_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (TOKENIZER, f"{tmp_path}/tokenizer/tokenizer.json is not there")
     ]
     file = tmp_path / "tokenizer/tokenizer.json"
-    file.touch()
+    file.write_text("{}")
+    file.with_name("tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     from_checkout = os.path.relpath(tmp_path, ROOT)
     assert missing(f"{from_checkout}/tokenizer", f"{from_checkout}/data") == []
     # The job does not stand where its submitter stood.

@@ -105,6 +105,13 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
         yield "", f"{reason} does not support it yet", remedy
 
 
+@rule(RULES, reference=f"{TORCHTITAN}/components/quantization/float8.py")
+def float8_experts(cell: Cell) -> Problems:
+    if cell.layout.cp > 1 and cell.facts.active["grouped_gemms"] == "fp8":
+        reason = "FP8 grouped GEMMs with context parallelism are unproved"
+        yield Facts.cp, reason, "set it to 1, or use another precision"
+
+
 @rule(RULES, reference=f"{TORCHAO}/prototype/mx_formats/mx_tensor.py")
 def whole_blocks(cell: Cell) -> Problems:
     """Refuse feed-forward layers that TP cuts to a width that quantized GEMMs cannot have."""
