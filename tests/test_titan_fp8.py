@@ -81,6 +81,18 @@ def test_weights_are_quantized_once_until_they_change() -> None:
     assert again is not first and torch.equal(again.down.scales, 2 * first.down.scales)
 
 
+def test_weights_that_fsdp_gathers_are_never_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP writes the next step's weights into the same memory, and the version stays."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    weights = [torch.randn(2, *shape) for shape in ((16, 32), (32, 16), (16, 32))]
+    layer = torch.nn.Module()
+    first = expert_weights(layer, weights)
+    with torch.autograd._unsafe_preserve_version_counter(weights[1]):
+        weights[1].mul_(2)
+    assert torch.equal(expert_weights(layer, weights).down.scales, 2 * first.down.scales)
+
+
 def kernels_against_operations() -> None:
     """Compare the kernels, run by Triton's interpreter, with PyTorch's operations."""
     from cookbook.titan.common import fp8_kernels as kernels

@@ -233,7 +233,8 @@ class _Experts(torch.autograd.Function):
         activations = activate(gate_up, scores, groups, count)
         ctx.save_for_backward(
             *quantized, gate_up, scores, groups, *activations, *plan,
-            *weights.gate_up, *weights.down, weights.gate_up_t, weights.down_t,
+            weights.gate_up.group_scales, weights.down.group_scales,
+            weights.gate_up_t, weights.down_t,
         )  # fmt: skip
         ctx.top_k, ctx.dtypes = top_k, (tokens.dtype, gate.dtype, down.dtype, up.dtype)
         ctx.base_dtype = None if base is None else base.dtype
@@ -248,7 +249,7 @@ class _Experts(torch.autograd.Function):
         saved = ctx.saved_tensors
         tokens, (gate_up, scores, groups) = Quantized(*saved[:3]), saved[3:6]
         activations, plan = Quantized(*saved[6:9]), GroupPlan(*saved[9:13])
-        gate_up_scales, down_scales, (gate_up_t, down_t) = saved[15], saved[18], saved[19:]
+        gate_up_scales, down_scales, gate_up_t, down_t = saved[13:]
         count = len(plan.sizes)
         grad = grad.contiguous()
         quantized = quantize(grad.unsqueeze(0))

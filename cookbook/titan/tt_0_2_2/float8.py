@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -83,11 +84,17 @@ def replace_float8_converters() -> None:
 
 
 def expert_weights(experts: Any, weights: list[Tensor]) -> Weights:
-    """Return the experts' weights w1, w2 and w3 in FP8, quantized once for each optimizer step."""
+    """Return the experts' weights w1, w2 and w3 in FP8.
+
+    A rank alone quantizes them once for each optimizer step. With others, FSDP may have gathered
+    them into the memory and the version of the last step's: they are quantized at each forward.
+    """
     gate, down, up = (weight.detach() for weight in weights)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return fp8.quantize_weights(gate, up, down)
     state = tuple((one.data_ptr(), one._version) for one in weights)
     kept = experts.__dict__.get("cookbook_fp8_weights")
-    # A pipeline runs several microbatches, and recomputation runs the forward again.
+    # A step may have several microbatches, and recomputation runs the forward again.
     if kept is None or kept[0] != state:
         kept = state, fp8.quantize_weights(gate, up, down)
         experts.__dict__["cookbook_fp8_weights"] = kept
