@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from cookbook.titan.common import adamw, fp8
 from cookbook.titan.common.expert_groups import plan_on_device, row_scores
 from cookbook.titan.self_check import low_precision, products
-from cookbook.titan.tt_0_2_2.float8 import FP8Linear, expert_weights
+from cookbook.titan.tt_0_2_2.float8 import FP8GroupedMMConverter, FP8Linear, expert_weights
 from tests.started import python
-from tests.titan_run import EP2, PP2, TP2, active, run
+from tests.titan_run import EP2, PP2, TP2, active, refusal, run
 
 pytestmark = pytest.mark.titan
 
@@ -79,6 +80,16 @@ def test_weights_are_quantized_once_until_they_change() -> None:
     weights[1].mul_(2)
     again = expert_weights(layer, weights)
     assert again is not first and torch.equal(again.down.scales, 2 * first.down.scales)
+
+
+def test_experts_that_would_train_in_bf16_are_refused(caplog: Any) -> None:
+    options = SimpleNamespace(
+        model=SimpleNamespace(converters=["quantize.grouped_mm.float8"]),
+        parallelism=SimpleNamespace(expert_parallel_comm_backend="standard"),
+        cookbook=SimpleNamespace(row_kernels=False),
+        quantize=SimpleNamespace(grouped_mm=SimpleNamespace(float8=SimpleNamespace(fqns=["x"]))),
+    )
+    assert "--cookbook.row_kernels" in refusal(lambda: FP8GroupedMMConverter(options, None), caplog)
 
 
 def test_weights_that_fsdp_gathers_are_never_kept(monkeypatch: pytest.MonkeyPatch) -> None:

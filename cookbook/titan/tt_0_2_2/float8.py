@@ -24,6 +24,7 @@ from torchtitan.tools.logging import logger
 
 from cookbook.titan.common import fp8
 from cookbook.titan.common.fp8 import Quantized, Weights
+from cookbook.titan.tt_0_2_2.versions import refuse
 
 POWER_OF_TWO = "power_of_two"
 
@@ -33,6 +34,12 @@ class FP8GroupedMMConverter(QuantizationConverter):
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
         super().__init__(job_config, parallel_dims)
+        has_own_layer = job_config.parallelism.expert_parallel_comm_backend == "deepep"
+        if not (has_own_layer or job_config.cookbook.row_kernels):
+            # TorchTitan's own layer would train in BF16 without a word.
+            raise refuse(
+                "quantize.grouped_mm.float8 needs the row kernels; pass --cookbook.row_kernels"
+            )
         fqns = job_config.quantize.grouped_mm.float8.fqns
         self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
         # A group's rows are the inner dimension of the weight gradient: whole 16-byte accesses.
