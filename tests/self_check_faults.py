@@ -45,6 +45,7 @@ LOSS = "cookbook.titan.common.chunked_loss"
 AO = "torchao.prototype.moe_training.scaled_grouped_mm"
 STACK = "cookbook.titan.tt_0_2_2"
 ROWS = "cookbook.titan.self_check.rows"
+_COPIES = "cookbook.titan.common.weight_copies"
 _EP = "torchtitan.distributed.expert_parallel"
 _OPERATOR = "cookbook.titan.common.varlen_attention.varlen_attention"
 FP8, FLOAT8_LAYER = "cookbook.titan.common.fp8", f"{STACK}.float8"
@@ -158,6 +159,10 @@ def _with(**changes: Any) -> Any:
 
 def _never_added(original: Any) -> Wrapper:
     return lambda out, left, right, add: original(out, left, right, add=False)
+
+
+def _adding_nothing(original: Any) -> Wrapper:
+    return lambda source, target, add=False: original(source, target)
 
 
 def one_slot_lost(plan: Any) -> Any:
@@ -318,6 +323,7 @@ FAULTS = (
     *_of(
         *("experts' weights side by side", ROW_KERNELS),
         ("gate and up swapped", f"{ROWS}.join", _swapped),
+        ("the last microbatch's gradient alone", f"{_COPIES}.cast", _adding_nothing),
     ),
     *_of(
         *("dispatch and combine deepep", DEEPEP),

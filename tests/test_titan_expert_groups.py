@@ -243,8 +243,10 @@ def kernels_against_operations() -> None:
         assert max(activation_errors(hidden, torch.float32)) < 1e-6
         assert max(activation_errors(hidden, torch.bfloat16)) < 6e-3
     weight, joined = torch.randn(3, 30, 200), torch.zeros(3, 60, 200, dtype=torch.float64)
-    triton_kernels.cast(weight, joined[:, 30:])
-    assert torch.equal(joined, torch.cat([torch.zeros_like(weight), weight], 1).double())
+    for add, factor in ((False, 1), (True, 2)):
+        triton_kernels.cast(weight, joined[:, 30:], add)
+        written = torch.cat([torch.zeros_like(weight), factor * weight], 1)
+        assert torch.equal(joined, written.double())
 
     plan, grouped = eight_rows()
     for scores in (None, torch.ones(1, 8)):

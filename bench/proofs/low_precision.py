@@ -22,7 +22,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from cookbook.base.tables import markdown_table
-from cookbook.titan.common import expert_groups, fp8
+from cookbook.titan.common import expert_groups, fp8, weight_copies
 
 FP8 = torch.float8_e4m3fn
 
@@ -215,10 +215,10 @@ def whole_layer(layer: Layer) -> dict[str, float]:
 
     def bf16() -> Tensor:
         rows = expert_groups.spread(tokens, plan)
-        joined = expert_groups.join(torch.bfloat16, gate, up)
+        joined = weight_copies.join(torch.bfloat16, gate, up)
         gate_up = torch._grouped_mm(rows, joined.transpose(1, 2), offs=plan.ends)
         activations = expert_groups.scored_swiglu(gate_up, scores)
-        last = expert_groups.join(torch.bfloat16, down)
+        last = weight_copies.join(torch.bfloat16, down)
         out = torch._grouped_mm(activations, last.transpose(1, 2), offs=plan.ends)
         return expert_groups.collect(out, None, plan)
 

@@ -250,38 +250,11 @@ def scored_swiglu(gate_up: Tensor, scores: Tensor) -> Tensor:
     return _ScoredSwiGLU.apply(gate_up, scores)
 
 
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> Tensor:
-        ctx.dtypes = [weight.dtype for weight in weights]
-        experts, hidden, features = weights[0].shape
-        joined = weights[0].new_empty(experts, len(weights) * hidden, features, dtype=dtype)
-        for weight, part in zip(weights, joined.chunk(len(weights), dim=1), strict=True):
-            cast(weight.contiguous(), part)
-        return joined
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grads, parts = [], grad.contiguous().chunk(len(ctx.dtypes), 1)
-        for part, dtype in zip(parts, ctx.dtypes, strict=True):
-            # Copy even if the dtype is the same: a view would keep the whole joined gradient alive.
-            grads.append(part.new_empty(part.shape, dtype=dtype))
-            cast(part, grads[-1])
-        return None, *grads
-
-
-def cast(source: Tensor, target: Tensor) -> None:
-    """Write `source` (experts, rows, columns) to `target` in the dtype of `target`."""
+def cast(source: Tensor, target: Tensor, add: bool = False) -> None:
+    """Write `source` (experts, rows, columns) to `target` in its dtype, or add it to `target`."""
     if source.is_cuda:
-        _triton().cast(source, target)
+        _triton().cast(source, target, add)
+    elif add:
+        target += source
     else:
         target.copy_(source)
-
-
-def join(dtype: torch.dtype, *weights: Tensor) -> Tensor:
-    """Join n weights (experts, hidden, features) into one, (experts, n * hidden, features).
-
-    With the gate and up weights joined, one GEMM computes both projections, and another computes
-    the gradient of their input.
-    """
-    return _Joined.apply(dtype, *weights)

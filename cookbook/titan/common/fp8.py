@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cookbook.titan.common.expert_groups import GroupPlan, cast, move_rows, sum_rows, take_at
+from cookbook.titan.common.expert_groups import GroupPlan, move_rows, sum_rows, take_at
+from cookbook.titan.common.weight_copies import give
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0
@@ -236,7 +237,7 @@ class _Experts(torch.autograd.Function):
             weights.gate_up.group_scales, weights.down.group_scales,
             weights.gate_up_t, weights.down_t,
         )  # fmt: skip
-        ctx.top_k, ctx.dtypes = top_k, (tokens.dtype, gate.dtype, down.dtype, up.dtype)
+        ctx.top_k, ctx.dtype, ctx.weights = top_k, tokens.dtype, (gate, down, up)
         ctx.base_dtype = None if base is None else base.dtype
         if last is None:
             return tokens.new_empty(len(plan.slots), tokens.shape[1], dtype=dtype)
@@ -268,7 +269,7 @@ class _Experts(torch.autograd.Function):
         by_down = weight_gradients(grad_t, one, rows_t, activations.group_scales, plan.ends)
         del grad_t, rows_t
         grad_rows = products(given, gate_up_t, of_experts(gate_up_scales, features), plan.ends)
-        by_tokens = sum_rows(grad_rows, None, plan, ctx.dtypes[0], None)
+        by_tokens = sum_rows(grad_rows, None, plan, ctx.dtype, None)
         del grad_rows
         grad_t = transpose(given, groups)[0]
         rows_t = transpose(tokens, copies=plan.copies, top_k=ctx.top_k)[0]
@@ -276,10 +277,8 @@ class _Experts(torch.autograd.Function):
         by_gate_up = weight_gradients(grad_t, given.group_scales, rows_t, one, plan.ends)
         by_gate, by_up = by_gate_up.chunk(2, dim=1)
         by_base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
-        of_weights = []
-        for found, dtype in zip((by_gate, by_down, by_up), ctx.dtypes[1:], strict=True):
-            of_weights.append(found.new_empty(found.shape, dtype=dtype))
-            cast(found, of_weights[-1])
+        found = zip((by_gate, by_down, by_up), ctx.weights, strict=True)
+        of_weights = (give(grad, weight) for grad, weight in found)
         return by_tokens, by_scores, by_base, *of_weights, None, None, None, None
 
 

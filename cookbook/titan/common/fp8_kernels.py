@@ -10,13 +10,10 @@ A scale is the factor that restores the values: `row.float() * scale`. A row tha
 the scale NaN. `fp8.py` has PyTorch equivalents for CPUs. Atomic maxima do not depend on the order.
 """
 
-from typing import Any
-
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from torch.library import wrap_triton
 
 FP8 = torch.float8_e4m3fn
 
@@ -163,11 +160,6 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     tl.store(transposed + out, tl.trans(value.to(tl.float8e4nv)), mask=there)
 
 
-def _traced(kernel: Any) -> Any:
-    # Triton's interpreter, which tests use, is not a function that PyTorch can trace.
-    return wrap_triton(kernel) if isinstance(kernel, triton.JITFunction) else kernel
-
-
 def _block(columns: int) -> int:
     return int(triton.next_power_of_2(columns))
 
@@ -186,7 +178,7 @@ def quantize(
     """
     groups, part, columns = rows.shape
     block = _block(columns)
-    _traced(_quantize_kernel)[(groups * part,)](
+    _quantize_kernel[(groups * part,)](
         rows, values, scales, group_scales, columns, part, values.shape[1], first, block,
         num_warps=_warps(block),
     )  # fmt: skip
@@ -247,7 +239,7 @@ def transpose(
     transposed = values.new_empty(parts, columns, num_rows)
     rows, width, warps = tile
     grid = triton.cdiv(num_rows, rows), triton.cdiv(columns, width), parts
-    _traced(_transpose_kernel)[grid](
+    _transpose_kernel[grid](
         values, scales, group_scales, copies, groups, transposed, num_rows, len(group_scales),
         columns, top_k, rows, width, num_warps=warps,
     )  # fmt: skip

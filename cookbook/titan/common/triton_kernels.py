@@ -260,23 +260,26 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    source, target, size, source_stride, target_stride, block: constexpr
+    source, target, size, source_stride, target_stride, add: constexpr, block: constexpr
 ):
     part = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * block + tl.arange(0, block)
     value = tl.load(source + part * source_stride + place, mask=place < size)
+    if add:
+        there = tl.load(target + part * target_stride + place, mask=place < size)
+        value = there + value.to(there.dtype)
     tl.store(target + part * target_stride + place, value, mask=place < size)
 
 
-def cast(source: Tensor, target: Tensor) -> None:
-    """Write `source` (experts, rows, columns) to `target` in the dtype of `target`.
+def cast(source: Tensor, target: Tensor, add: bool) -> None:
+    """Write `source` (experts, rows, columns) to `target` in its dtype, or add it to `target`.
 
     Both must be contiguous within an expert. PyTorch's own copy runs at half the speed when one of
     them is a slice of a larger tensor.
     """
     experts, size = len(source), source[0].numel()
     _cast_kernel[(triton.cdiv(size, 4096), experts)](
-        source, target, size, source.stride(0), target.stride(0), 4096
+        source, target, size, source.stride(0), target.stride(0), add, 4096
     )
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from cookbook.titan.common.expert_groups import (
     collect,
-    join,
     plan_groups,
     plan_on_device,
     row_scores,
     scored_swiglu,
     spread,
 )
+from cookbook.titan.common.weight_copies import join
 from cookbook.titan.self_check import (
     BF16,
     FP8_ONCE,
@@ -142,6 +142,11 @@ def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterat
     exact = torch.cat([weight.detach() for weight in weights], 1)
     yield error_of("weights", joined, exact, BF16, [(0, 1)])
     yield error_of("gradient of the weights", torch.cat(grads, 1), grad.float(), BF16, [(0, 1)])
+    # The second of two microbatches adds to the gradients.
+    for _ in range(2):
+        join(torch.bfloat16, *weights).backward(grad)
+    twice = torch.cat([weight.grad for weight in weights if weight.grad is not None], 1)
+    yield error_of("gradient of two microbatches", twice, 2 * grad.float(), BF16, [(0, 1)])
 
 
 # --- Dispatch and combine between ranks.

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -24,6 +23,7 @@ from torchtitan.tools.logging import logger
 
 from cookbook.titan.common import fp8
 from cookbook.titan.common.fp8 import Quantized, Weights
+from cookbook.titan.common.weight_copies import kept
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 POWER_OF_TWO = "power_of_two"
@@ -91,34 +91,34 @@ def replace_float8_converters() -> None:
 
 
 def expert_weights(experts: Any, weights: list[Tensor]) -> Weights:
-    """Return the experts' weights w1, w2 and w3 in FP8.
-
-    A rank alone quantizes them once for each optimizer step. With others, FSDP may have gathered
-    them into the memory and the version of the last step's: they are quantized at each forward.
-    """
+    """Return the experts' weights w1, w2 and w3 in FP8."""
     gate, down, up = (weight.detach() for weight in weights)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        return fp8.quantize_weights(gate, up, down)
-    state = tuple((one.data_ptr(), one._version) for one in weights)
-    kept = experts.__dict__.get("cookbook_fp8_weights")
-    # A step may have several microbatches, and recomputation runs the forward again.
-    if kept is None or kept[0] != state:
-        kept = state, fp8.quantize_weights(gate, up, down)
-        experts.__dict__["cookbook_fp8_weights"] = kept
-    quantized: Weights = kept[1]
-    return quantized
+    return kept(
+        experts, "cookbook_fp8_weights", weights, lambda: fp8.quantize_weights(gate, up, down)
+    )
 
 
-# Operators whose Triton kernels `torch.compile` sees: compiled layers launch them without Python.
-@torch.library.triton_op("cookbook::fp8_quantize", mutates_args=())
+# torch.compile merges equal calls of these: layers that read one input quantize it once.
+@torch.library.custom_op("cookbook::fp8_quantize", mutates_args=())
 def _quantize(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values, scales, group_scales = fp8.quantize(rows.unsqueeze(0))
     return values.squeeze(0), scales.squeeze(0), group_scales
 
 
-@torch.library.triton_op("cookbook::fp8_transpose", mutates_args=())
+@_quantize.register_fake
+def _(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scales = rows.new_empty(len(rows), dtype=torch.float32)
+    return torch.empty_like(rows, dtype=fp8.FP8), scales, scales.new_empty(1)
+
+
+@torch.library.custom_op("cookbook::fp8_transpose", mutates_args=())
 def _transpose(values: Tensor, scales: Tensor, group_scales: Tensor) -> Tensor:
     return fp8.transpose(Quantized(values, scales, group_scales)).squeeze(0)
+
+
+@_transpose.register_fake
+def _(values: Tensor, scales: Tensor, group_scales: Tensor) -> Tensor:
+    return values.new_empty(values.shape[1], values.shape[0])
 
 
 def _product(

@@ -24,6 +24,7 @@ from cookbook.titan.tt_0_2_2 import activity, loss_and_optimizer, routing
 from cookbook.titan.tt_0_2_2.checkpoint import save_plain_weights
 from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
 from cookbook.titan.tt_0_2_2.families import FAMILIES
+from cookbook.titan.tt_0_2_2.hidden_states import narrow_hidden_states
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, QuantizedExpertParallel, prepare_quantized_a2a
 from cookbook.titan.tt_0_2_2.recomputation import apply_ac
 from cookbook.titan.tt_0_2_2.row_kernels import RowMoE, experts_with_probs, use_row_kernels
@@ -53,6 +54,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     if routing.chosen_routing(job_config) == routing.RANDOM and job_config.comm.mode == "default":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         routing.route_at_random(model, parallel_dims, job_config, device)
+    narrow_hidden_states(model, parallel_dims, job_config.training)
     with patch.multiple(parts.infra, **names):
         model = parts.released().parallelize_fn(model, parallel_dims, job_config)
     if job_config.loss.num_chunks:

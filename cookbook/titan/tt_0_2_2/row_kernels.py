@@ -28,12 +28,12 @@ from cookbook.titan.common import fp8
 from cookbook.titan.common.expert_groups import (
     GroupPlan,
     collect,
-    join,
     plan_on_device,
     row_scores,
     scored_swiglu,
     spread,
 )
+from cookbook.titan.common.weight_copies import copy_of, joined, kept
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.float8 import expert_weights
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, exchange_counts
@@ -121,12 +121,17 @@ def _compute(experts: Any, rows: Tensor, scores: Tensor, plan: GroupPlan) -> Ten
     if grouped and type(w1) not in (Tensor, nn.Parameter):
         # Use the compiled path for quantized weights: it fuses the steps of TorchAO's casts.
         return experts_with_probs(experts, rows, scores, ends)
-    gate_up = group_products(rows, join(dtype, w1, w3), ends, grouped)
+    gate_up = group_products(rows, _copy(experts, "gate_up", dtype, w1, w3), ends, grouped)
     if w2.dtype != dtype:
-        w2 = join(dtype, w2)
+        w2 = _copy(experts, "down", dtype, w2)
     activations = scored_swiglu(gate_up, scores)
     with last_product():
         return group_products(activations, w2, ends, grouped)
+
+
+def _copy(experts: Any, name: str, dtype: torch.dtype, *weights: Tensor) -> Tensor:
+    copy = kept(experts, f"cookbook_{name}", weights, lambda: joined(dtype, *weights))
+    return copy_of(copy, *weights)
 
 
 class RowMoE(MoE):
