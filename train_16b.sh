@@ -31,6 +31,11 @@ fail() {
   exit 2
 }
 
+# What sbatch hands on if its caller is inside another job; srun would take it for this job's resources.
+unset SLURM_{CPU,GPU,MEM}_BIND SLURM_{MEM,CPUS}_PER_GPU SLURM_GPUS{,_PER_SOCKET,_PER_TASK} \
+  SLURM_NTASKS_PER_{CORE,GPU,SOCKET} SLURM_TRES_PER_TASK SLURM_THREADS_PER_CORE SLURM_{HINT,DISTRIBUTION} \
+  "${!SQUEUE_@}" SLURM_MEM_PER_CPU
+
 # Under sbatch, this file is a copy in Slurm's spool. Slurm records the original's path, followed by the
 # arguments, and the folder where sbatch was called. If the controller is busy, retry for ten minutes.
 if [[ -z "${COOKBOOK_ROOT:-}" ]]; then

@@ -214,6 +214,50 @@ def test_where_none_is_whole_the_cell_starts_from_its_initial_weights(cell: Star
     assert not cell.saved.exists()
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_cell_whose_checkpoints_are_out_of_sight_does_not_begin_anew(
+    cell: Started, mode: str
+) -> None:
+    own = f"--checkpoint.async_mode={mode}"
+    cell.start(own)
+    # It died in its first save, or before: it begins anew.
+    log, line = (
+        cell.folder.attempt(0).log,
+        "[rank0]:Finished saving the checkpoint in 0.1 seconds\n",
+    )
+    log.parent.mkdir(exist_ok=True)
+    log.write_text(line.replace("rank0", "rank1") + line * (mode == "async"))
+    cell.start(own, attempt=1)
+    with log.open("a") as file:
+        file.write(line)
+    save(cell.saved, 6)
+    away = cell.path / "away"
+    cell.saved.rename(away)
+    words = "holds no checkpoint, and attempt 0 had or saved one; mount its disk, move it back, or"
+    for _ in range(2):
+        with pytest.raises(InputError, match=words):
+            cell.start(own)
+        cell.saved.mkdir(exist_ok=True)
+        (cell.saved / "step-7-keep").mkdir(exist_ok=True)
+    shutil.rmtree(cell.saved)
+    away.rename(cell.saved)
+    assert "continues after step 6" in cell.start(own, attempt=2)
+    # An attempt that made no step saw it, too.
+    log.unlink()
+    with pytest.raises(InputError, match="attempt 2 had or saved one"):
+        cell.start(own, f"--checkpoint.folder={away}")
+    # Where all are damaged the supervisor itself begins anew, and the next attempt again.
+    damage(cell.saved / "step-6", "gone")
+    for attempt in (3, 4):
+        assert "continues" not in cell.start(own, attempt=attempt)
+
+
+def test_what_hides_the_initial_weights_is_refused(cell: Started) -> None:
+    (cell.saved / "step-2-keep").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"step-2-keep, for which .* ignore checkpoint.initial_l"):
+        cell.start(*GONE)
+
+
 def test_the_model_alone_is_refused_with_the_way_around(cell: Started) -> None:
     save(cell.saved, 4)
     last = save(cell.saved, 6, states=())

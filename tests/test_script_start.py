@@ -124,6 +124,16 @@ def test_one_srun_starts_one_torchrun_a_node(job: Job) -> None:
     assert job.run(SLURM_EXPORT_ENV="NONE").environment["SLURM_EXPORT_ENV"] == "ALL"
     # What sbatch was asked for comes before what the node has.
     assert "--cpus-per-task=96" in job.run(SLURM_CPUS_PER_TASK="96").srun
+    # Left over from another job, in which sbatch was called.
+    shown = (job.runner.programs / "scontrol").read_text().partition("\n")[2]
+    job.runner.replace(
+        "scontrol", shown.replace("esac", "job) echo NumCPUs=256 CPUs/Task=1 ;;\nesac")
+    )
+    foreign = {
+        f"SLURM_{name}": "4" for name in ("CPUS_PER_TASK", "MEM_PER_CPU", "GPU_BIND", "HINT")
+    }
+    again = job.run(**foreign)
+    assert "--cpus-per-task=128" in again.srun and not foreign.keys() & again.environment.keys()
 
 
 def test_a_log_that_cannot_be_written_fails_no_training(job: Job) -> None:

@@ -78,6 +78,8 @@ def test_a_job_that_gets_a_few_variables_hands_all_of_its_own_to_the_ranks(
     jobs: Jobs, tmp_path: Path
 ) -> None:
     few = {name: jobs.cluster.env[name] for name in ("PATH", "SLURM_CONF")} | jobs.environment
+    # Of the job that the calling shell is in; each ends the step, or starves it.
+    few |= {"SLURM_MEM_PER_CPU": "1", "SLURM_NTASKS_PER_GPU": "3", "SQUEUE_STATES": "PENDING"}
     export = ",".join(f"{name}={value}" for name, value in few.items())
     options = ["--nodes=2", f"--export={export}"]
     script = jobs.checkout / "train_16b.sh"

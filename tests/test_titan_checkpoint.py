@@ -114,9 +114,13 @@ def test_asked_on_one_node_all_ranks_end_at_one_checkpoint_and_lose_nothing(
 def test_the_clock_of_rank_0_decides_in_place_of_steps(assets: Path, tmp_path: Path) -> None:
     # 6 ms are over after each step.
     always = ("--checkpoint.interval_minutes=0.0001", "--checkpoint.keep_latest_k=2")
+    # Neither loaded nor purged, whatever is in the name: the user has put them there.
+    for own in ("step-1-keep", "step-9-keep"):
+        (tmp_path / "checkpoint" / own).mkdir(parents=True)
+        (tmp_path / "checkpoint" / own / ".metadata").touch()
     trained(assets, tmp_path, *SAVED, *always)
     # The last save counts among those that are kept.
-    assert saved(tmp_path) == ["step-3", "step-4"]
+    assert saved(tmp_path) == ["step-1-keep", "step-3", "step-4", "step-9-keep"]
 
 
 class Manager(SimpleNamespace):

@@ -85,6 +85,7 @@ def _render(
         root=root,
         run=run,
         scheduler=cell.cluster.scheduler,
+        has_memory=cell.cluster.exclusive,
     )
 
 

@@ -30,6 +30,7 @@ _VALUE = re.compile(rf"\b({'|'.join(_NAMES)}):\s*({_NUMBER})(?=[\sG%]|$)")
 _PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
 _TIME = re.compile(rb"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ")
 _SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
+_SAVED_LAST = re.compile(rb"Saving a (?:full|model only) checkpoint .*at last step")
 _START = b"Training starts at step "
 
 
@@ -126,6 +127,20 @@ def longest_save(attempts: Iterable[Attempt]) -> float | None:
     """Return the duration of the longest checkpoint save, in seconds; None without a save."""
     lines = (line for attempt in attempts for line in lines_of(attempt.log))
     return max((float(found) for line in lines for found in _SAVED.findall(line)), default=None)
+
+
+def has_saved(attempt: Attempt, is_async: bool = False) -> bool:
+    """Return whether the attempt's log says that it has written a checkpoint.
+
+    `is_async`: the line of a save comes before its files, so only the save before it is written.
+    """
+    saves = 0
+    for line in lines_of(attempt.log):
+        if b"[rank0]:" in line:
+            saves += _SAVED.search(line) is not None
+            if saves > is_async or _SAVED_LAST.search(line):
+                return True
+    return attempt.stopped.exists()
 
 
 def logged_seconds(log: Path) -> float | None:

@@ -235,14 +235,26 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
 def is_preempted(job_id: str) -> bool:
     """Whether Slurm is ending this job for another one; False if it does not answer."""
     with contextlib.suppress(JobError):
-        shown = _run(["scontrol", "show", "job", job_id]).stdout
-        return re.search(r"\bPreemptTime=(?!None|N/A)", shown) is not None
+        return _field_of(job_id, "PreemptTime") not in ("", "None", "N/A")
     return False
 
 
 def left_out_by(job_id: str) -> list[str]:
-    found = re.search(r"\bExcNodeList=(\S+)", _run(["scontrol", "show", "job", job_id]).stdout)
-    return nodes_in(found[1]) if found and found[1] != "(null)" else []
+    found = _field_of(job_id, "ExcNodeList")
+    return nodes_in(found) if found not in ("", "(null)") else []
+
+
+def asked_cpus(job_id: str) -> str:
+    """Return the CPUs of a task that a job was submitted with; empty if Slurm does not say it."""
+    with contextlib.suppress(JobError):
+        return _field_of(job_id, "CPUs/Task")
+    return ""
+
+
+def _field_of(job_id: str, name: str) -> str:
+    shown = _run(["scontrol", "show", "job", job_id]).stdout
+    found = re.search(rf"(?<![\w/]){name}=(\S+)", shown)
+    return found[1] if found else ""
 
 
 def _run(

@@ -21,6 +21,7 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.config.dialect.names import OVERRIDES
 from cookbook.config.facts import Facts
 from cookbook.config.options import Options, options_of
+from cookbook.observe.metrics import has_saved
 from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.record import (
@@ -83,7 +84,32 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         remedy = f"leave {LOAD_STEP} out, and the newest whole checkpoint is taken"
         found = str(damaged[-1].damage if saved else "is not there")
         raise InputError(f"{LOAD_STEP}: step-{wanted}", found, remedy)
+    facts, unfit = Facts(options, record.world), {one.path for one in damaged}
+    own = sorted(path.name for path in place.glob("*") if path not in unfit)
+    if own and (facts.initial_load_path or facts.initial_load_in_hf):
+        found = f"holds {own[0]}, for which TorchTitan would ignore {Facts.initial_load_path}"
+        raise InputError(shown_path(place), found, "move it out of this folder")
+    if not damaged:
+        _refuse_lost(folder, place, facts.async_mode != "disabled")
     return Found(None, tuple(damaged), options[EXCLUDED])
+
+
+def _refuse_lost(folder: CellFolder, place: Path, is_async: bool) -> None:
+    """Refuse to begin anew where this cell has saved a checkpoint, and none is in sight."""
+    attempts = folder.attempts()
+    resumed = {one.attempt: one for one in status.read_resumptions(attempts)}
+    for attempt in reversed(attempts):
+        start = resumed.get(attempt.number)
+        if has_saved(attempt, is_async) or (start and start.step is not None):
+            found = f"holds no checkpoint, and attempt {attempt.number} had or saved one"
+            another = shown_path(folder.path.parent.with_name("another") / folder.name)
+            remedy = (
+                f"mount its disk, move it back, or leave {Facts.checkpoint_folder} as it was; to "
+                f"start at step 1, a run of its own: CELL_DIR={another}"
+            )
+            raise InputError(shown_path(place), found, remedy)
+        if start:  # it began anew, as none was whole
+            return
 
 
 def _saver(

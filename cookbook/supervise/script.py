@@ -17,7 +17,7 @@ from cookbook.base.paths import CODE, ROOT
 from cookbook.config.cluster import Cluster, cluster_from_record
 from cookbook.config.dialect.argv import argv_of
 from cookbook.config.options import exported, options_of, settings_of
-from cookbook.run import own_job
+from cookbook.run import own_job, slurm
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import WANDB, CellRecord
 
@@ -52,6 +52,10 @@ def cell_environment(record: CellRecord, job: Mapping[str, str]) -> dict[str, st
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}]:",
     }
     if cluster.scheduler == "slurm":
+        cpus, asked = found.get("SLURM_CPUS_PER_TASK"), slurm.asked_cpus(own_job.slurm_job() or "")
+        if cpus and asked and cpus != asked:
+            # The shell that called sbatch was in another job, which has left it.
+            del found["SLURM_CPUS_PER_TASK"]
         # Ranks get this environment also under `sbatch --export=NONE`.
         found["SLURM_EXPORT_ENV"] = "ALL"
     if _has_wandb_key(found):

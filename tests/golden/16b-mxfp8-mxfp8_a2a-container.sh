@@ -36,6 +36,11 @@ fail() {
   exit 2
 }
 
+# What sbatch hands on if its caller is inside another job; srun would take it for this job's resources.
+unset SLURM_{CPU,GPU,MEM}_BIND SLURM_{MEM,CPUS}_PER_GPU SLURM_GPUS{,_PER_SOCKET,_PER_TASK} \
+  SLURM_NTASKS_PER_{CORE,GPU,SOCKET} SLURM_TRES_PER_TASK SLURM_THREADS_PER_CORE SLURM_{HINT,DISTRIBUTION} \
+  "${!SQUEUE_@}" SLURM_MEM_PER_CPU
+
 COOKBOOK_ROOT=${COOKBOOK_ROOT:-/shared/moe-cookbook}
 [[ -f "${COOKBOOK_ROOT}/submit.py" ]] ||
   fail "COOKBOOK_ROOT: found '${COOKBOOK_ROOT}', which is not the cookbook's folder; export COOKBOOK_ROOT"

@@ -8,6 +8,8 @@
   the folder of a minute ago, and ranks that load different steps would train on the mixture.
 - A checkpoint holds plain tensors, so an MXFP8 run can be resumed, even in another precision.
   TorchTitan 0.2.2 saves TorchAO's wrapper, which PyTorch refuses to load with `weights_only`.
+- TorchTitan takes every folder with `step-N` in its name for a checkpoint of its own: it deletes
+  `step-2-keep` as an old one, and would load `step-2` for it. Only the whole name counts here.
 - If DCP fails, it raises a `BaseException`, for which torchrun's `@record` writes no `error.json`.
   An `Exception` is raised in its place, with the root cause in the message.
 - TorchTitan requires a routing bias in DeepSeek's published weights. Models whose router uses
@@ -20,6 +22,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 import socket
 import time
 from collections import Counter
@@ -137,7 +140,33 @@ def save_when_ranks_agree() -> None:
             CheckpointPolicy(manager)
 
     CheckpointManager.__init__ = initialize_and_decide
+    CheckpointManager._find_load_step = newest_step
+    CheckpointManager._purge_stale_checkpoints = purge
     name_checkpoint_causes()
+
+
+def _saved_steps(folder: str) -> list[int]:
+    named = (re.fullmatch(r"step-([0-9]+)", path.name) for path in Path(folder).glob("step-*"))
+    return sorted(int(match[1]) for match in named if match)
+
+
+def newest_step(manager: Any, folder: str = "") -> int:
+    """Return the newest step in `folder` that was saved to its end; -1 if there is none."""
+    where = folder or manager.folder
+    ends = (".metadata", "model.safetensors.index.json")
+    whole = (
+        step
+        for step in reversed(_saved_steps(where))
+        if any(Path(where, f"step-{step}", name).is_file() for name in ends)
+    )
+    return next(whole, -1)
+
+
+def purge(manager: Any) -> None:
+    """Delete all but the newest `keep_latest_k` checkpoints."""
+    if manager.keep_latest_k > 0 and dist.get_rank() == 0:
+        for step in _saved_steps(manager.folder)[: -manager.keep_latest_k]:
+            manager.purge_queue.put(manager._create_checkpoint_id(step))
 
 
 def load_the_same(manager: Any) -> None:
