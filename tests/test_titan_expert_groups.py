@@ -276,7 +276,7 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
     pointers |= dict.fromkeys(("num_copies", "num_places", "num_rows", "features"), "i32")
     pointers |= dict.fromkeys(("size", "source_stride", "target_stride"), "i32")
     constants: dict[str, Any] = {"top_k": 8, "block": 1024, "features": 7168, "rows": 64}
-    constants |= {"hidden": 2048, "num_experts": 16}
+    constants |= {"hidden": 2048, "num_experts": 16, "add": True}
     kernels = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
     assert len(kernels) == 10
     for name in kernels:
