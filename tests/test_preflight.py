@@ -25,7 +25,7 @@ from cookbook.run.slurm import StepEnd
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise import network_test
 from cookbook.supervise import preflight as module
-from cookbook.supervise.network_test import NetworkVerdict, Outcome, RankGroups, Team
+from cookbook.supervise.network_test import Network
 from cookbook.supervise.node_report import Reader, Report, format_report, report_node
 from cookbook.supervise.preflight import JobNodes
 
@@ -256,11 +256,11 @@ def test_where_too_few_are_left_it_waits_for_the_first_that_comes_back(job: JobN
 
 def test_a_network_fault_of_no_single_node(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     job.cluster = replace(job.cluster, bandwidth=Bandwidth(100.0, 20.0), container=None)
-    found = NetworkVerdict({}, error="the ranks cannot communicate")
-    monkeypatch.setattr(module, "test_bandwidth", lambda *_: found)
+    found = Network({}, error="the ranks cannot communicate")
+    monkeypatch.setattr(module, "check_links", lambda *_: found)
     with pytest.raises(JobError, match="communicate; no fault of single nodes"):
         module.check_network(job)
-    found = NetworkVerdict({"all_to_all": 8, "all_reduce": 9}, warning="slow as a whole")
+    found = Network({"all_to_all": 8, "all_reduce": 9}, warning="slow as a whole")
     assert module.check_network(job) and job.faults == {}
     assert [*job.speeds] == ["all_reduce", "all_to_all"]
     assert "slow as a whole; training starts all the same" in job.attempt.log.read_text()
@@ -299,62 +299,61 @@ def test_the_heads_address(monkeypatch: pytest.MonkeyPatch, resolved: str, addre
     assert asked == ["worker-0-ib"] * 3
 
 
-def test_the_groups_are_those_of_torchtitan() -> None:
-    floor = Bandwidth(1, 1)
-    assert RankGroups(8, "cuda", floor, 4).groups(8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    # With experts split over TP, the ranks of a group are that far apart.
-    assert RankGroups(8, "cuda", floor, 2, 2).groups(8) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert RankGroups(8, "cuda", floor).groups(8) == []
-    assert len(RankGroups(8, "cuda", floor, 32).groups(256)) == 8
-    # Of a pair of nodes only, all ranks.
-    assert RankGroups(8, "cuda", floor, 32).groups(16) == [list(range(16))]
+FLOOR = Bandwidth(1, 4)
 
 
-def network(monkeypatch: pytest.MonkeyPatch, bad: Sequence[str], is_slow: bool) -> None:
-    """A network in which a test fails where a bad node takes part."""
+def check_links(monkeypatch: pytest.MonkeyPatch, count: int, speed: Any, **errors: str) -> Network:
+    """Test `count` nodes of 8 ranks, whose all-to-alls have the speed of their slower node."""
 
-    def run(teams: Sequence[Team], groups: RankGroups) -> Outcome:
-        nodes = [node for team in teams for node in team]
-        assert len(set(nodes)) == len(nodes), "a node is in two teams"
-        failed = {team: f"of {team}" for team in teams if set(team) & set(bad)}
-        return Outcome({"all_reduce": 1.0}, failed, bool(failed) and not is_slow)
+    def run(
+        nodes: Sequence[str], module: str, text: str, limit: float, on_line: Any, *_: Any
+    ) -> None:
+        question = json.loads(text)
+        assert question["nodes"] == sorted(nodes) and "networ" in module
+        groups = question["plan"]["groups"]
+        # Those that run at once are of other nodes.
+        assert not set(groups[0]) & {rank for one in groups[1 : count // 2] for rank in one}
+        for name, ranks in (("all_reduce", range(8 * count)), *(("all_to_all", g) for g in groups)):
+            slower = min(speed(sorted(nodes)[rank // 8]) for rank in ranks)
+            one = {"name": name, "ranks": [ranks[0], ranks[-1]], "gb_per_s": slower}
+            on_line(f"cookbook-link {json.dumps(one)}", 0.0)
+        for node in nodes:
+            on_line(f"cookbook-links {json.dumps({node: errors.get(node[7:], '')})}", 0.0)
 
-    monkeypatch.setattr(network_test, "_test", run)
-
-
-GROUPS = RankGroups(8, "cuda", Bandwidth(1, 1), 8)
+    monkeypatch.setattr(network_test, "run_step", run)
+    monkeypatch.setattr(network_test, "node_addresses", lambda nodes: {nodes[0]: "10.0.0.7"})
+    return network_test.check_links(names(count), "cuda", 8, FLOOR)
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 9, 32])
-@pytest.mark.parametrize("is_slow", [True, False])
-def test_bad_nodes_are_found(monkeypatch: pytest.MonkeyPatch, count: int, is_slow: bool) -> None:
-    choice = random.Random(count)
-    for size in {1, max(1, count // 4)}:
-        bad = choice.sample(names(count), size)
-        network(monkeypatch, bad, is_slow)
-        verdict = network_test.test_bandwidth(names(count), GROUPS)
-        assert sorted(verdict.bad) == sorted(bad)
-        assert not verdict.error and not verdict.warning
+def test_slow_nodes_are_found(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    for bad in ({"worker-0"}, {"worker-1", f"worker-{count - 1}"}):
+        if 2 * len(bad) < count:
+            found = check_links(monkeypatch, count, lambda node, bad=bad: 9 - 6 * (node in bad))
+            assert found.bad.keys() == bad and not found.error
+            assert "reaches 3 GB/s, the profile wants 4" in found.bad["worker-" + min(bad)[7:]]
+    assert found.slowest == {"all_reduce": 3, "all_to_all": 3}
 
 
-@pytest.mark.parametrize("is_slow", [True, False])
-def test_a_fault_that_is_no_single_nodes(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
-    network(monkeypatch, [], is_slow=False)
-    assert network_test.test_bandwidth(names(4), GROUPS).slowest == {"all_reduce": 1.0}
-    network(monkeypatch, names(4), is_slow=True)
-    verdict = network_test.test_bandwidth(names(4), GROUPS)
-    assert not verdict.bad and "all smaller groups of nodes fail too" in verdict.error
+def test_a_fault_that_is_no_single_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_links(monkeypatch, 4, lambda node: 9) == Network(
+        {"all_reduce": 9, "all_to_all": 9}
+    )
+    for count in (1, 2, 4):
+        found = check_links(monkeypatch, count, lambda node: 3)
+        assert not found.bad and "reaches 3 GB/s, the profile wants 4" in found.error
+    # One pair of nodes that are fast otherwise: they train.
+    nodes = names(4)
+    assert network_test.slow_nodes(nodes, {(nodes[3], nodes[0]): "slow"}) == {}
 
-    def only_together(teams: Sequence[Team], groups: RankGroups) -> Outcome:
-        found = Outcome({}, {teams[0]: "fault"}, not is_slow)
-        return found if len(teams[0]) == 4 else Outcome()
 
-    monkeypatch.setattr(network_test, "_test", only_together)
-    verdict = network_test.test_bandwidth(names(4), GROUPS)
-    # Slow ranks train; those that cannot communicate do not.
-    said, other = (verdict.warning, verdict.error)[:: 1 if is_slow else -1]
-    assert "each smaller group of nodes passes by itself" in said and not other
-    assert not verdict.bad
+def test_a_node_that_breaks_the_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = dict.fromkeys("023", "local rank 3: RuntimeError: Connection closed by peer")
+    own = {"1": "local rank 0: RuntimeError: Unable to find address for: ib0"}
+    found = check_links(monkeypatch, 4, lambda node: 9, **closed, **own)
+    assert [*found.bad] == ["worker-1"] and "cannot communicate (worker-1: local" in str(found.bad)
+    found = check_links(monkeypatch, 4, lambda node: 9, **dict.fromkeys("0123", own["1"]))
+    assert not found.bad and "find address" in found.error
 
 
 @pytest.fixture

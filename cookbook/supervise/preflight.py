@@ -27,7 +27,7 @@ from cookbook.run.record import CellRecord
 from cookbook.run.slurm import StepEnd, retry_while_busy, run_step
 from cookbook.run.status import read_json
 from cookbook.supervise.exits import RULES, Action, Decision, job_ends
-from cookbook.supervise.network_test import RankGroups, test_bandwidth
+from cookbook.supervise.network_test import check_links
 from cookbook.supervise.node_report import Reader, Report
 
 # Time limit for a node's report, in seconds. Each command that it runs has half of that.
@@ -269,10 +269,8 @@ def check_network(job: JobNodes) -> bool:
     # Skip the test if training uses a container: torch is only in its image, which starts slowly.
     if cluster.bandwidth is None or cluster.container or record.world < 2:
         return True
-    names = ("expert_parallel_degree", "expert_tensor_parallel_degree")
-    degrees = [record.options.get(f"parallelism.{name}") or 1 for name in names]
-    groups = RankGroups(record.ranks_per_node, cluster.device, cluster.bandwidth, *degrees)
-    verdict = test_bandwidth(job.healthy[: record.nodes], groups)
+    nodes = job.healthy[: record.nodes]
+    verdict = check_links(nodes, cluster.device, record.ranks_per_node, cluster.bandwidth)
     job.speeds = dict(sorted(verdict.slowest.items()))
     if verdict.error:
         raise JobError(f"{verdict.error}; no fault of single nodes")
