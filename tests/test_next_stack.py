@@ -10,13 +10,12 @@ import yaml
 
 from cookbook.base.paths import ROOT
 from cookbook.config.dialect.names import PACKAGE, SET_BY_SCRIPTS, Names
-from cookbook.run.record import WANDB
 from tests.cells import STACK
 from tests.checkout import copy_checkout
 from tests.started import python
 
 # The template and the cookbook's own records spell these.
-_KEPT = {*SET_BY_SCRIPTS, Names.description, WANDB}
+_KEPT = {*SET_BY_SCRIPTS, Names.description, Names.is_wandb_on}
 # All other options have other names, and these two are gone, with the value that holds instead.
 GONE = {Names.score_activations: "False", Names.ep_chunks: "1"}
 RENAMED = {name: f"{name}_anew" for name in STACK.options if name not in {*_KEPT, *GONE}}

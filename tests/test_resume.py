@@ -11,6 +11,7 @@ import pytest
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.yamlfile import Words
 from cookbook.cli.main import main
+from cookbook.config.asked import asked_options
 from cookbook.config.cell import Cell
 from cookbook.config.options import Setting
 from cookbook.config.resolve import cell_from_record
@@ -260,9 +261,9 @@ def test_what_users_may_set_comes_back_and_what_scripts_set_does_not() -> None:
         try:
             STACK.setting("", name)
         except InputError:
-            assert not record.asked_options, name
+            assert not asked_options(record), name
         else:
-            assert record.asked_options, name
+            assert asked_options(record), name
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ MOST_LINES = 450
 # These rooms read facts, and name an option in no other way, not even in a message.
 READS_FACTS = ("config", "predict", "plan", "check", "doctor")
 # How often other rooms still spell an option's name, which may only shrink.
-SPELT = {"base": 5, "cli": 25, "results": 15, "run": 25, "supervise": 40}
+SPELT = {"base": 5, "cli": 25, "results": 15, "run": 8}
 NAME = re.compile(
     rf"(?<![\w.])({'|'.join(sorted(map(re.escape, STACK.options), reverse=True))})(?!\w)"
 )

@@ -14,7 +14,7 @@ import pytest
 
 from cookbook.run import status
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import LOAD_STEP, CellRecord, read_record
+from cookbook.run.record import CellRecord, read_record
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING, AttemptEnd, Cause, Status
 from cookbook.supervise.attempt import Timeouts, end_orphan_processes
 from cookbook.supervise.exits import Decision, decide
@@ -372,7 +372,7 @@ def test_all_attempts_are_one_run_of_weights_and_biases_up_to_a_roll_back(
     note = 'echo "${WANDB_RUN_ID} ${WANDB_RESUME}" >>"${CELL_DIR}/ids"; ((K == 2)) && exit 0'
     cell = make(tmp_path, body=f"{note}; step 1 7; ((K)) || exit 1; step 2 nan; sleep 300")
     cell.wandb_id.write_text("of an earlier job")
-    options = {LOAD_STEP: 4, "checkpoint.enable": True}
+    options = {"checkpoint.load_step": 4, "checkpoint.enable": True}
     replace(read_record(cell.record), options=options).write(cell.record)
     assert run(cell) == 0
     ids = (tmp_path / "run/cell/ids").read_text()

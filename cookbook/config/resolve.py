@@ -9,14 +9,15 @@ from typing import Any
 from cookbook.base.errors import InputError, named_at
 from cookbook.base.gpus import Gpu
 from cookbook.base.yamlfile import Words
+from cookbook.config.asked import ONCE, asked_options
 from cookbook.config.cell import PARTS, Cell
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.dialect.names import Names
+from cookbook.config.dialect.names import SET_BY_SCRIPTS, Names
 from cookbook.config.options import Options, Setting, Settings
 from cookbook.config.recipe import Overlay, Recipe, load_ep_backend, load_precision, load_recipe
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
-from cookbook.run.record import OF_SCRIPTS, ONCE, TOTAL_STEPS, WANDB, CellRecord
+from cookbook.run.record import TOTAL_STEPS, CellRecord
 
 
 def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
@@ -84,8 +85,8 @@ def published_number(cell: Cell) -> float | None:
         return None
     as_published = merge_config(cell.recipe, cell.precision, cell.ep_backend, cell.cluster)
     names = {*cell.options.settings, *as_published.options.settings}
-    # Do not compare what every job script sets itself (enable_wandb: if there is a W&B key).
-    names -= {*OF_SCRIPTS, WANDB}
+    # Do not compare what every job script sets itself (W&B: if there is a key).
+    names -= {*SET_BY_SCRIPTS, Names.description, Names.is_wandb_on}
     same = all(cell.options[name] == as_published.options[name] for name in names)
     return number if same else None
 
@@ -116,7 +117,7 @@ def cell_from_record(
         raise InputError(f"{place}: stack", f"found {record.stack}, and this is {stack.name}", anew)
     settings = {
         option: Setting(stack.setting(place, option).check(place, value), f"{place}: {option}")
-        for option, value in record.asked_options.items()
+        for option, value in asked_options(record).items()
         if option not in ONCE
     }
     options = keep_schedule(Options(stack, settings).override(overrides), record, place)

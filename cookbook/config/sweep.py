@@ -8,6 +8,7 @@ from typing import Any
 
 from cookbook.base.errors import InputError, described, named_at, unknown_name
 from cookbook.base.yamlfile import Text, Texts, YamlFile, fill, read_yaml
+from cookbook.config.asked import of_speed
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster
 from cookbook.config.options import Setting, Settings, read_options
@@ -24,7 +25,6 @@ from cookbook.config.recipe import (
 )
 from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.config.stack import load_stack
-from cookbook.run.record import of_speed
 
 Pair = tuple[Overlay, Overlay]
 

@@ -20,6 +20,7 @@ from cookbook.base.errors import JobError, nearest
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT, python_path, runs_folder
 from cookbook.base.yamlfile import shown_path
+from cookbook.config.asked import ONCE, keep_request
 from cookbook.config.cell import Cell
 from cookbook.config.options import Options
 from cookbook.launch.script import command_text, render_script, sbatch_options
@@ -33,7 +34,7 @@ from cookbook.run.excluded import (
     read_excluded,
 )
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import ONCE, CellRecord, keep_request, read_record
+from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import (
     Run,
     RunRecord,

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cookbook.base.errors import InputError
+from cookbook.config.asked import asked_options, of_speed
+from cookbook.config.facts import Facts
 from cookbook.config.stack import load_stack
-from cookbook.run.record import EXCLUDED, TOTAL_STEPS, CellRecord, of_speed
+from cookbook.run.record import TOTAL_STEPS, CellRecord
 
 UNKNOWN = "-"
 _MOST_NODES = 4
@@ -41,7 +43,7 @@ def asked_facts(record: CellRecord) -> dict[str, str]:
         "nodes": record.nodes,
         "ranks per node": record.ranks_per_node,
         **{f"variable {name}": value for name, value in record.environment.items()},
-        **record.asked_options,
+        **asked_options(record),
     }
     return {name: text_of(value) for name, value in facts.items()}
 
@@ -77,7 +79,7 @@ def repeated_facts(asked: Mapping[str, str]) -> dict[str, str]:
 def texts_of(record: CellRecord) -> tuple[object, ...]:
     """Return what decides which texts each step of an attempt reads."""
     tokens, asked = (record.tokens_per_step_per_gpu or 0) * record.world, asked_facts(record)
-    is_anew = "dataloader" in (record.options.get(EXCLUDED) or ())
+    is_anew = "dataloader" in (record.options.get(Facts.load_excluded) or ())
     return record.recipe, tokens, is_anew, *(asked_value(asked, name) for name in _OF_TEXTS)
 
 

@@ -3,8 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +24,13 @@ from cookbook.base.yamlfile import (
 )
 from cookbook.run.folder import CellFolder
 
-# Options that the cookbook sets itself.
-OF_SCRIPTS = {
-    *("job.custom_config_module", "experimental.custom_import", "job.description"),
-    *("cookbook.precision", "cookbook.ep_backend", "cookbook.emulated"),
-    *("cookbook.grouped_gemms", "cookbook.linear_layers", "cookbook.dispatch"),
-}
-# Fields that only a sweep sets; a request made by running the cell's script lacks them.
-_OF_SWEEPS = ("stand_in_for", "baseline", "prediction", "repeat_of", "repeat")
-# Fields that each request sets anew.
-_OF_JOBS = (
-    *("max_restarts", "environment", "environment_from", "command", "spare_nodes", "commit"),
-    *("code", "too_few_nodes", "profile"),
-)
 # Fields that `cell.yaml` leaves out where they are empty.
-_SELDOM = ("files", "environment_from", *_OF_JOBS[3:])
+_SELDOM = (
+    *("files", "environment_from", "command", "spare_nodes", "commit", "code", "too_few_nodes"),
+    "profile",
+)
 # How many steps the learning-rate schedule covers; `training.steps` if it is not set.
 TOTAL_STEPS = "lr_scheduler.total_steps"
-# Options for the first load of a request: no later resume inherits them.
-LOAD_STEP, EXCLUDED = ONCE = ("checkpoint.load_step", "checkpoint.exclude_from_loading")
-# Every script sets this option if there is a W&B key, so it makes no request another one.
-WANDB = "metrics.enable_wandb"
-# Prefixes of options that change no step's speed. An interval does: of saves, validations or logs.
-_NOT_OF_SPEED = (
-    *("training.steps", "lr_scheduler.", "optimizer.lr", "debug.seed", "data.shuffle_seed", *ONCE),
-    *("checkpoint.initial_load_", "checkpoint.last_save_", "checkpoint.keep_latest_k"),
-    *("metrics.enable_", "metrics.save_"),
-)
 
 
 @dataclass(frozen=True)
@@ -126,18 +105,6 @@ class CellRecord:
         shared_by = math.prod(self._count(option) or 1 for option in sharing)
         return local * length / shared_by if length and local else None
 
-    @property
-    def asked_options(self) -> dict[str, Any]:
-        """The options that the user requested, without those that every script sets."""
-        return {name: value for name, value in self.options.items() if name not in OF_SCRIPTS}
-
-    def asks_same(self, other: "CellRecord", apart_from: Collection[str] = ()) -> bool:
-        one, two = (
-            {name: value for name, value in each.asked_options.items() if name not in apart_from}
-            for each in (self, other)
-        )
-        return one == two and self.nodes == other.nodes and self.world == other.world
-
     def as_yaml(self) -> str:
         content = dataclasses.asdict(self)
         content["command"] = Block(self.command) if self.command else None
@@ -150,11 +117,6 @@ class CellRecord:
         value = self.options.get(option)
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         return value if is_count else None
-
-
-def of_speed(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the requested options, and other facts, that can change a step's speed."""
-    return {name: asked[name] for name in asked if not name.startswith(_NOT_OF_SPEED)}
 
 
 def read_record(path: Path) -> CellRecord:
@@ -178,36 +140,3 @@ def attempt_records(folder: CellFolder, newest: CellRecord) -> dict[int, CellRec
         record = read_record(attempt.record) if attempt.record.exists() else record
         records[attempt.number] = record
     return records
-
-
-def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
-    """Merge a new request into the cell's record, and write the record and its script.
-
-    First copy an old record, if it differs, to the folder of the attempt that used it.
-    """
-    first, attempts = earlier_record(folder), folder.attempts()
-    record = asked
-    if first:
-        record = replace(asked, **{name: getattr(first, name) for name in _OF_SWEEPS})
-        layout = ("cluster", "nodes", "ranks_per_node")
-        old, new = ([getattr(one, name) for name in layout] for one in (first, asked))
-        if old != new or of_speed(first.asked_options) != of_speed(asked.asked_options):
-            record = replace(record, prediction=None)
-    if first and attempts and first.cluster == asked.cluster:
-        is_same, is_lasting = asked.asks_same(first), asked.asks_same(first, (*ONCE, WANDB))
-        published = first.published_tokens_per_second_per_gpu
-        record = replace(
-            first,
-            nodes=asked.nodes,
-            ranks_per_node=asked.ranks_per_node,
-            options=first.options if is_same else asked.options,
-            prediction=record.prediction,
-            published_tokens_per_second_per_gpu=published if is_lasting else None,
-            **{name: getattr(asked, name) for name in _OF_JOBS},
-        )
-    if attempts and folder.record.exists() and not attempts[-1].record.exists():
-        before = folder.record.read_text(encoding="utf-8")
-        if before != record.as_yaml():
-            write_whole(attempts[-1].record, before)
-    record.write(folder.record)
-    write_whole(folder.script, script, mode=0o755)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from cookbook.base.errors import JobError
-from cookbook.config.options import options_of
+from cookbook.config.facts import facts_of
 from cookbook.observe.failure import describe_stacks
 from cookbook.observe.history import usual_step_time
 from cookbook.observe.metrics import Phase, StepMetrics, Tail, longest_save, step_seconds
@@ -26,8 +26,6 @@ from cookbook.run.slurm import kill_steps
 from cookbook.run.status import AttemptEnd, Cause
 from cookbook.supervise.exits import classify_exit
 
-# With these options, training sometimes pauses without logging.
-_PAUSES = ("validation.enable", "profiling.enable_profiling", "profiling.enable_memory_snapshot")
 # torchrun and srun print these when a rank, a torchrun or a node is lost.
 _GONE = re.compile(
     rb"failed \(exitcode: -?[0-9]+\) local_rank: [0-9]+"
@@ -55,9 +53,11 @@ class Timeouts:
     least_save_s: float = 0.0
 
     def adjusted(self, record: CellRecord) -> Timeouts:
-        pauses = any(record.options.get(name) for name in _PAUSES)
+        facts = facts_of(record)
+        # Then training sometimes pauses without logging.
+        pauses = facts.validates or facts.profiles or facts.memory_snapshots
         # The logged duration of an async save is too short: it excludes writing the files.
-        is_async = record.options.get("checkpoint.async_mode", "disabled") != "disabled"
+        is_async = facts.async_mode != "disabled"
         return replace(
             self,
             more_s=self.save_s if pauses else self.more_s,
@@ -155,7 +155,7 @@ class RunningAttempt:
             timeouts.adjusted(record),
             usual_step_time(earlier),
             lambda: longest_save([*earlier, attempt]),
-            options_of(record)["metrics.log_freq"],
+            facts_of(record).log_freq,
         )
         self._tail = Tail(attempt, record.loss_rank)
         self._is_stopped = False
@@ -198,11 +198,10 @@ class RunningAttempt:
             if self._is_stopped:
                 continue
             if self._late_at is not None and time.monotonic() > self._late_at:
-                options = self._record.options
-                folder = self.cell.checkpoints(options)
+                folder = self.cell.checkpoints(self._record.options)
                 # Requeue only with a finished checkpoint to resume from, else the job would repeat
                 # its steps. A save writes .metadata last, so look until it has.
-                if options.get("checkpoint.enable") and any(folder.glob("step-*/.metadata")):
+                if facts_of(self._record).checkpoints and any(folder.glob("step-*/.metadata")):
                     self._late_at = None
                     late = "asked to stop, it has not ended in time"
                     return self._end(None, None, Cause.TOO_LATE, late)
@@ -216,7 +215,7 @@ class RunningAttempt:
                 continue
             step = self._tail.step
             # With max_skipped_steps, training itself skips a limited number of non-finite steps.
-            is_limited = self._record.options.get("training.max_skipped_steps")
+            is_limited = facts_of(self._record).max_skipped_steps
             if step and step.loss and not math.isfinite(step.loss) and not is_limited:
                 cause, reason = Cause.NAN_LOSS, f"loss is {step.loss} in step {step.step}"
             elif hang := self.clock.hang:

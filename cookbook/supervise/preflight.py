@@ -19,6 +19,7 @@ from cookbook.base.errors import InputError, JobError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cluster import Cluster, cluster_from_record
+from cookbook.config.facts import facts_of
 from cookbook.doctor.check import HARDWARE_H, PASSING_H, Fault
 from cookbook.run import excluded, own_job, slurm
 from cookbook.run.excluded import Choice, Excluded, excluded_file
@@ -157,21 +158,18 @@ def ask_nodes(job: JobNodes) -> None:
         if (report := reader.read(line)) is not None:
             reports[report.node], ahead[report.node] = report, report.clock - moment
 
-    options, record = job.record.options, job.record
-    deepep = options.get("parallelism.expert_parallel_comm_backend") == "deepep"
-    degree = options.get("parallelism.expert_parallel_degree") or 1
-    paths = {"tokenizer": "model.hf_assets_path", "data": "training.dataset_path"}
-    texts = {"texts": "data.files"}
-    if options.get("validation.enable"):
-        paths["validation data"] = "validation.dataset_path"
-        texts["validation texts"] = "data.validation_files"
+    facts, record = facts_of(job.record), job.record
+    paths, texts = {"tokenizer": facts.assets}, dict[str, list[str]]()
+    for kind, read in zip(("", "validation "), facts.readers, strict=False):
+        paths[f"{kind}data"], texts[f"{kind}texts"] = read.path, read.files
     question = {
         "cluster": job.cluster.name,
         "profile": dict(record.profile),
         "folder": str(job.cell.path),
-        "deepep_between_nodes": deepep and degree > record.ranks_per_node,
-        "files": {name: str(path) for name, key in paths.items() if (path := options.get(key))},
-        "texts": {name: list(found) for name, key in texts.items() if (found := options.get(key))},
+        "deepep_between_nodes": facts.exchange.name == "deepep"
+        and facts.layout.ep > record.ranks_per_node,
+        "files": {name: path for name, path in paths.items() if path},
+        "texts": {name: files for name, files in texts.items() if files},
     }
     module, text = "cookbook.supervise.node_report", json.dumps(question)
     left, waiting, silent = REPORT_S, list(asked), dict[str, str]()

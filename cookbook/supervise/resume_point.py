@@ -18,26 +18,20 @@ from cookbook.base.paths import ROOT
 from cookbook.base.text_files import find_sources
 from cookbook.base.text_identity import Identity, check_same, files_in, identify, identify_sources
 from cookbook.base.yamlfile import shown_path
+from cookbook.config.asked import asks_same
 from cookbook.config.dialect.names import OVERRIDES
-from cookbook.config.facts import Facts
+from cookbook.config.facts import TEXT, Facts, facts_of
 from cookbook.config.options import Options, options_of
 from cookbook.observe.metrics import has_saved
 from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
-from cookbook.run.record import (
-    EXCLUDED,
-    LOAD_STEP,
-    WANDB,
-    CellRecord,
-    attempt_records,
-    earlier_record,
-)
+from cookbook.run.record import CellRecord, attempt_records, earlier_record
 
 # Options that must not change if the data loader is to continue from its saved position.
-_OF_POSITION = ("training.dataset", "training.dataloader.num_workers", "data.shuffle_seed")
+_OF_POSITION = (Facts.dataset, Facts.data_workers, Facts.shuffle_seed)
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 # Options that must not change where it is not recorded what was in the files.
-_OF_FILES = ("data.files", "data.text_key", "training.dataset_path")
+_OF_FILES = (Facts.text_files, Facts.text_key, Facts.dataset_path)
 
 
 @dataclass(frozen=True)
@@ -51,13 +45,13 @@ class Found:
 
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
     """Return the checkpoint to load, and the newer checkpoints that must be skipped."""
-    options = options_of(record)
-    wanted, place = options[LOAD_STEP], folder.checkpoints(record.options)
-    if not options["checkpoint.enable"]:
+    facts, options = facts_of(record), options_of(record)
+    wanted, place = facts.load_step, folder.checkpoints(record.options)
+    if not facts.checkpoints:
         return Found(None)
     saved, damaged = saved_steps(place), list[Checkpoint]()
     if wanted != -1:
-        later = f"is later than {LOAD_STEP}={wanted}"
+        later = f"is later than {Facts.load_step}={wanted}"
         damaged = [Checkpoint(path, step, later) for step, path in saved if step > wanted]
         saved = [one for one in saved if one[0] == wanted]
     good, why = last_good_step(folder, saved)
@@ -70,8 +64,8 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
             saver, texts = _saver(folder, step, newest)
             # `exclude_from_loading` is meant for the first load only. If an attempt with the same
             # options saved this checkpoint, that load is over: load all of the checkpoint.
-            is_same = saver is not None and saver.asks_same(record, (WANDB,))
-            excluded = [] if is_same else options[EXCLUDED]
+            is_same = saver is not None and asks_same(saver, record, (Facts.is_wandb_on,))
+            excluded = [] if is_same else facts.load_excluded
             before = options_of(saver or newest)
             _check_model(options, before)
             _check_states(checkpoint, saved, excluded)
@@ -81,17 +75,17 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         damaged.append(checkpoint)
     # TorchTitan ignores `load_step` unless the checkpoint folder exists.
     if wanted != -1 and place.is_dir():
-        remedy = f"leave {LOAD_STEP} out, and the newest whole checkpoint is taken"
+        remedy = f"leave {Facts.load_step} out, and the newest whole checkpoint is taken"
         found = str(damaged[-1].damage if saved else "is not there")
-        raise InputError(f"{LOAD_STEP}: step-{wanted}", found, remedy)
-    facts, unfit = Facts(options, record.world), {one.path for one in damaged}
+        raise InputError(f"{Facts.load_step}: step-{wanted}", found, remedy)
+    unfit = {one.path for one in damaged}
     own = sorted(path.name for path in place.glob("*") if path not in unfit)
     if own and (facts.initial_load_path or facts.initial_load_in_hf):
         found = f"holds {own[0]}, for which TorchTitan would ignore {Facts.initial_load_path}"
         raise InputError(shown_path(place), found, "move it out of this folder")
     if not damaged:
         _refuse_lost(folder, place, facts.async_mode != "disabled")
-    return Found(None, tuple(damaged), options[EXCLUDED])
+    return Found(None, tuple(damaged), facts.load_excluded)
 
 
 def _refuse_lost(folder: CellFolder, place: Path, is_async: bool) -> None:
@@ -145,7 +139,7 @@ def last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[i
 def _check_model(options: Options, before: Options) -> None:
     # PyTorch would load what the two models have in common, and say nothing.
     sizes = sorted({*options.overrides, *before.overrides})
-    for option in ("model.name", "model.flavor", *(f"{OVERRIDES}{size}" for size in sizes)):
+    for option in (Facts.model_name, Facts.flavor, *(f"{OVERRIDES}{size}" for size in sizes)):
         if options[option] != (saved := before[option]):
             shown = "the flavor as it is" if saved is None else saved
             found = f"found {options[option]}, and the checkpoint is of {shown}"
@@ -181,7 +175,7 @@ def _check_states(
 def _check_texts(
     checkpoint: Checkpoint, options: Options, before: Options, world: int, texts: Identity | None
 ) -> None:
-    anew = f"read the texts from the start with {EXCLUDED}=dataloader"
+    anew = f"read the texts from the start with {Facts.load_excluded}=dataloader"
     layout, readers = Facts(options, world).layout, checkpoint.text_readers
     ranks = layout.dp_replicate * layout.dp_shard
     if readers != ranks:
@@ -195,25 +189,24 @@ def _check_texts(
         if options[option] != before[option]:
             found = "differs from the checkpoint's, so the run would lose its position in the texts"
             raise InputError(option, found, f"leave it out, or {anew}")
-    if texts and (now := _identify(options)):
+    if texts and (now := _identify(Facts(options, world))):
         check_same(now, texts, anew)
 
 
-def _identify(options: Options) -> Identity | None:
+def _identify(facts: Facts) -> Identity | None:
     """Return what is in the training texts and the tokenizer; None if they cannot be read now.
 
     The rules refuse such texts where a job starts. A hub that does not answer in the middle of a
     job ends no attempt.
     """
-    tokenizer, corpus = options["model.hf_assets_path"], options["training.dataset_path"]
-    named = [ROOT / (tokenizer or "") / name for name in _TOKENIZER]
+    named = [ROOT / (facts.assets or "") / name for name in _TOKENIZER]
     with contextlib.suppress(InputError, OSError):
-        found = {"model.hf_assets_path": identify(file for file in named if file.is_file())}
-        if options["training.dataset"] == "text":
-            sources = find_sources(options["data.files"], options["data.text_key"], ROOT)
-            found["data.files"] = identify_sources(sources)
-        elif corpus:
-            found["training.dataset_path"] = identify(files_in(ROOT / corpus))
+        found = {Facts.assets: identify(file for file in named if file.is_file())}
+        if facts.dataset == TEXT:
+            sources = find_sources(facts.text_files, facts.text_key, ROOT)
+            found[Facts.text_files] = identify_sources(sources)
+        elif facts.dataset_path:
+            found[Facts.dataset_path] = identify(files_in(ROOT / facts.dataset_path))
         return found
     return None
 
@@ -223,10 +216,9 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> dict[st
 
     Return the options that tell TorchTitan what to load; they win over those of the record.
     """
-    found = find_checkpoint(folder, record)
-    options = options_of(record)
+    found, facts = find_checkpoint(folder, record), facts_of(record)
     # The folder may be a link to another disk: move checkpoints there, not to this one.
-    saved, steps = folder.checkpoints(record.options).resolve(), options["training.steps"]
+    saved, steps = folder.checkpoints(record.options).resolve(), facts.steps
     attempt.path.mkdir(parents=True, exist_ok=True)
     # Move damaged checkpoints out of this folder. If one were only renamed, to `step-N-damaged`,
     # TorchTitan could still find `step-N` in its name, and try to load the folder `step-N`.
@@ -239,9 +231,9 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> dict[st
             target = aside / f"{name}-{number}"
         one.path.rename(target)
         passed.append(status.PassedOver(name, str(one.damage), str(target)))
-    if options[LOAD_STEP] != -1:
+    if facts.load_step != -1:
         # Roll back in this attempt only: later attempts load the newest checkpoint again.
-        record.options[LOAD_STEP] = -1
+        record.options[Facts.load_step] = -1
         record.write(folder.record)
     # TorchTitan reads `initial_load_path` only if the checkpoint folder does not exist.
     if saved.is_dir() and not any(saved.iterdir()):
@@ -255,7 +247,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> dict[st
             f"--training.steps={2 * steps}; for a run of its own: CELL_DIR={another}",
             file=sys.stderr,
         )
-    if known := _identify(options):
+    if known := _identify(facts):
         # A full disk is the attempt's own matter.
         with contextlib.suppress(OSError):
             write_whole(attempt.texts, json_text(known))
@@ -266,7 +258,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> dict[st
                 for stream in (log, sys.stderr):
                     print(f"cookbook: {line}", file=stream)
     return {
-        LOAD_STEP: -1 if step is None else step,
-        EXCLUDED: list(found.excluded),
-        "checkpoint.folder": str(saved),
+        Facts.load_step: -1 if step is None else step,
+        Facts.load_excluded: list(found.excluded),
+        Facts.checkpoint_folder: str(saved),
     }

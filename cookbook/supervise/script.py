@@ -16,10 +16,11 @@ from cookbook.base.files import write_whole
 from cookbook.base.paths import CODE, ROOT
 from cookbook.config.cluster import Cluster, cluster_from_record
 from cookbook.config.dialect.argv import argv_of
+from cookbook.config.facts import Facts
 from cookbook.config.options import exported, options_of, settings_of
 from cookbook.run import own_job, slurm
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.record import WANDB, CellRecord
+from cookbook.run.record import CellRecord
 
 # Never written into the run's folder, which colleagues may read.
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
@@ -167,13 +168,13 @@ def _arguments(
     attempt: Attempt, record: CellRecord, loads: Mapping[str, Any], variables: Mapping[str, str]
 ) -> list[str]:
     options, name = options_of(record), attempt.path.name
-    values = {WANDB: True} if _has_wandb_key(variables) else {}
+    values = {Facts.is_wandb_on: True} if _has_wandb_key(variables) else {}
     # Checkpoints go to the cell's folder, everything else to this attempt's.
     folders = {
-        "job.dump_folder": str(attempt.path.parent),
-        "metrics.save_tb_folder": f"{name}/tb",
-        "comm.save_traces_folder": f"{name}/comm_traces",
-        "profiling.save_traces_folder": f"{name}/profile_traces",
-        "profiling.save_memory_snapshot_folder": f"{name}/memory_snapshot",
+        Facts.dump_folder: str(attempt.path.parent),
+        Facts.tensorboard_folder: f"{name}/tb",
+        Facts.comm_traces_folder: f"{name}/comm_traces",
+        Facts.profiles_folder: f"{name}/profile_traces",
+        Facts.snapshots_folder: f"{name}/memory_snapshot",
     }
     return argv_of(options.stack, settings_of({**values, **options.values, **loads, **folders}))

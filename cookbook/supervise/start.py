@@ -16,13 +16,14 @@ from cookbook.base.files import locked
 from cookbook.base.paths import ROOT, runs_folder
 from cookbook.base.yamlfile import YamlFile, mapping_at, shown_path
 from cookbook.config import validate as rules
+from cookbook.config.asked import keep_request
 from cookbook.config.cell import Cell, Finding
 from cookbook.config.request import cell_of_script, read_script
 from cookbook.config.resolve import keep_schedule
 from cookbook.run import own_job, slurm, status
 from cookbook.run.code import code_folder, code_of_job, snapshot_code
 from cookbook.run.folder import CellFolder, saved_steps
-from cookbook.run.record import earlier_record, keep_request
+from cookbook.run.record import earlier_record
 from cookbook.run.run import RunRecord, commit, is_run, note_new_job, read_run, write_run
 from cookbook.run.states import RUN_VARIABLE, is_alive, process_job
 from cookbook.supervise.resume_point import find_checkpoint
@@ -86,7 +87,7 @@ def _check_folder(path: Path, cell: Cell) -> None:
         remedy = "unset CELL_DIR, or set PRECISION and EP_BACKEND as they were"
         raise InputError(place, wrong, remedy)
     # Runs of several checkouts may have the same name below an absolute checkpoint.folder.
-    folder, is_loaded = CellFolder(path), cell.options["checkpoint.enable"]
+    folder, is_loaded = CellFolder(path), cell.facts.checkpoints
     saved = folder.checkpoints(asked.options)
     is_foreign = not (folder.record.exists() or saved.is_relative_to(path.resolve()))
     # Step 0 is a seed, which a new run may start from.

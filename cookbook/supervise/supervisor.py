@@ -18,9 +18,10 @@ from cookbook.base.errors import InputError, JobError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cluster import cluster_from_record
+from cookbook.config.facts import facts_of
 from cookbook.run import own_job, slurm, status
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.record import LOAD_STEP, CellRecord, earlier_record, read_record
+from cookbook.run.record import CellRecord, earlier_record, read_record
 from cookbook.run.states import process_job
 from cookbook.run.status import FAILED, FINISHED, QUEUED, RUNNING, AttemptEnd, Cause, Status
 from cookbook.supervise import exits
@@ -225,7 +226,7 @@ class Supervisor:
 
     def _prepare(self, cell: CellFolder, attempt: Attempt, record: CellRecord) -> dict[str, str]:
         # W&B ignores steps below its newest, so those trained again need a new W&B run.
-        is_rolled_back = record.options.get(LOAD_STEP, -1) != -1 or any(
+        is_rolled_back = facts_of(record).load_step != -1 or any(
             end.cause is Cause.NAN_LOSS for end in status.read_history(cell.attempts()[-1:])
         )
         more, nodes, head = dict[str, str](), list[str](), ""
