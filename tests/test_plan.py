@@ -1,4 +1,4 @@
-"""The search over layouts: which it tries, skips, keeps, explains and rejects."""
+"""The search over layouts: which it tries, skips, keeps and rejects."""
 
 import json
 from collections.abc import Mapping
@@ -12,10 +12,8 @@ from cookbook.config.facts import Facts
 from cookbook.config.options import Setting
 from cookbook.config.validate import validation_errors
 from cookbook.plan.report import degrees
-from cookbook.plan.search import SearchResult, evaluate, recomputation, search, walk
+from cookbook.plan.search import SearchResult, evaluate, recomputation, search
 from cookbook.plan.space import RECOMPUTATION, rejected_values, space_of
-from cookbook.predict.hardware import C4
-from cookbook.predict.step import predict_step
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 
@@ -204,31 +202,3 @@ def test_memory_budgets_are_layouts_of_their_own() -> None:
     assert {one.cell.options[BUDGET] for one in found.ranked()} >= {0, 0.5}
     named = {"memory_budget 1", "memory_budget 0.5", "memory_budget 0"}
     assert {recomputation(one.cell) for one in found.candidates} == named
-
-
-NARROW = on_gpus(8, {TP: 4, EP: 1})
-REPLICAS = DEGREES["dp_replicate"]
-WIDE = on_gpus(8, {TP: 1, EP: 8, BATCH: 2})
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "changes"),
-    [
-        (NARROW, WIDE, ["TP", "EP", "pipeline and batch"]),
-        # EP 8 does not divide the 4 ranks of a replica.
-        (WIDE, on_gpus(8, {REPLICAS: 2, EP: 4, BATCH: 2}), ["data parallelism + EP"]),
-        # TP 4 in two replicas leaves nothing to FSDP, so that it would compute in FP32.
-        (on_gpus(8, {TP: 2, REPLICAS: 2, EP: 1}), NARROW, ["TP + data parallelism"]),
-        (
-            FOUR,
-            on_gpus(4, {BATCH: 2}, precision="float8", ep_backend="deepep"),
-            ["precision and EP backend", "pipeline and batch"],
-        ),
-    ],
-)
-def test_a_walk_takes_a_group_at_a_time(start: Cell, end: Cell, changes: list[str]) -> None:
-    stops = walk(start, end, C4)
-    assert [stop.changed for stop in stops] == ["from", *changes]
-    assert stops[-1].step == predict_step(end, documents=C4)
-    large = on_gpus(8, {TP: 1, EP: 8, BATCH: 64, MODE: "none"})
-    assert not walk(WIDE, large, C4)[-1].fits

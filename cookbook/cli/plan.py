@@ -1,7 +1,6 @@
 """Run the verb `plan`: predict the fastest layouts of a recipe that fit in memory."""
 
 import argparse
-import re
 from pathlib import Path
 
 from rich.console import Console
@@ -11,15 +10,14 @@ from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.inspect import cell_request
-from cookbook.config.cell import Cell
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import merge_config
 from cookbook.config.sweep import requested_pair
 from cookbook.config.validate import validation_errors
 from cookbook.plan import report
-from cookbook.plan.search import Candidate, SearchResult, Stop, evaluate, search, walk
+from cookbook.plan.search import SearchResult, evaluate, search
 from cookbook.plan.space import rejected_values, space_of
-from cookbook.predict.hardware import Documents, documents_of, hardware_of, parse_documents
+from cookbook.predict.hardware import documents_of, hardware_of, parse_documents
 from cookbook.predict.rank import model_of
 
 
@@ -27,9 +25,6 @@ def plan(arguments: argparse.Namespace) -> int:
     """Search for layouts, and print and write the best ones; return 1 if none fits."""
     if arguments.best < 0:
         raise InputError("--best", f"found {arguments.best}, allowed: 0 and up")
-    if arguments.explain and not re.fullmatch(r"\d+,\d+", arguments.explain, re.ASCII):
-        wrong = f"found {arguments.explain!r}, allowed: FROM,TO"
-        raise InputError("--explain", wrong, "as 0,1, from the recipe to the first")
     request, recipe = cell_request(arguments), load_recipe(arguments.recipe)
     # Do not validate the recipe's own layout, which may not fit this cluster.
     parts = (recipe, *requested_pair(recipe, request), request.cluster, request.nodes)
@@ -63,9 +58,8 @@ def plan(arguments: argparse.Namespace) -> int:
 
         found = search(cells, documents, show)
     ranked = found.ranked()
-    way = _walk(arguments.explain, base, ranked, documents) if arguments.explain else []
     if arguments.json:
-        print(report.render_json(found, base, own, arguments.best, way, refused), end="")
+        print(report.render_json(found, base, own, arguments.best, refused), end="")
     else:
         text = report.render_text(found, base, own, arguments.best, documents, len(cells), refused)
         print(text, end="")
@@ -75,20 +69,4 @@ def plan(arguments: argparse.Namespace) -> int:
         write_whole(path, report.render_recipe(path, ranked[0], base))
         if not arguments.json:
             print(f"wrote {shown_path(path)}")
-    if way and not arguments.json:
-        print(f"\n{report.render_walk(way)}", end="")
     return 0 if ranked and not found.interrupted else 1
-
-
-def _walk(
-    words: str, base: Cell, ranked: list[Candidate], documents: Documents | None
-) -> list[Stop]:
-    known: list[Cell] = [base, *(one.cell for one in ranked)]
-    # Two row numbers of the printed table, such as `0,1`; row 0 is the recipe's own layout.
-    start, end = map(int, words.split(","))
-    if 0 in (start, end) and validation_errors(base):
-        raise InputError("--explain", "the recipe's own layout cannot run here", "as 1,2")
-    if max(start, end) >= len(known):
-        allowed = f"0 (the recipe) to {len(known) - 1}"
-        raise InputError("--explain", f"found {max(start, end)}, allowed: {allowed}")
-    return walk(known[start], known[end], documents)

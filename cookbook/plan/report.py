@@ -16,9 +16,8 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.recipe import check_name, reference
 from cookbook.config.resolve import merge_config
-from cookbook.plan.search import Candidate, SearchResult, Stop, recomputation
+from cookbook.plan.search import Candidate, SearchResult, recomputation
 from cookbook.predict.hardware import Documents, attended_text
-from cookbook.predict.layer_time import add
 from cookbook.predict.step import BUBBLE
 
 _HEAD = ["", "tokens/s/GPU", "", "layout", "batch", "recomputation", "precision+EP backend"]
@@ -77,19 +76,9 @@ def render_json(
     base: Cell,
     recipe: Candidate | None,
     best: int,
-    stops: Sequence[Stop] = (),
     rejected: Sequence[str] = (),
 ) -> str:
     """Return the results as JSON."""
-    walk = [
-        {
-            "changed": stop.changed,
-            "fits": stop.fits,
-            "tokens_per_second_per_gpu": round(stop.step.tokens_per_second_per_gpu, 1),
-            "us_per_token": {name: round(us, 3) for name, us in stop.us_per_token.items()},
-        }
-        for stop in stops
-    ]
     content = {
         "cluster": base.cluster.name,
         "nodes": base.nodes,
@@ -98,8 +87,6 @@ def render_json(
         "left_out": [*rejected],
         "recipe": as_mapping(recipe) if recipe else None,
         "best": [as_mapping(one, recipe) for one in found.ranked()[:best]],
-        "front": [as_mapping(one, recipe) for one in found.front()],
-        "walk": walk or None,
     }
     return json.dumps(content, indent=2) + "\n"
 
@@ -155,18 +142,6 @@ def _row(place: str, one: Candidate, base: Candidate | None) -> list[str]:
     shares = (step.exposed_ms, step.terms_ms.get(BUBBLE, 0.0), step.terms_ms[step.largest])
     exposed, bubble, largest = (f"{ms / step.step_ms:.0%}" for ms in shares)
     return [*row, exposed, bubble, f"{step.largest} ({largest})"]
-
-
-def render_walk(stops: Sequence[Stop]) -> str:
-    """Return the result of `walk` as a table: a column per layout, a row per term of step time."""
-    columns = [stop.us_per_token for stop in stops]
-    rows = {name: [f"{one.get(name, 0.0):.1f}" for one in columns] for name in add(*columns)}
-    rows["step"] = [f"{sum(column.values()):.1f}" for column in columns]
-    rows["tokens/s/GPU"] = [f"{stop.step.tokens_per_second_per_gpu:,.0f}" for stop in stops]
-    rows["memory"] = ["fits" if stop.fits else "too large" for stop in stops]
-    head = ["microseconds a token and GPU", *(stop.changed for stop in stops)]
-    table = [head, *([name, *cells] for name, cells in rows.items())]
-    return text_table(table, align="l" + "r" * len(stops)) + "\n"
 
 
 # Fields of the base recipe that `render_recipe` does not copy to the new recipe.

@@ -1,16 +1,13 @@
-"""Predict the memory and speed of layouts, and explain the difference between two layouts."""
+"""Predict the memory and speed of layouts."""
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
 from cookbook.config.facts import Facts
-from cookbook.config.options import Setting
-from cookbook.config.validate import validation_errors
 from cookbook.predict.hardware import Documents
 from cookbook.predict.memory import FITS, TIGHT, TOO_LARGE, StageMemory, predict_memory, verdict
 from cookbook.predict.rank import describe_ranks
@@ -51,14 +48,6 @@ class SearchResult:
     def ranked(self) -> list[Candidate]:
         """Return the candidates with a known speed, fastest first."""
         return sorted((one for one in self.candidates if one.step), key=lambda one: -one.speed)
-
-    def front(self) -> list[Candidate]:
-        """Return the Pareto front over speed and memory, fastest first."""
-        front: list[Candidate] = []
-        for one in self.ranked():
-            if not front or one.memory.total < front[-1].memory.total:
-                front.append(one)
-        return front
 
     def counts(self) -> dict[str, int]:
         of = Counter(one.verdict for one in self.candidates)
@@ -127,68 +116,3 @@ def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
         return Candidate(cell, memory, FITS, predict_step(cell, ranks, documents))
     except InputError as error:
         return Candidate(cell, memory, FITS, unknown=str(error))
-
-
-_OVERLAYS = "precision and EP backend"
-# Groups of options, in the order in which `walk` changes them. Groups that free memory come first,
-# since a larger batch or less recomputation may fit only after that.
-_GROUPS: dict[str, tuple[str, ...]] = {
-    "attention and loss": (
-        *(Facts.attention, Facts.loss_chunks),
-        *(Facts.data_workers, Facts.data_prefetch, Facts.data_workers_stay),
-    ),
-    _OVERLAYS: (),  # gets every option that no other group has
-    "TP": (Facts.tp,),
-    "data parallelism": (Facts.dp_replicate, Facts.dp_shard),
-    "EP": (Facts.ep, Facts.etp, Facts.ep_chunks, Facts.score_activations),
-    "pipeline and batch": (
-        *(Facts.pp, Facts.schedule, Facts.layers_per_stage, Facts.microbatch, Facts.local_batch),
-        *(Facts.first_stage_less, Facts.last_stage_less, Facts.ep_overlap),
-    ),
-    "recomputation": _RECOMPUTATION,
-}
-
-
-@dataclass(frozen=True)
-class Stop:
-    """A layout that `walk` passes through, and the change that led to it."""
-
-    changed: str
-    fits: bool
-    step: StepTime
-
-    @property
-    def us_per_token(self) -> dict[str, float]:
-        """GPU-microseconds per token for each term of the step; comparable across batch sizes."""
-        tokens = self.step.tokens_per_gpu
-        return {name: 1000 * ms / tokens for name, ms in self.step.terms_ms.items()}
-
-
-def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Stop]:
-    """Turn `start` into `end`, one group of options at a time; return the layouts on the way."""
-
-    def stop(changed: str, cell: Cell) -> Stop:
-        candidate = evaluate(cell, documents)
-        step = candidate.step or predict_step(cell, documents=documents)
-        return Stop(changed, candidate.verdict == FITS, step)
-
-    groups: dict[str, dict[str, Setting]] = {title: {} for title in _GROUPS}
-    for name in {*start.options.settings, *end.options.settings}:
-        if start.options[name] != end.options[name]:
-            own = (title for title, options in _GROUPS.items() if name in options)
-            groups[next(own, _OVERLAYS)][name] = Setting(end.options[name], "plan")
-    stops, at, waiting = [stop("from", start)], start, list[str]()
-    for title, settings in groups.items():
-        if title == _OVERLAYS:
-            at = replace(at, precision=end.precision, ep_backend=end.ep_backend)
-        if not settings and (title != _OVERLAYS or start.pair == end.pair):
-            continue
-        at = replace(at, options=at.options.override(settings))
-        waiting.append(title)
-        with contextlib.suppress(InputError):
-            if not validation_errors(at):
-                stops.append(stop(" + ".join(waiting), at))
-                waiting = []
-    if waiting:
-        stops.append(stop(" + ".join(waiting), end))
-    return stops
