@@ -205,28 +205,11 @@ def test_every_repeat_counts(two: Two, old: tuple[float, ...]) -> None:
     assert (row["loss"]["verdict"], row["loss"]["runs"]) == ("cannot tell", 3)
 
 
-def test_with_published(two: Two) -> None:
-    number = "published_tokens_per_second_per_gpu"
-    two.repeat("new", "a", 430, 859, 1718, **{number: 859.0})
-    two.add("new", "b", log_of(500), **{number: 651.0})
-    two.add("new", "c", log_of(1))
-    answer = two.compare("--with", "published", "--json", names=("new",))
-    found = json.loads(answer.stdout)
-    assert [row["cell"] for row in found["cells"]] == ["a", "b"]
-    assert found["reference"] == "published"
-    a, b = found["cells"]
-    assert a["reference_tokens_per_second_per_gpu"] == 859.0
-    assert a["speed"]["ratio"] == pytest.approx(1.0, abs=0.01)
-    assert (a["is_slower"], b["is_slower"], answer.status) == (False, True, 1)
-
-
 def test_nothing_to_compare_is_an_error(two: Two, tmp_path: Path) -> None:
     two.add("old", "a", log_of(100))
     two.add("new", "b", log_of(100))
     for words, names, said in (
-        ((), ("old",), "compare old: names 1 run; name one run with --with published, else two"),
         ((), ("old", "new"), "there is nothing to compare: no cell is in both"),
-        (("--with", "published"), ("new",), "no cell is exactly as published"),
         (("--tolerance", "-1"), ("old", "new"), "--tolerance: found -1, allowed: 0 to 100 percent"),
     ):
         answer = two.compare(*words, names=names)

@@ -311,23 +311,14 @@ def show_comparison(arguments: argparse.Namespace) -> int:
     """Print the comparison; return 1 if a cell is slower than the tolerance allows."""
     if not 0 <= arguments.tolerance < 100:
         raise InputError("--tolerance", f"found {arguments.tolerance:g}, allowed: 0 to 100 percent")
-    names = arguments.runs
-    if len(names) != (1 if arguments.other else 2) or "published" in names:
-        named = f"names {len(names)} run{'s' if len(names) > 1 else ''}"
-        remedy = "name one run with --with published, else two"
-        raise InputError(f"compare {' '.join(names)}", named, remedy)
-    runs = [find_run(name) for name in names]
-    first, *others = [collect_results(run, cell_states(run)) for run in runs]
-    if arguments.other:
-        comparison = compare.compare_with_published(first, arguments.tolerance)
-    else:
-        comparison = compare.compare_runs(first, others[0], arguments.tolerance)
+    runs = [find_run(name) for name in (arguments.reference, arguments.other)]
+    results = (collect_results(run, cell_states(run)) for run in runs)
+    comparison = compare.compare_runs(*results, arguments.tolerance)
     if not comparison.slower and not any(
         row.judged.speed or row.judged.loss for row in comparison.rows
     ):
-        missing = "no cell is exactly as published" if arguments.other else "no cell is in both"
         found = (row.judged.incomparable for row in comparison.rows)
-        reasons = [reason for reason in found if reason] or [missing]
+        reasons = [reason for reason in found if reason] or ["no cell is in both"]
         place = f"compare {' and '.join(run.name for run in runs)}"
         raise InputError(place, f"there is nothing to compare: {reasons[0]}")
     render = compare.comparison_json if arguments.json else compare.comparison_markdown

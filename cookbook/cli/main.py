@@ -131,9 +131,8 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--seq-len", metavar="N", type=int, default=8192)
     two = "compare two runs; exit status 1 if a cell got slower"
     compare = verb("compare", two, "follow:show_comparison")
-    compare.add_argument("runs", metavar="RUN", nargs="+", help="the reference, and the other run")
-    other = "compare with the published numbers instead of another run"
-    compare.add_argument("--with", dest="other", choices=("published",), help=other)
+    compare.add_argument("reference", metavar="RUN", help="the reference")
+    compare.add_argument("other", metavar="RUN", help="the run that is compared with it")
     percent = "how much slower a cell may be (default: 5)"
     compare.add_argument("--tolerance", metavar="PERCENT", type=float, default=5.0, help=percent)
     profile = verb("profile", "print where a training step's time goes", "profile:profile")

@@ -1,4 +1,4 @@
-"""Compare a run with another run, or with published numbers."""
+"""Compare a run with another run."""
 
 from dataclasses import dataclass, replace
 
@@ -7,24 +7,17 @@ from cookbook.results.collect import loss_verdicts, speed_up_of_steps
 from cookbook.results.columns import COMPARE, table_of
 from cookbook.results.result import Judged, Result, RunResults, unlike
 from cookbook.results.run_differences import between_runs
-from cookbook.results.verdicts import (
-    SpeedUp,
-    paired_speed_up,
-    speed_up,
-    speeds_of,
-    unpaired_speed_up,
-)
+from cookbook.results.verdicts import SpeedUp, unpaired_speed_up
 from cookbook.run.status import FINISHED
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A comparison of a run with a reference run, or with published numbers."""
+    """A comparison of a run with a reference run."""
 
-    reference: str  # name of the reference run, or `published`
+    reference: str  # name of the reference run
     tolerance: float  # allowed slowdown, in percent
-    # Each cell of the reference run, followed by the cell that is compared with it, if there is
-    # one. If the reference is `published`, only the compared cells.
+    # Each cell of the reference run, followed by the cell compared with it, if there is one.
     rows: tuple[Result, ...]
     differences: tuple[str, ...]  # differences in configuration and environment
     unit: str
@@ -45,27 +38,6 @@ def compare_runs(reference: RunResults, other: RunResults, tolerance: float) -> 
             rows.append(replace(own[base.name], judged=judged))
     differences = tuple(between_runs(reference, other))
     return Comparison(reference.run.run, tolerance, tuple(rows), differences, other.unit)
-
-
-def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
-    """Compare each cell's throughput with its published throughput, if there is one."""
-    rows = []
-    for cell in run.cells:
-        published = cell.record.published_tokens_per_second_per_gpu
-        if published is None:
-            continue
-        why = _incomparable(cell, cell, run.run.run)
-        judged = Judged(run=run.run.run, reference_tokens=published, incomparable=why)
-        if why:
-            judged = replace(judged, is_slower=cell.measured.status != FINISHED)
-        else:
-            speed = paired_speed_up([(own, published) for own in _speeds_of_runs(cell)])
-            if speed is None:
-                steps = [*speeds_of(cell.measured.timed).values()]
-                speed = speed_up(steps, [published] * len(steps))
-            judged = replace(judged, speed=speed, is_slower=_is_slower(speed, tolerance))
-        rows.append(replace(cell, judged=judged))
-    return Comparison("published", tolerance, tuple(rows), (), run.unit)
 
 
 def _compare(cell: Result, base: Result, tolerance: float, run: str, base_run: str) -> Judged:

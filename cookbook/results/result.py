@@ -26,7 +26,7 @@ class Judged:
     loss: LossVerdict | None = None  # verdicts against the baseline's curve; None for the baseline
     loss_last_tenth: LossVerdict | None = None
     published_speedup: float | None = None
-    # In a comparison of runs, or with published numbers:
+    # In a comparison of runs:
     run: str = ""
     reference_tokens: float | None = None  # throughput of the reference cell
     incomparable: str | None = None  # why its speed and its reference's cannot be compared
