@@ -195,14 +195,15 @@ def test_losses_are_compared_where_texts_are_alike(
     assert (of_new(two.as_json())["loss"] is not None) is is_alike
 
 
-@pytest.mark.parametrize("old", [(100,), (50, 100, 200)])
-def test_every_repeat_counts(two: Two, old: tuple[float, ...]) -> None:
-    two.repeat("old", "a", *old)
-    two.repeat("new", "a", 50, 100, 200)
-    row = of_new(two.as_json())
-    assert (row["speed"]["basis"], row["speed"]["verdict"]) == ("repeats", "inside the noise")
-    assert row["speed"]["ratio"] == pytest.approx(1.0, abs=0.01)
-    assert (row["loss"]["verdict"], row["loss"]["runs"]) == ("cannot tell", 3)
+def test_every_repeat_counts(two: Two) -> None:
+    two.repeat("old", "a", 50, 100, 200)
+    two.repeat("new", "a", 55, 110, 220)
+    two.repeat("old", "b", 100)
+    two.repeat("new", "b", 100, 110)
+    found = two.as_json()
+    assert of_new(found)["speed"]["basis"] == "repeats"
+    assert of_new(found)["speed"]["ratio"] == pytest.approx(1.1, abs=0.01)
+    assert of_new(found, "b")["speed"]["basis"] == "steps"
 
 
 def test_nothing_to_compare_is_an_error(two: Two, tmp_path: Path) -> None:

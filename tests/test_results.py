@@ -367,19 +367,6 @@ def test_one_pair_alone_is_judged_by_its_steps(run: Run) -> None:
     assert fast.judged.speedup == pytest.approx(1.5)
 
 
-def test_losses_of_repeats_are_judged_by_how_far_these_are_apart(run: Run) -> None:
-    add_repeats(run, "base", 100, 100, losses=(3.0, 3.001))
-    add_repeats(run, "near", 100, 100, losses=(3.0, 3.001))
-    add_repeats(run, "far", 100, 100, losses=(3.1, 3.101))
-    cells = {cell.name: cell for cell in run.collect().cells}
-    near, far = cells["near"].judged.loss, cells["far"].judged.loss
-    last = cells["far"].judged.loss_last_tenth
-    assert near is not None and far is not None and last is not None
-    assert (near.verdict, near.runs) == ("equivalent", 2)
-    assert (far.verdict, last.verdict) == ("different", "different")
-    assert cells["base"].judged.loss is None
-
-
 def test_stalls_and_restarts_of_every_repeat_are_told(run: Run) -> None:
     """The first goes well; the second stalls twice, its job starts again, and it is slower."""
     timed = {"training.steps": 20, "training.seq_len": 64, "training.local_batch_size": 2}

@@ -23,7 +23,6 @@ from cookbook.results.verdicts import (
     batches,
     correlation,
     judge_curves,
-    judge_repeats,
     measure,
     measured_steps,
     paired_speed_up,
@@ -212,7 +211,7 @@ def test_the_figures_of_a_verdict() -> None:
     assert whole.difference == pytest.approx(0.002, rel=0.1)
     assert whole.low is not None and whole.high is not None
     assert whole.low < (whole.difference or 0.0) < whole.high
-    assert (whole.verdict, whole.runs, whole.reason) == (EQUIVALENT, 1, None)
+    assert (whole.verdict, whole.reason) == (EQUIVALENT, None)
 
 
 def test_a_difference_at_the_end_is_seen_there() -> None:
@@ -243,19 +242,3 @@ def test_a_loss_that_is_no_number_is_different(bad: float) -> None:
     assert [found.verdict for found in judge_curves(broken, base)] == [DIFFERENT, DIFFERENT]
     assert judge_curves(broken, base)[0].reason == "the loss is not finite"
     assert [found.verdict for found in judge_curves(base, broken)] == [CANNOT_TELL] * 2
-
-
-def test_several_runs_are_judged_by_their_means() -> None:
-    base = dict.fromkeys(range(1, 101), 4.0)
-    up, down = ({step: loss + by for step, loss in base.items()} for by in (0.001, -0.001))
-    far = {step: loss + 0.02 for step, loss in base.items()}
-    found = judge_repeats({"base": [up, down], "own": [base], "far": [far, far]}, "base")
-    assert list(found) == ["own", "far"]
-    own, far_one = found["own"][0], found["far"][1]
-    assert (own.verdict, own.runs) == (EQUIVALENT, 1)
-    assert own.difference == pytest.approx(0.0)
-    # Variance 2e-6 of the base and 0 of the far cell: 1e-6 over two degrees, t(2) is 2.920.
-    assert own.high == pytest.approx(2.920 * (1e-6 * (1 + 1 / 2)) ** 0.5, rel=1e-3)
-    assert (far_one.verdict, far_one.runs) == (DIFFERENT, 2)
-    alone = judge_repeats({"base": [base], "own": [base]}, "base")["own"][0]
-    assert (alone.verdict, alone.reason) == (CANNOT_TELL, "no cell has two runs")

@@ -9,14 +9,13 @@ from cookbook.base.errors import InputError
 from cookbook.config.resolve import cell_from_record
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.results.asked import asked_facts, repeated_facts
-from cookbook.results.measured import Measured, furthest, measure_cell, of_repeats
+from cookbook.results.measured import furthest, measure_cell, of_repeats
 from cookbook.results.result import Judged, Result, RunResults, masks_differ, unlike
 from cookbook.results.run_differences import have_same_texts
 from cookbook.results.verdicts import (
     LossVerdict,
     SpeedUp,
     judge_curves,
-    judge_repeats,
     losses_of,
     paired_speed_up,
     speed_up,
@@ -72,13 +71,12 @@ def _against_baseline(folders: Iterable[Result]) -> list[Result]:
         runs[result.record.repeat_of or result.name, options].append(result)
     groups = [_merge_repeats(own) for own in runs.values()]
     merged = {cell.name: _with_baseline(cell, groups) for cell in groups}
-    losses = loss_verdicts(merged)
     cells = []
-    for name, cell in merged.items():
-        whole, last = losses.get(name, (None, None))
-        judged = replace(cell.judged, loss=whole, loss_last_tenth=last)
+    for cell in merged.values():
+        judged = cell.judged
         if base := merged.get(judged.baseline or ""):
-            found = _speed_up(cell, base)
+            found = speed_up_over(cell, base)
+            whole, last = (None, None) if cell.is_baseline else loss_verdict(cell, base)
             published, of_base = (
                 one.record.published_tokens_per_second_per_gpu for one in (cell, base)
             )
@@ -86,6 +84,8 @@ def _against_baseline(folders: Iterable[Result]) -> list[Result]:
                 judged,
                 speedup=found.ratio if found else None,
                 speed=None if cell.is_baseline else found,
+                loss=whole,
+                loss_last_tenth=last,
                 published_speedup=published / of_base if published and of_base else None,
             )
         cells.append(replace(cell, judged=judged))
@@ -116,7 +116,8 @@ def _merge_repeats(runs: Sequence[Result]) -> Result:
     )
 
 
-def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
+def speed_up_over(cell: Result, base: Result) -> SpeedUp | None:
+    """Return the speed-up over the pairs of finished repeats, or over the first pair's steps."""
     if unlike(cell, base, ""):
         return None
     # Compare finished runs only: a failed cell's few steps may be slow or broken.
@@ -129,29 +130,22 @@ def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
     pairs = [pair for pair in pairs if {run.status for run in pair} == {FINISHED}]
     speeds = [[run.tokens_per_second_per_gpu for run in pair] for pair in pairs]
     paired = paired_speed_up([(one, other) for one, other in speeds if one and other])
-    return paired or (speed_up_of_steps(*pairs[0]) if pairs else None)
+    if paired or not pairs:
+        return paired
+    return speed_up(*([*speeds_of(one.timed).values()] for one in pairs[0]))
 
 
-def speed_up_of_steps(cell: Measured, base: Measured) -> SpeedUp | None:
-    own, of_base = ([*speeds_of(one.timed).values()] for one in (cell, base))
-    return speed_up(own, of_base)
-
-
-def loss_verdicts(cells: dict[str, Result]) -> dict[str, list[LossVerdict]]:
-    curves = defaultdict[str, dict[str, list[dict[int, float]]]](dict)
-    for name, cell in cells.items():
-        base = cells.get(base_name := cell.judged.baseline or "")
-        if base is None or masks_differ(cell, base):
-            continue
-        finished = [run for run in cell.runs if run.measured.status == FINISHED]
-        alike = [run for run in finished if have_same_texts(run, base)]
-        if alike:
-            curves[base_name][name] = [losses_of(run.measured.curve) for run in alike]
-    found: dict[str, list[LossVerdict]] = {}
-    for base_name, group in curves.items():
-        if base_name in group and max(map(len, group.values())) > 1:
-            found |= judge_repeats(group, base_name)
-        elif base_name in group:
-            (reference,) = group.pop(base_name)
-            found |= {name: judge_curves(losses, reference) for name, (losses,) in group.items()}
-    return found
+def loss_verdict(cell: Result, base: Result) -> tuple[LossVerdict | None, LossVerdict | None]:
+    """Judge the loss of the first finished repeats with the same texts, whole and last tenth."""
+    finished = (
+        (own, other)
+        for own in cell.runs
+        for other in base.runs
+        if {own.measured.status, other.measured.status} == {FINISHED}
+        and have_same_texts(own, other)
+    )
+    pair = next(finished, None)
+    if pair is None or masks_differ(cell, base):
+        return None, None
+    whole, last = judge_curves(*(losses_of(run.measured.curve) for run in pair))
+    return whole, last

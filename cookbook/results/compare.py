@@ -3,11 +3,10 @@
 from dataclasses import dataclass, replace
 
 from cookbook.base.files import json_text
-from cookbook.results.collect import loss_verdicts, speed_up_of_steps
+from cookbook.results.collect import loss_verdict, speed_up_over
 from cookbook.results.columns import COMPARE, table_of
 from cookbook.results.result import Judged, Result, RunResults, unlike
 from cookbook.results.run_differences import between_runs
-from cookbook.results.verdicts import SpeedUp, unpaired_speed_up
 from cookbook.run.status import FINISHED
 
 
@@ -42,9 +41,7 @@ def compare_runs(reference: RunResults, other: RunResults, tolerance: float) -> 
 
 def _compare(cell: Result, base: Result, tolerance: float, run: str, base_run: str) -> Judged:
     tokens = base.measured.tokens_per_second_per_gpu
-    by_base = Judged(baseline="base")
-    pair = {"cell": replace(cell, judged=by_base), "base": replace(base, judged=by_base)}
-    whole, last = loss_verdicts(pair).get("cell", (None, None))
+    whole, last = loss_verdict(cell, base)
     why = _incomparable(cell, base, base_run)
     found = Judged(
         run=run, reference_tokens=tokens, loss=whole, loss_last_tenth=last, incomparable=why
@@ -52,18 +49,9 @@ def _compare(cell: Result, base: Result, tolerance: float, run: str, base_run: s
     if why:
         statuses = base.measured.status, cell.measured.status
         return replace(found, is_slower=statuses[0] == FINISHED and statuses[1] != FINISHED)
-    own, of_base = _speeds_of_runs(cell), _speeds_of_runs(base)
-    if own and of_base and len(own) + len(of_base) > 2:
-        speed: SpeedUp | None = unpaired_speed_up(own, of_base)
-    else:
-        speed = speed_up_of_steps(cell.measured, base.measured)
-    is_slower = tokens is not None and _is_slower(speed, tolerance)
-    return replace(found, speed=speed, is_slower=is_slower)
-
-
-def _speeds_of_runs(cell: Result) -> list[float]:
-    finished = (run.measured for run in cell.runs if run.measured.status == FINISHED)
-    return [speed for run in finished if (speed := run.tokens_per_second_per_gpu)]
+    speed = speed_up_over(cell, base)
+    is_slower = speed is None or speed.ratio < 1 - tolerance / 100
+    return replace(found, speed=speed, is_slower=tokens is not None and is_slower)
 
 
 def _incomparable(cell: Result, base: Result, base_run: str) -> str | None:
@@ -71,10 +59,6 @@ def _incomparable(cell: Result, base: Result, base_run: str) -> str | None:
         if one.measured.status != FINISHED:
             return f"{place}is {one.measured.status or 'of unknown status'}"
     return unlike(cell, base, f"in {base_run}")
-
-
-def _is_slower(speed: SpeedUp | None, tolerance: float) -> bool:
-    return speed is None or speed.ratio < 1 - tolerance / 100
 
 
 def comparison_markdown(comparison: Comparison) -> str:

@@ -68,23 +68,6 @@ def spread_about(figure: float, parts: Sequence[float]) -> Spread:
     return Spread(math.sqrt(variance / len(parts)), len(parts) - 1)
 
 
-def pooled_spread(
-    own: Sequence[float], reference: Sequence[float], groups: Iterable[Sequence[float]]
-) -> Spread | None:
-    """Return the standard error of the difference between the means of `own` and `reference`.
-
-    The variance is pooled over `groups`, each with the repeats of one cell. Groups with a NaN or an
-    infinity do not count. Return None if no other group has two values.
-    """
-    known = [group for group in groups if len(group) > 1 and all(map(math.isfinite, group))]
-    freedom = sum(len(group) - 1 for group in known)
-    if not freedom:
-        return None
-    squares = sum(statistics.variance(group) * (len(group) - 1) for group in known)
-    deviation = math.sqrt(squares / freedom)
-    return Spread(deviation * math.sqrt(1 / len(own) + 1 / len(reference)), freedom)
-
-
 def correlation(deviations: Sequence[float]) -> float:
     """Return the lag-1 autocorrelation of deviations from the mean, or 0 if it is negative.
 
@@ -213,17 +196,6 @@ def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
     return _speed_up(mean, spread_about(mean, ratios), REPEATS, len(ratios))
 
 
-def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
-    """Return the speed-up from the speeds of two cells' repeats, which do not form pairs.
-
-    The confidence interval assumes that the speeds of both cells have the same variance.
-    """
-    logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
-    ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
-    spread = pooled_spread(own, reference, logs)
-    return _speed_up(ratio, spread, REPEATS, min(len(own), len(reference)))
-
-
 def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> SpeedUp:
     if spread is None:
         return SpeedUp(math.exp(ratio), None, None, None, basis, num)
@@ -254,8 +226,7 @@ class LossVerdict:
     low: float | None  # lower end of the difference's 90% interval
     high: float | None  # upper end of the interval
     limit: float | None  # the margin on both sides of 0: 0.25% of the reference's loss
-    num_steps: int  # number of steps in the window that every run logged
-    runs: int  # number of the cell's runs; if 1, the verdict is on that run's curve only
+    num_steps: int  # number of steps in the window that both runs logged
     reason: str | None = None  # why difference, interval and limit are None
 
 
@@ -266,7 +237,7 @@ def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
 def judge_curves(own: Losses, reference: Losses) -> list[LossVerdict]:
     """Return two verdicts on the steps that both runs logged: one on all, one on the last tenth."""
     verdicts = []
-    for window, steps in _windows([own, reference]):
+    for window, steps in _windows(own, reference):
         pair = [own[step] for step in steps], [reference[step] for step in steps]
         spread, num = None, len(steps)
         gaps = [one - other for one, other in zip(*pair, strict=True)]
@@ -276,27 +247,8 @@ def judge_curves(own: Losses, reference: Losses) -> list[LossVerdict]:
             spread = batch_spread(mean, parts, correlation([gap - mean for gap in gaps]), num)
         logged = "1 step" if num == 1 else f"{num} steps"
         reason = f"both logged only {logged}, {LEAST_VALUES} are needed"
-        verdicts.append(_judge(window, *pair, spread, reason, num, 1))
+        verdicts.append(_judge(window, *pair, spread, reason, num))
     return verdicts
-
-
-def judge_repeats(
-    cells: Mapping[str, Sequence[Losses]], reference: str
-) -> dict[str, list[LossVerdict]]:
-    """Compare each cell's losses with those of `reference`; pool all cells' run-to-run variance."""
-    found: dict[str, list[LossVerdict]] = {name: [] for name in cells if name != reference}
-    for window, steps in _windows([run for runs in cells.values() for run in runs]):
-        means = {
-            name: [statistics.fmean(run[step] for step in steps) for run in runs] if steps else []
-            for name, runs in cells.items()
-        }
-        reason = "no cell has two runs" if steps else "no step that every run logged"
-        for name, verdicts in found.items():
-            pair = means[name], means[reference]
-            spread = pooled_spread(*pair, means.values())
-            runs = len(cells[name])
-            verdicts.append(_judge(window, *pair, spread, reason, len(steps), runs))
-    return found
 
 
 def _judge(
@@ -306,7 +258,6 @@ def _judge(
     spread: Spread | None,
     reason: str,
     num_steps: int,
-    runs: int,
 ) -> LossVerdict:
     verdict = CANNOT_TELL
     if not all(map(math.isfinite, reference)):
@@ -321,11 +272,11 @@ def _judge(
         elif abs(difference) - half > limit:
             verdict = DIFFERENT
         low, high = difference - half, difference + half
-        return LossVerdict(window, verdict, difference, low, high, limit, num_steps, runs)
-    return LossVerdict(window, verdict, None, None, None, None, num_steps, runs, reason)
+        return LossVerdict(window, verdict, difference, low, high, limit, num_steps)
+    return LossVerdict(window, verdict, None, None, None, None, num_steps, reason)
 
 
-def _windows(runs: Sequence[Losses]) -> list[tuple[str, list[int]]]:
-    common = sorted(set[int].intersection(*map(set, runs)))
+def _windows(own: Losses, reference: Losses) -> list[tuple[str, list[int]]]:
+    common = sorted(own.keys() & reference)
     end = common[-1] if common else 0
     return [(WHOLE, common), (LAST_TENTH, [step for step in common if step > end - LAST * end])]
