@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from cookbook.cli import display
-from cookbook.cli.display import CellProgress, Progress, summarize
+from cookbook.cli.display import CellProgress, Progress
 from cookbook.cli.follow import Watcher, cancel, show_logs, show_status
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
@@ -161,7 +161,7 @@ def test_the_newest_attempt_on_the_rank_with_the_loss_counts(tmp_path: Path) -> 
     assert (found.step, found.loss, found.total_steps) == (2, 2.5, 20)
 
 
-def test_the_speeds_and_the_time_left_are_of_the_newest_steps(tmp_path: Path) -> None:
+def test_the_time_left_is_of_the_newest_steps(tmp_path: Path) -> None:
     def line(step: int, seconds: int, tps: str = "500", rank: int = 0) -> str:
         when = datetime(2026, 11, 20, tzinfo=UTC) + timedelta(seconds=seconds)
         return metrics_line(step, rank, tps=tps, when=when)
@@ -173,19 +173,18 @@ def test_the_speeds_and_the_time_left_are_of_the_newest_steps(tmp_path: Path) ->
     lines = [line(step, 700 + 2 * step) for step in range(13, 33)]
     cell = run.add("a", early, state="running", options=options)
     watcher = watcher_of(run)
-    assert len(looked(watcher).speeds) == 12
+    assert looked(watcher).left == 88 * 12 / 11
     log = cell / "attempt-1" / "train.log"
     log.write_text(early + "".join(lines) + line(32, 999, "7", rank=1))
     found = looked(watcher)
-    assert (found.speeds, found.left) == ((500.0,) * 20, 68 * 2)
+    assert (found.tokens_per_second, found.left) == (500.0, 68 * 2)
     (cell / "attempt-2").mkdir()
     assert looked(watcher).left is None
     (cell / "attempt-2" / "train.log").write_text("".join(lines[:3]))
     assert (looked(watcher).step, looked(watcher).left) == (15, None)
 
 
-RUNNING = CellProgress("671b-bf16-deepep", "running", 5, 20, 859.4, 3.91683, 125.0)
-LEFT = replace(RUNNING, left=75.0)
+RUNNING = CellProgress("671b-bf16-deepep", "running", 5, 20, 859.4, 3.91683, 125.0, left=75.0)
 QUEUED = CellProgress("671b-mxfp8-deepep", "queued")
 
 
@@ -198,34 +197,19 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("columns", "shown"),
-    [
-        (100, "██▂█▁▅ ██░░░░░░░░ 5/20 859 3.9168 2:05 1:15"),
-        (60, "██░░░░░░░░ 5/20 1:15"),
-        (40, "5/20"),
-    ],
-)
-def test_a_narrow_terminal_keeps_step_and_time_left(columns: int, shown: str) -> None:
-    cell = replace(LEFT, speeds=(800.0, 800.0, 100.0, 800.0, 0.0, 400.0))
-    terminal = Terminal()
-    console = Console(file=terminal, width=columns, force_terminal=True, color_system=None)
-    console.print(display._render_picture([cell], console))
-    assert terminal.getvalue().rpartition("running")[2].split() == shown.split()
-
-
-def test_the_summary_counts_states_steps_and_time() -> None:
-    finished = replace(RUNNING, name="a", state="finished", step=20)
+def test_the_table_has_a_summary_and_as_many_rows_as_the_terminal() -> None:
+    finished = replace(RUNNING, name="a", state="finished", step=20, left=None)
     waiting = [replace(QUEUED, name=f"b{n}", total_steps=20) for n in range(2)]
     refused = CellProgress("c", "refused", total_steps=20)
-    # 75 s for 15 steps: 5 s each, and 40 more to come.
-    assert summarize([finished, LEFT, *waiting, refused]) == (
-        "5 cells: 1 running, 2 queued, 1 finished, 1 refused; 25/80 steps, 4:35 left"
-    )
-    # Where two run at a time, those that wait take half as long.
-    assert summarize([LEFT, replace(LEFT, name="d"), *waiting]).endswith(", 2:55 left")
-    # After the last step, which lost its time on the console, nothing is estimated from it.
-    assert "1 running" in summarize([replace(LEFT, step=20), *waiting])
+    terminal = Terminal()
+    console = Console(file=terminal, width=90, height=5, force_terminal=True, color_system=None)
+    console.print(display._render_picture([finished, RUNNING, *waiting, refused], console))
+    summary, heads, row, more = (line.split() for line in terminal.getvalue().splitlines())
+    counts = "5 cells: 1 running, 2 queued, 1 finished, 1 refused; 25/80 steps"
+    assert " ".join(summary) == counts
+    assert heads == ["step", "tokens/s", "now", "loss", "time", "left", "note"]
+    assert row[1:] == ["running", "5/20", "859", "3.9168", "2:05", "1:15"]
+    assert more == ["and", "4", "more"]
 
 
 def test_a_log_gets_a_line_only_when_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,6 @@ class Watcher:
             is_known=state.is_known,
             left=left,
             emulated=record.emulated,
-            speeds=tuple(one.tokens_per_second for one in recent if one.tokens_per_second),
         )
 
 

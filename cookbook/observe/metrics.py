@@ -163,7 +163,7 @@ def lines_of(log: Path) -> Iterator[bytes]:
 
 # Skip all but the last 60,000 console lines or so: 250 steps if 256 ranks print every step.
 _LOOK_BACK_BYTES = 16 << 20
-# The widest sparkline shows this many steps.
+# The time left follows from this many steps.
 _NUM_RECENT = 20
 
 
