@@ -11,14 +11,13 @@ import pytest
 from cookbook.base.gpus import Gpu
 from cookbook.check import check, warnings
 from cookbook.check.check import Built, CellCheck, check_cells
-from cookbook.check.report import render_json, render_text
+from cookbook.check.report import render_json
 from cookbook.config.cell import Cell, Finding
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import this_machine
 from cookbook.predict import memory
 from cookbook.predict.memory import StageMemory
 from cookbook.predict.rank import describe_ranks
-from cookbook.predict.traffic import Traffic
 from tests.check_cells import cell_of, cluster_of, with_options
 from tests.predict_machine import on_gpus
 
@@ -108,18 +107,6 @@ def test_the_remedy_lowers_the_largest_term(
     small = dataclasses.replace(cell, cluster=this_machine(4, Gpu("NVIDIA H200", 9.0, 20.0)))
     (found,) = checked([small], [built(cell)], monkeypatch)
     assert found.judged.errors[0].remedy == remedy
-
-
-def test_what_a_step_sends_is_told_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = checked([cell := on_gpus(4, {})], [built(cell)], monkeypatch)
-    assert found.work
-    sent = dict.fromkeys(found.work.bytes_per_gpu_step, Traffic(3 * 2.0**29, 2.0**33))
-    text = render_text(
-        "x",
-        [dataclasses.replace(found, work=dataclasses.replace(found.work, bytes_per_gpu_step=sent))],
-    )
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert {"FSDP 1.5 8.0", "EP deepep 1.5 8.0", "EP standard 1.5 8.0 this cell"} <= {*lines}
 
 
 def test_one_refused_cell_is_told_in_json(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 
 from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
 from cookbook.config.cell import PARTS, Finding
-from cookbook.config.facts import EXCHANGES
 from cookbook.predict.hardware import attended_text
 from cookbook.predict.memory import state_gib
 
@@ -53,7 +53,7 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
                 for stage, rank in zip(check.stages, check.ranks, strict=True)
             ],
         },
-        "work": check.work and check.work.as_mapping(),
+        "work": check.work and asdict(check.work),
         "step": check.step and check.step.as_mapping(),
         "no_step": check.no_step or None,
     }
@@ -129,16 +129,7 @@ def _work(check: CellCheck) -> Iterator[str]:
     yield "  work"
     yield f"    {work.parameters / 1e9:.1f} B parameters, {active} a token (TorchTitan's count)"
     flops = f"{work.flops_per_gpu_step / 1e12:,.0f} TFLOP a GPU in a step"
-    yield f"    {work.tokens_per_step:,} tokens and {flops}, which sends, in GiB:"
-    titles = {"fsdp": "FSDP", "tp": "TP", "pp": "PP"}
-    backends = [exchange.ep_backend for exchange in EXCHANGES.values()]
-    titles |= {f"ep/{name}": f"EP {name}" for name in backends}
-    rows = [["", "NVLink", "InfiniBand", ""]]
-    for kind, title in titles.items():
-        sizes = (work.bytes_per_gpu_step[kind].nvlink, work.bytes_per_gpu_step[kind].infiniband)
-        mark = "this cell" if kind == f"ep/{check.cell.ep_backend.name}" else ""
-        rows.append([title, *(f"{size / 2**30:.1f}" for size in sizes), mark])
-    yield text_table(rows, align="lrr", indent=4)
+    yield f"    {work.tokens_per_step:,} tokens and {flops}"
 
 
 def _step(check: CellCheck) -> Iterator[str]:

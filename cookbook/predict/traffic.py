@@ -5,16 +5,14 @@ share the node's network cards equally. In an all-to-all, every rank sends direc
 rank. The traffic of context parallelism is not counted.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cookbook.config.cell import Cell
-from cookbook.config.facts import EXCHANGES, Exchange
 from cookbook.predict.hardware import Hardware
 from cookbook.predict.operators import Unit
 from cookbook.predict.rank import Rank, count_parameters, model_of
-from cookbook.predict.shapes import Shapes, shapes_of
+from cookbook.predict.shapes import Shapes
 
 # MXFP8: one byte per element, and one byte of scale per 32 elements.
 MXFP8_BYTES = 1 + 1 / 32
@@ -27,19 +25,17 @@ class Traffic:
     nvlink: float = 0.0
     infiniband: float = 0.0
 
-    def __add__(self, other: Self) -> "Traffic":
-        return Traffic(self.nvlink + other.nvlink, self.infiniband + other.infiniband)
-
-    def times(self, count: float) -> "Traffic":
-        return Traffic(self.nvlink * count, self.infiniband * count)
-
 
 @dataclass(frozen=True)
-class Exchanges:
-    """The traffic of each kind of communication operation, for one microbatch."""
+class Links:
+    """The traffic of each kind of communication operation, for one microbatch, and its time.
+
+    Times are in ms, as if nothing overlapped.
+    """
 
     cell: Cell
     shapes: Shapes
+    hardware: Hardware
 
     def _in_node(self, ranks: int, stride: int) -> int:
         return max(1, min(ranks, self.cell.cluster.ranks_per_node // stride))
@@ -95,94 +91,6 @@ class Exchanges:
         within = s.ranks_per_token * (in_node - 1) / in_node
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
-    def experts(self, exchange: Exchange) -> tuple[Traffic, Traffic]:
-        """Return an MoE layer's dispatch and combine traffic, and what recomputation adds to it."""
-        s = self.shapes
-        if s.ep == 1:
-            return Traffic(), Traffic()
-        if exchange.sends_once_per_rank:
-            one = self.deepep()
-            # Recomputation skips combine if no gradient needs its output.
-            return one.times(4), one.times(1 if s.scored_activations else 2)
-        # Each pass, forward or backward, has two all-to-alls. Only the first may be quantized.
-        first = self.all_to_all(MXFP8_BYTES if exchange.is_quantized else s.act)
-        forward = first + self.all_to_all(s.act)
-        return forward.times(2), forward
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of an optimizer step; traffic is keyed by kind: fsdp, tp, pp or ep/<backend>."""
-
-    parameters: int
-    active_parameters: int
-    flops_per_token: int
-    tokens_per_step: int
-    flops_per_gpu_step: float
-    bytes_per_gpu_step: Mapping[str, Traffic]
-
-    def as_mapping(self) -> dict[str, Any]:
-        """Return the fields as JSON data, with traffic in whole bytes."""
-        content = asdict(self)
-        for by_network in content["bytes_per_gpu_step"].values():
-            by_network.update({network: round(sent) for network, sent in by_network.items()})
-        return content
-
-
-def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
-    """Return the FLOPs of a token, and the bytes that the busiest rank sends in a step."""
-    model, seq_len = model_of(cell), cell.facts.seq_len
-    batch = cell.facts.local_batch * ranks[0].gradient_accumulation_steps
-    tokens = batch * cell.layout.replicas * seq_len
-    parameters, active = count_parameters(model)
-    # Count FLOPs as TorchTitan does: no embedding, and attention over the whole sequence.
-    scores = model.n_layers * model.heads * (model.nope + model.rope + model.v_head) * seq_len
-    flops = 6 * (active - model.vocab * model.dim + scores)
-    return Work(
-        parameters=parameters,
-        active_parameters=active,
-        flops_per_token=flops,
-        tokens_per_step=tokens,
-        flops_per_gpu_step=flops * tokens / cell.world,
-        bytes_per_gpu_step=max(
-            (step_traffic(cell, rank) for rank in ranks),
-            key=lambda kinds: sum(one.nvlink + one.infiniband for one in kinds.values()),
-        ),
-    )
-
-
-def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
-    """Return the traffic of `rank` in a step, by kind."""
-    one = Exchanges(cell, shapes_of(cell))
-    microbatches = rank.num_microbatches * rank.gradient_accumulation_steps
-    is_saved = "communication" in cell.facts.saves
-    repeated = [layer for layer in rank.layers if layer.recomputed and not is_saved]
-    # TP operations per forward and per backward: four per layer, one each for embedding and head.
-    ends = sum(2 * bool(part.embedding) + 2 * bool(part.head) for part in rank.parts)
-    tensor = 8 * len(rank.layers) + 4 * len(repeated) + ends
-    fsdp = Traffic()
-    for unit in rank.units:
-        gather, reduce, replicas = one.unit(unit)
-        fsdp += gather.times(one.gathers) + reduce + replicas.times(2)
-    traffic = {
-        "fsdp": fsdp.times(rank.gradient_accumulation_steps),
-        "tp": one.tensor().times(tensor * microbatches),
-        "pp": one.stage().times(rank.neighbours * microbatches),
-    }
-    moe, moe_repeated = (sum(layer.moe for layer in some) for some in (rank.layers, repeated))
-    for exchange in EXCHANGES.values():
-        once, again = one.experts(exchange)
-        total = once.times(moe) + again.times(moe_repeated)
-        traffic[f"ep/{exchange.ep_backend}"] = total.times(microbatches)
-    return traffic
-
-
-@dataclass(frozen=True)
-class Links(Exchanges):
-    """The time of each kind of communication operation, in ms, as if nothing overlapped."""
-
-    hardware: Hardware
-
     def expert_exchanges_ms(self) -> float:
         """Return the time of a layer's dispatch and combine; their gradients take as long."""
         if self.shapes.ep == 1:
@@ -222,3 +130,32 @@ class Links(Exchanges):
         assert bandwidth
         assert infiniband_share
         return max(within, sent.infiniband / (bandwidth * infiniband_share * 1e6))
+
+
+@dataclass(frozen=True)
+class Work:
+    """The parameters of the model, and the work of an optimizer step."""
+
+    parameters: int
+    active_parameters: int
+    flops_per_token: int
+    tokens_per_step: int
+    flops_per_gpu_step: float
+
+
+def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
+    """Return the parameters, and the FLOPs of a token and of a step."""
+    model, seq_len = model_of(cell), cell.facts.seq_len
+    batch = cell.facts.local_batch * ranks[0].gradient_accumulation_steps
+    tokens = batch * cell.layout.replicas * seq_len
+    parameters, active = count_parameters(model)
+    # Count FLOPs as TorchTitan does: no embedding, and attention over the whole sequence.
+    scores = model.n_layers * model.heads * (model.nope + model.rope + model.v_head) * seq_len
+    flops = 6 * (active - model.vocab * model.dim + scores)
+    return Work(
+        parameters=parameters,
+        active_parameters=active,
+        flops_per_token=flops,
+        tokens_per_step=tokens,
+        flops_per_gpu_step=flops * tokens / cell.world,
+    )
