@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.fits import memory, step_times
-from bench.fits.step_times import PREDICTED, cell_of_point, compare, keep, read_points
+from bench.fits.step_times import cell_of_point, compare, read_points
 from bench.proofs import convergence
 from bench.proofs.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, t_test
 from bench.proofs.gradient_cases import VARIANTS, Case, cell_of, fault_cases, qwen3_cases
@@ -82,7 +82,8 @@ def test_each_arm_is_corrected_for_all_and_held_against_its_own_reference() -> N
 
 def test_every_point_is_a_cell_of_its_own() -> None:
     points = read_points()
-    assert len({point.key for point in points}) == len(points)
+    keys = {(point.group, point.name, point.documents) for point in points}
+    assert len(keys) == len(points) and sum(bool(one.foretold) for one in points) >= 34
     for point in walked(points):
         cell = cell_of_point(point)
         assert cell.world == (256 if "B200" in point.group else point.gpus)
@@ -91,36 +92,12 @@ def test_every_point_is_a_cell_of_its_own() -> None:
         assert point.group.startswith(sizes[cell.options["model.flavor"]])
 
 
-def test_a_foretold_step_is_the_prediction_that_was_committed() -> None:
-    kept = json.loads(PREDICTED.read_text())["points"]
-    speeds = {
-        (one["group"], one["name"], one["documents"]): one["tokens_per_second_per_gpu"]
-        for one in kept
-    }
-    points = {point.key: point for point in read_points()}
-    assert len(speeds) == len(kept) and set(speeds) <= set(points)
-    foretold = [point for point in points.values() if point.foretold]
-    assert len(foretold) >= 34
-    assert all(point.foretold == speeds[point.key] for point in foretold)
-
-
-def test_new_predictions_leave_the_earlier_ones(tmp_path: Path) -> None:
+def test_a_table_has_errors_and_what_is_not_measured() -> None:
     group = [one for one in read_points() if one.group == "8 layers, 2 H200"]
     measured = next(one for one in group if one.measured)
-    waiting = replace(group[-1], measured=None)
-    comparisons = list(compare([measured, waiting]))
+    comparisons = list(compare([measured, replace(group[-1], measured=None)]))
     text = step_times.tables(comparisons)
     assert f"{comparisons[0].error:+.1%}" in text and "not measured yet" in text
-    old = dict(zip(("group", "name", "documents"), measured.key, strict=True))
-    stale = dict(zip(("group", "name", "documents"), waiting.key, strict=True))
-    path = tmp_path / "kept.json"
-    points = [{**one, "tokens_per_second_per_gpu": 1} for one in (old, stale)]
-    path.write_text(json.dumps({"points": points}))
-    keep(comparisons, path)
-    found = json.loads(path.read_text())["points"]
-    assert found[0] == points[0] and len(found) == 2
-    predicted = comparisons[1].predicted.tokens_per_second_per_gpu
-    assert found[1]["tokens_per_second_per_gpu"] == round(predicted)
 
 
 @pytest.mark.titan

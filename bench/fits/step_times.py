@@ -1,21 +1,17 @@
 """Compare predicted steps with the measured ones of docs/evidence/prediction/time.json.
 
     python -m bench.fits.step_times         # the tables of docs/evidence/predicted-steps.md
-    python -m bench.fits.step_times --keep  # note predictions of what is not measured yet
 
-Commit time-predicted.json, which `--keep` writes, before the run. Afterwards put `measured` and
-`foretold` into time.json, where they stay when the model changes.
+To foretell a step, commit the table before the run. Afterwards put `measured` and `foretold` into
+time.json, where they stay when the model changes.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from cookbook.base.files import write_whole
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
@@ -27,7 +23,6 @@ from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 
 POINTS = ROOT / "docs/evidence/prediction/time.json"
-PREDICTED = ROOT / "docs/evidence/prediction/time-predicted.json"
 H200 = Gpu("NVIDIA H200", 9.0, 139.8)
 DOCUMENTS: dict[str, Documents] = {"short": C4, "long": LOCAL}
 # One node's share of the 16B recipe.
@@ -72,10 +67,6 @@ class Point:
     measured: float | None = None
     foretold: float | None = None
     note: str = ""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.group, self.name, self.documents
 
     def error_of(self, predicted: float | None) -> float | None:
         """Return the relative error of the step time that `predicted` tokens/s/GPU imply."""
@@ -177,28 +168,5 @@ def _summary(comparisons: Sequence[Comparison]) -> Iterator[str]:
             yield f"{len(errors)} points {title}: {mean}, worst {max(errors):.1%}."
 
 
-def keep(comparisons: Sequence[Comparison], path: Path = PREDICTED) -> None:
-    """Write today's predictions of the unmeasured points, beside the earlier ones of the others."""
-    before = json.loads(path.read_text(encoding="utf-8"))["points"]
-    waiting = [one for one in comparisons if one.error is None]
-    new = {one.point.key for one in waiting}
-    content = [one for one in before if (one["group"], one["name"], one["documents"]) not in new]
-    for one in waiting:
-        place = dict(zip(("group", "name", "documents"), one.point.key, strict=True))
-        speed = round(one.predicted.tokens_per_second_per_gpu)
-        terms = {name: round(ms, 1) for name, ms in one.predicted.terms_ms.items()}
-        content.append({**place, "tokens_per_second_per_gpu": speed, "terms_ms": terms})
-    write_whole(path, json.dumps({"points": content}, indent=1) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--keep", action="store_true", help=f"write {PREDICTED.name}")
-    comparisons = list(compare(read_points()))
-    if parser.parse_args().keep:
-        keep(comparisons)
-    print(tables(comparisons), end="")
-
-
 if __name__ == "__main__":
-    main()
+    print(tables(list(compare(read_points()))), end="")
