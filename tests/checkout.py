@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 from cookbook.base.paths import ROOT
+from tests.waiting import HANG_S
 
 # A folder for PYTHONPATH: stand-ins for packages that need a GPU.
 STAND_IN = ROOT / "tests/stand_in"
@@ -37,6 +38,6 @@ def commit_all(folder: Path) -> str:
     """Commit all files of `folder`, a repository of its own; its commit."""
     git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@example.org"]
     for words in ("init -q", "add .", "commit -q -m all"):
-        subprocess.run([*git, *words.split()], check=True, timeout=60)
+        subprocess.run([*git, *words.split()], check=True, timeout=HANG_S)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
     return head.stdout.strip()

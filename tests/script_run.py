@@ -14,6 +14,7 @@ from pathlib import Path
 from cookbook.base.yamlfile import YamlFile, parse_yaml
 from cookbook.supervise.__main__ import HANDED_OVER
 from tests.programs import write_program
+from tests.waiting import HANG_S
 
 
 def carried(text: str, path: Path = Path("train.sh")) -> YamlFile:
@@ -120,7 +121,7 @@ class ScriptRunner:
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=60,
+            timeout=HANG_S,
         )
         variables = [word.partition("=") for word in _words(records / "environment")]
         return Start(

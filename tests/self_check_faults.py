@@ -356,13 +356,21 @@ FAULTS = (
 
 
 def proofs(options: Sequence[str], fault: Fault | None = None) -> list[Any]:
-    """The results of a job with these options on this rank's world, with a fault or without."""
+    """The results of a job with these options on this rank's world.
+
+    With a fault, those of the kernels that have functions in common with its kernel.
+    """
     from cookbook.titan.tt_0_2_2.self_check import run_cases
+    from cookbook.titan.tt_0_2_2.self_check_cases import kernel_cases
     from cookbook.titan.tt_0_2_2.self_check_main import cell_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    cell = cell_of([*JOB, *options], device)
+    skip = []
+    if fault is not None and not {"mxfp8", "fp8"} & {*fault.kernel.split()}:
+        skip = [(one.kernel, one.shape) for one in kernel_cases(cell) if one.kernel != fault.kernel]
     with fault.put_in() if fault else nullcontext():
-        found: list[Any] = run_cases(cell_of([*JOB, *options], device))
+        found: list[Any] = run_cases(cell, skip)
     return found
 
 

@@ -20,6 +20,7 @@ from cookbook.install.attention import flash_attention_pins
 from tests.checkout import copy_checkout
 from tests.programs import write_program
 from tests.stand_in_gpus import FOLDER, write_gpus
+from tests.waiting import HANG_S
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Checkout:
 
     def setup(self, *options: str) -> subprocess.CompletedProcess[str]:
         running = self.start(*options)
-        output, _ = running.communicate(timeout=300)
+        output, _ = running.communicate(timeout=HANG_S)
         return subprocess.CompletedProcess(running.args, running.returncode, output)
 
     def start(self, *options: str) -> subprocess.Popen[str]:

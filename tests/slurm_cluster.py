@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tests.slurm_conf import MUNGE_SOCKET, Settings, write_configuration
 from tests.slurm_installed import search_path
+from tests.waiting import HANG_S
 
 __all__ = ["CPU_NODES", "Settings", "SlurmCluster", "SlurmError"]
 
@@ -118,7 +119,6 @@ class SlurmCluster:
         check: bool = True,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 60,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the login node; one string is split as a shell would."""
         command = shlex.split(argv[0]) if len(argv) == 1 and isinstance(argv[0], str) else argv
@@ -129,7 +129,7 @@ class SlurmCluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=HANG_S,
         )
         if check and done.returncode != 0:
             said = (done.stderr or done.stdout).strip()
@@ -154,7 +154,7 @@ class SlurmCluster:
         found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", said.stdout)
         return found.group(1) if found else None
 
-    def wait(self, job_id: str, states: Collection[str] = FINISHED, timeout: float = 60) -> str:
+    def wait(self, job_id: str, states: Collection[str] = FINISHED, limit_s: float = HANG_S) -> str:
         """Wait for one of `states`, by default any final one; return it."""
         seen: str | None = None
 
@@ -167,7 +167,7 @@ class SlurmCluster:
             return seen in states
 
         try:
-            self._until(reached, timeout, "slurmctld")
+            self._until(reached, "slurmctld", limit_s=limit_s)
         except TimeoutError as late:
             shown = self.run("scontrol", "show", "job", job_id, check=False).stdout
             output = re.search(r"StdOut=(\S+)", shown)
@@ -177,33 +177,33 @@ class SlurmCluster:
         assert seen is not None
         return seen
 
-    def cancel_all(self, timeout: float = 60) -> None:
+    def cancel_all(self) -> None:
         """Cancel every job and wait until all nodes are idle."""
         jobs = self.run("squeue", "-h", "-o", "%A").stdout.split()
         if jobs:
             self.run("scancel", *jobs, check=False)
-        self.wait_idle(timeout=timeout)
+        self.wait_idle()
 
     def kill_node(self, name: str) -> None:
         """Kill a node with its processes, as a power failure does, and tell Slurm."""
         self._kill(name)
         self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=power failure")
 
-    def start_node(self, name: str, timeout: float = 30) -> None:
+    def start_node(self, name: str) -> None:
         """Restart a killed node and wait until Slurm uses it."""
         self._start_node(name)
-        self.wait_idle((name,), timeout)
+        self.wait_idle((name,))
 
     def stop_controller(self) -> None:
         """End slurmctld; jobs continue. Killed, it might forget a job that it just started."""
         self.run("scontrol", "shutdown", "slurmctld")
-        self._processes["slurmctld"].wait(timeout=30)
+        self._processes["slurmctld"].wait(timeout=HANG_S)
 
     def start_controller(self) -> None:
         """Start slurmctld with its saved state."""
         self._spawn("slurmctld", self._on_machine("controller-0", "slurmctld", "-D", "-i"))
         ping = partial(self.run, "scontrol", "ping", check=False)
-        self._until(lambda: ping().returncode == 0, 20, "slurmctld")
+        self._until(lambda: ping().returncode == 0, "slurmctld")
 
     def start_munge(self) -> None:
         # --force: munge wants a socket that all users reach, and pytest's folders are private.
@@ -211,7 +211,7 @@ class SlurmCluster:
         munged += [f"--key-file={self.folder}/munge.key", f"--pid-file={self.folder}/munge.pid"]
         munged += [f"--seed-file={self.folder}/munge.seed", f"--log-file={self.folder}/log/munged"]
         self._spawn("munged", munged)
-        self._until(self._munge_socket.exists, 10, "munged")
+        self._until(self._munge_socket.exists, "munged")
 
     def stop_munge(self) -> None:
         self._kill("munged")
@@ -222,7 +222,7 @@ class SlurmCluster:
         lines = self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
         return dict(line.split() for line in lines)
 
-    def wait_idle(self, names: Collection[str] | None = None, timeout: float = 60) -> None:
+    def wait_idle(self, names: Collection[str] | None = None) -> None:
         """Wait until the named nodes, by default all, are idle."""
 
         def idle() -> bool:
@@ -230,7 +230,7 @@ class SlurmCluster:
             return all(states.get(name) == "idle" for name in names or self.node_names)
 
         try:
-            self._until(idle, timeout, "slurmctld", *(names or self.node_names[:1]))
+            self._until(idle, "slurmctld", *(names or self.node_names[:1]))
         except TimeoutError as late:
             raise SlurmError(f"nodes are not idle: {self.node_states()}\n{late}") from None
 
@@ -285,13 +285,13 @@ class SlurmCluster:
         if wait:
             process.wait()
 
-    def _until(self, condition: Callable[[], bool], timeout: float, *logs: str) -> None:
-        log, deadline = self.folder / "log", time.monotonic() + timeout
+    def _until(self, condition: Callable[[], bool], *logs: str, limit_s: float = HANG_S) -> None:
+        log, deadline = self.folder / "log", time.monotonic() + limit_s
         while not condition():
             for name, process in self._processes.items():
                 if name in logs and process.poll() is not None:
                     raise SlurmError(f"{name} ended by itself\n{tail(log / name)}")
             if time.monotonic() > deadline:
                 tails = "\n".join(tail(log / name) for name in logs)
-                raise TimeoutError(f"waited {timeout:.0f} s\n{tails}")
+                raise TimeoutError(f"waited {limit_s:.0f} s\n{tails}")
             time.sleep(0.1)

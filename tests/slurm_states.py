@@ -156,7 +156,7 @@ class States:
             conf.write_text(conf.read_text().replace(age, "MinJobAge=2"))
             self.cluster.start_controller()
             ended = {"TIMEOUT", "NODE_FAIL", "CANCELLED", "COMPLETED", "FAILED"}
-            until(lambda: not ended & set(self._all().values()), 240, self._all)
+            until(lambda: not ended & set(self._all().values()), self._all)
         self.when = when
 
     def _all(self) -> dict[str, str]:
@@ -174,7 +174,7 @@ def one_node_cell(folder: Path) -> Cell:
 def prepare(cluster: SlurmCluster, cell: Cell) -> States:
     """A run in each state of `PLANS`."""
     states = States(cluster, {name: _started(cell, name, plan) for name, plan in PLANS.items()})
-    until(lambda: not _silent(states), 240, lambda: _silent(states))
+    until(lambda: not _silent(states), lambda: _silent(states))
     for name, plan in PLANS.items():
         if plan.act is not None:
             plan.act(cluster, states.runs[name], states.job(name))
@@ -184,7 +184,7 @@ def prepare(cluster: SlurmCluster, cell: Cell) -> States:
         said = {name: states.slurm_says(name) for name in PLANS}
         return {name: word for name, word in said.items() if word != PLANS[name].until}
 
-    until(lambda: not others(), 240, others)
+    until(lambda: not others(), others)
     for name, plan in PLANS.items():
         if plan.is_seen:
             cell_states(states.runs[name])

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cookbook.base.paths import ROOT
+from tests.waiting import HANG_S
 
 
 def start_marked(seconds: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -44,5 +45,5 @@ def python(
         input=input,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=HANG_S,
     )

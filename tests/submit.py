@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from cookbook.base import paths
 from cookbook.cli.main import main
+from tests.waiting import HANG_S
 
 ROOT = paths.ROOT
 FORK_RANKS = ROOT / "tests/fork_ranks"
@@ -43,7 +44,6 @@ def submit(
     *words: str | bytes,
     runs: Path,
     cwd: Path = ROOT,
-    timeout: float = 60,
     variables: Mapping[str, str] | None = None,
 ) -> Answer:
     """Call `python submit.py WORDS` in `cwd`."""
@@ -54,7 +54,7 @@ def submit(
             cwd=cwd,
             env=env,
             capture_output=True,
-            timeout=timeout,
+            timeout=HANG_S,
         )
         return Answer(done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace"))
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))

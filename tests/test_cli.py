@@ -17,6 +17,7 @@ from cookbook.config.recipe import names_in
 from tests.checkout import copy_checkout
 from tests.programs import write_program
 from tests.submit import ROOT, environment, listing, submit
+from tests.waiting import HANG_S
 
 
 def start(
@@ -24,7 +25,7 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """Run `command`; runs go to `folder`, and no environment is started again into."""
     own = environment(folder / "runs", **{"VENV": str(folder / "none"), **(variables or {})})
-    return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=HANG_S)
 
 
 VERBS = ["list", "show", "render", "new", "run", "sweep", "status", "logs", "cancel", "report"]
@@ -228,7 +229,9 @@ BASE_PYTHON = os.path.realpath(sys.executable)
 def venv(tmp_path: Path) -> Path:
     """An environment with the tests' packages."""
     folder = tmp_path / "an environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=HANG_S
+    )
     for packages in folder.glob("lib/python*/site-packages"):
         (packages / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder

@@ -15,6 +15,7 @@ from cookbook.config.dialect.names import DEGREES
 from tests.cells import walked
 from tests.checkout import copy_checkout
 from tests.submit import environment, submit
+from tests.waiting import HANG_S
 
 DOCUMENTS = walked(
     [*(ROOT / "README.md", ROOT / "CONTRIBUTING.md"), *sorted(ROOT.glob("docs/**/*.md"))]
@@ -159,7 +160,7 @@ def test_a_reader_trains_validates_exports_and_continues(tmp_path: Path) -> None
             text=True,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=450,
+            timeout=HANG_S,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout

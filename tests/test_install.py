@@ -14,6 +14,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.install import corpus, deepep
 from cookbook.install.deepep import CannotBuildError, DeepEp, Plan, Toolkit, is_built, make_plan
+from tests.waiting import HANG_S
 
 BUILT = Plan("c0ffee", "2.10.0", "12.8", "9.0;10.0", "3.4.5")
 
@@ -82,7 +83,7 @@ def make(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.submit import ROOT, Answer, environment, submit
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 pytestmark = pytest.mark.titan
 
@@ -26,11 +26,11 @@ ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 def _corpus() -> None:
     if not (ROOT / "assets/local/stamp.json").exists():
         command = [sys.executable, "-m", "cookbook.install.corpus", "assets/local"]
-        subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+        subprocess.run(command, cwd=ROOT, check=True, timeout=HANG_S)
 
 
-def _submit(*words: str, runs: Path, timeout: float = 60) -> Answer:
-    return submit(*words, runs=runs, variables=ON_CPU, timeout=timeout)
+def _submit(*words: str, runs: Path) -> Answer:
+    return submit(*words, runs=runs, variables=ON_CPU)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
     """The folder of runs, with the one run in it, and what its sweep printed."""
     runs = tmp_path_factory.mktemp("runs")
     words = ["sweep", "smoke", *SMALL, "--set", "training.steps=3"]
-    return runs, _submit(*words, runs=runs, timeout=280)
+    return runs, _submit(*words, runs=runs)
 
 
 def _report(runs: Path) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def started(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
             return "".join(log.read_text(errors="replace") for log in runs.glob(logs))
 
         # On a busy machine a step takes half a minute.
-        until(lambda: "step:" in said(), 300, said)
+        until(lambda: "step:" in said(), said)
         yield runs, driver
     finally:
         driver.kill()
@@ -151,7 +151,7 @@ def test_ctrl_c_leaves_the_job_to_cancel(started: tuple[Path, subprocess.Popen[s
     runs, driver = started
     (run,) = [path for path in runs.iterdir() if not path.name.startswith(".")]
     driver.send_signal(signal.SIGINT)
-    output, _ = driver.communicate(timeout=30)
+    output, _ = driver.communicate(timeout=HANG_S)
     assert driver.returncode == 130, output
     assert "Traceback" not in output
     assert "The jobs keep running." in output
@@ -166,7 +166,7 @@ def test_ctrl_c_leaves_the_job_to_cancel(started: tuple[Path, subprocess.Popen[s
     assert again.status == 2 and "is running; wait for its end" in again.stderr
     answer = _submit("cancel", run.name, runs=runs)
     assert (answer.status, answer.stdout) == (0, "cancelled: debug-bf16-standard\n")
-    until(lambda: not _processes_of(run), 60)
+    until(lambda: not _processes_of(run))
     assert " cancelled" in _submit("status", runs=runs).stdout
     assert _report(runs)["cells"][0]["status"] == "cancelled"
     # What it had reached is still known.

@@ -28,7 +28,7 @@ BASE = "671b-bf16-standard"
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four cells, with a report."""
     folder = make_run(tmp_path_factory.mktemp("full"), steps=300)
-    answer = submit("report", runs=folder.parent, timeout=120)
+    answer = submit("report", runs=folder.parent)
     assert (answer.status, answer.stderr) == (0, ""), answer
     (folder / "printed").write_text(answer.stdout)
     return folder

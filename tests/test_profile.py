@@ -11,6 +11,7 @@ from cookbook.profile.kernels import NO_WORK, category_of
 from tests.made_up_run import Run
 from tests.submit import ROOT, listing, submit
 from tests.traces import GEMM, TraceFile
+from tests.waiting import HANG_S
 
 RUN = "mine-20261121-120000"
 ATTEMPT = f"{RUN}/16b-bf16-deepep/attempt-0"
@@ -119,14 +120,13 @@ def test_a_recipe_is_profiled_without_its_weights_and_validation(tmp_path: Path)
 def test_a_recipe_is_trained_and_profiled(recipe: str, tmp_path: Path) -> None:
     if not (ROOT / "assets/local/stamp.json").exists():
         command = [sys.executable, "-m", "cookbook.install.corpus", "assets/local"]
-        subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+        subprocess.run(command, cwd=ROOT, check=True, timeout=HANG_S)
     small = ["training.seq_len=64", "training.steps=3", "profiling.profiler_warmup=1"]
     words = [word for setting in small for word in ("--set", setting)]
     answer = submit(
         *["profile", recipe, "--cluster", "local", "--json", *words],
         runs=tmp_path,
         variables={"CUDA_VISIBLE_DEVICES": ""},
-        timeout=280,
     )
     assert answer.status == 0, answer
     # Progress is said elsewhere than the profile.

@@ -34,6 +34,7 @@ from tests.golden import GOLDEN, LAUNCHERS, golden_scripts, launchers
 from tests.programs import write_program
 from tests.script_run import ScriptRunner, Start, carried
 from tests.test_stack import ANY_TEXT, NOT_HERE, TEXTS
+from tests.waiting import HANG_S
 
 CHECKED_IN = {name: (ROOT / name).read_text(encoding="utf-8") for name in LAUNCHERS}
 CELLS = {str(point): point.cell() for point in POINTS}
@@ -87,7 +88,7 @@ def test_bash_and_shellcheck_find_nothing_in_any_script(tmp_path: Path) -> None:
         shape = re.sub(r"(?m)^ *(#.*|[A-Z_]+=.*)$", "", text.partition(HANDED_OVER)[0])
         seen.setdefault(shape, file)
     chosen = [*seen.values(), *(file for file in files if Path(file).name in LAUNCHERS)]
-    done = subprocess.run([shellcheck, *chosen], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([shellcheck, *chosen], capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout + done.stderr == ""
 
 

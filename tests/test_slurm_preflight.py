@@ -31,7 +31,7 @@ def test_three_bad_nodes_of_ten_are_left_out_of_the_next_attempt(jobs: Jobs) -> 
     jobs.gpus.lose_gpu("worker-4")
     jobs.gpus.ecc_error("worker-9")
     job = jobs.submit("--nodes=10")
-    assert jobs.cluster.wait(job, timeout=120) == "COMPLETED", jobs.log(job)
+    assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
     trained = jobs.trained_on()
     assert {restart for restart, _ in trained} == {1}
     assert {node for _, node in trained} == {
@@ -135,12 +135,12 @@ def test_a_node_that_does_not_answer_is_a_failed_node(jobs: Jobs) -> None:
     jobs.cluster.wait(job, {"RUNNING"})
     os.kill(slurmd, signal.SIGSTOP)
     try:
-        until(lambda: len(jobs.left_out()) == 2, 60)
+        until(lambda: len(jobs.left_out()) == 2)
         until(lambda: jobs.cluster.job_field(job, "Restarts") == "1")
     finally:
         # Slurm 22.05 forgets the GPUs of a job that starts again while such a node still ends it.
         os.kill(slurmd, signal.SIGCONT)
-    assert jobs.cluster.wait(job, timeout=120) == "COMPLETED", jobs.log(job)
+    assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
     found = jobs.left_out()
     assert "no answer in 30 s" in found["worker-1"]
     assert "Socket timed out" in found["worker-2"]
@@ -218,6 +218,6 @@ def test_a_daemon_that_is_away_while_a_job_begins_costs_no_job(jobs: Jobs, daemo
     gone.touch()
     until(lambda: "preflight: waits for Slurm: scontrol show node: " in jobs.log(job))
     getattr(jobs.cluster, f"start_{daemon}")()
-    assert jobs.cluster.wait(job, timeout=120) == "COMPLETED", jobs.log(job)
+    assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
     assert jobs.trained_on() == [(0, "worker-0"), (0, "worker-1")]
     assert jobs.left_out() == {}

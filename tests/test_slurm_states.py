@@ -242,7 +242,7 @@ def _cancel(states: States, verb: Verb, row: Row) -> None:
         assert not said.stdout
     else:
         assert (said.status, said.stdout) == (0, f"cancelled: {run.cells[0].name}\n")
-        until(lambda: states.slurm_says(row.state) == row.cancel, 30)
+        until(lambda: states.slurm_says(row.state) == row.cancel)
         (state,) = cell_states(run)
         assert (state.state == "cancelled") == (row.cancel == "CANCELLED")
 

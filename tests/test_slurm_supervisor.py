@@ -60,11 +60,11 @@ def test_a_step_that_hangs_is_ended_and_a_users_own_step_goes_on(
     mine = subprocess.Popen([*words, "sleep", "40"], stderr=subprocess.DEVNULL)
     try:
         until(lambda: "mine" in steps_of(slurm, job))
-        until(lambda: ends(run), 90)
+        until(lambda: ends(run))
         assert ends(run)[0].cause is Cause.HANG
         assert "attempt-0" not in steps_of(slurm, job)
         assert "mine" in steps_of(slurm, job) and mine.poll() is None
-        slurm.wait(job, {"COMPLETED"}, timeout=90)
+        slurm.wait(job, {"COMPLETED"})
         assert [end.cause for end in ends(run)] == [Cause.HANG, Cause.FINISHED]
         assert cell_states(run)[0].state == "finished"
     finally:
@@ -83,11 +83,11 @@ def test_a_node_that_slurm_takes_back_after_a_failure_is_left(
     # As a health check does it: the jobs on the node go on.
     slurm.run("scontrol", "update", f"NodeName={last}", "State=DRAIN", "Reason=ECC errors")
     try:
-        until(lambda: ends(run), 60)
+        until(lambda: ends(run))
         (end,) = ends(run)
         assert end.decision == f"requeued without {last}, which Slurm cannot use"
         assert cell_states(run)[0].state == "queued"
-        slurm.wait(job, {"COMPLETED"}, timeout=90)
+        slurm.wait(job, {"COMPLETED"})
         assert slurm.job_field(job, "Restarts") == "1"
         hosts = slurm.run("scontrol", "show", "hostnames", slurm.job_field(job, "NodeList") or "")
         assert last not in hosts.stdout.split()
@@ -125,19 +125,19 @@ def test_the_steps_after_the_checkpoint_are_lost_by_a_requeue_and_a_cancellation
         found = re.findall(r"(?m)^(?:- )?(\w+): (\d+) steps? lost", capsys.readouterr().out)
         return {name: int(steps) for name, steps in found}
 
-    until(lambda: waits(0, *lost), 60, lambda: cell_states(run))
+    until(lambda: waits(0, *lost), lambda: cell_states(run))
     save(run.cell("saved").path / "checkpoint", 4, readers=1)
     assert said("status") == said("report") == {}
     for job in (saved, unsaved):
         slurm.run("scontrol", "requeue", job)
     slurm.run("scancel", cancelled)
     ended = ["queued", "queued", "cancelled"]
-    until(lambda: [one.state for one in cell_states(run)] == ended, 60, lambda: cell_states(run))
+    until(lambda: [one.state for one in cell_states(run)] == ended, lambda: cell_states(run))
     # Slurm has a job wait again before the job's last word.
-    until(lambda: said("status") == lost, 60, lambda: said("status"))
+    until(lambda: said("status") == lost, lambda: said("status"))
     assert said("report") == lost
     # Before its first step, the next attempt has lost nothing more.
-    until(lambda: waits(1, "saved", "unsaved"), 90, lambda: cell_states(run))
+    until(lambda: waits(1, "saved", "unsaved"), lambda: cell_states(run))
     assert said("status") == said("report") == lost
 
 
@@ -217,7 +217,7 @@ def test_a_requeued_job_goes_on_with_the_cells_that_are_left(
         seen.update(states(run)[1:])
         return began(run, 1)()
 
-    until(goes_on, 90)
+    until(goes_on)
     # At no moment is one of them over: who watches would take leave.
     assert seen == {"running", "queued"}
     assert states(run) == ["finished", "running", "queued"]

@@ -19,6 +19,7 @@ from tests.slurm_cluster import SlurmCluster
 from tests.slurm_states import one_node_cell
 from tests.submit import ROOT
 from tests.test_check_line import check_line
+from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("two_nodes")]
 
@@ -80,7 +81,7 @@ def test_of_several_resumes_at_the_same_moment_one_submits(
     words = [sys.executable, str(ROOT / "submit.py"), "run", "--resume", run.name, "--detach"]
     words.append("--set=checkpoint.enable=true")
     resumes = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    refusals = [resume.communicate(timeout=120)[1] for resume in resumes]
+    refusals = [resume.communicate(timeout=HANG_S)[1] for resume in resumes]
     assert sorted(resume.returncode for resume in resumes) == [0, 2, 2], refusals
     said = "submits its cells; wait until it is done\n", "is queued; wait for its end, or: "
     assert sum(any(words in text for words in said) for text in refusals) == 2, refusals

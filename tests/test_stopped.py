@@ -18,7 +18,7 @@ from cookbook.run.states import cancel_run, cell_states
 from tests.cells import Point
 from tests.programs import PYTHON, set_command, write_program
 from tests.submit import ROOT
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 CELL = Point("debug", "bf16", "standard", "local")
 
@@ -60,7 +60,7 @@ def test_a_stopped_script_is_cancelled(tmp_path: Path, number: signal.Signals, s
     # torchrun may end well of it, having saved a checkpoint.
     process = start_script(tmp_path, "trap 'exit 0' TERM\n" if status == 0 else "")
     os.killpg(process.pid, number)
-    assert process.wait(timeout=20) == (status or 143)
+    assert process.wait(timeout=HANG_S) == (status or 143)
     said = json.loads((tmp_path / "runs/r/a/status.json").read_text())
     assert (said["state"], said["reason"]) == ("cancelled", number.name)
 
@@ -74,7 +74,7 @@ def test_a_script_by_bash_is_followed_and_cancelled_like_a_run(tmp_path: Path, j
         (state,) = cell_states(run)
         assert (state.state, state.reason) == ("running", None)
         second = start(tmp_path, SLURM_JOB_ID=job)
-        said = second.communicate(timeout=60)[1].decode()
+        said = second.communicate(timeout=HANG_S)[1].decode()
         assert second.returncode == 2 and f"process {process.pid} trains here; wait" in said
         process.kill()
         process.wait()
@@ -200,7 +200,7 @@ def test_a_full_disk_changes_nothing_of_the_end(tmp_path: Path, status: int, sta
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     words, _, found = done.stdout.rpartition("code=")
     code, _, written = found.partition("\n")

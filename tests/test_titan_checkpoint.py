@@ -62,7 +62,7 @@ def trained(
     for attempt in attempts:
         attempt.mkdir(parents=True)
     argv = job(assets, out, *options, steps=4)
-    results = run_ranks(train_until_asked, 2, argv, attempts, asked, step, seconds=200)
+    results = run_ranks(train_until_asked, 2, argv, attempts, asked, step)
     # Every rank made the same steps, and ended by itself.
     assert [result["ended"] for result in results] == [False, False]
     assert len({len(result["losses"]) for result in results}) == 1

@@ -137,7 +137,7 @@ NEEDED = (
 
 def test_a_job_gives_torchtitans_names_back(assets: Path, tmp_path: Path) -> None:
     argv = job(assets, tmp_path, *EP2, *A2A, *MXFP8, steps=1)
-    for result in run_ranks(train_and_compare, 2, argv, seconds=200):
+    for result in run_ranks(train_and_compare, 2, argv):
         assert len(result["losses"]) == 1
         assert {name for name in result["replaced"] if not name.startswith(NEEDED)} == OTHERS
 
@@ -145,7 +145,7 @@ def test_a_job_gives_torchtitans_names_back(assets: Path, tmp_path: Path) -> Non
 def test_a_job_of_another_model_family_is_torchtitans_own(assets: Path, tmp_path: Path) -> None:
     # It is held to no declaration either.
     argv = job(assets, tmp_path, "--model.name=llama3", "--cookbook.grouped_gemms=mxfp8", steps=1)
-    (result,) = run_ranks(train_and_compare, 1, argv, seconds=200)
+    (result,) = run_ranks(train_and_compare, 1, argv)
     assert len(result["losses"]) == 1 and not result["ended"]
     assert not [text for text in result["said"] if "cookbook active" in text]
     assert result["replaced"] == OTHERS

@@ -22,7 +22,7 @@ from cookbook.titan.common.expert_groups import (
 )
 from cookbook.titan.tt_0_2_2.row_kernels import Groups
 from tests.started import python
-from tests.titan_run import A2A, EP2, FULL, MXFP8, SAVE, active, run
+from tests.titan_run import A2A, EP2, MXFP8, SAVE, active, run
 
 pytestmark = pytest.mark.titan
 
@@ -172,9 +172,8 @@ def test_quantized_experts_train_with_own_rows_and_recomputation_changes_no_bit(
         assert kept[what] == pytest.approx(plain[what], rel=1e-4)
     active_now = [active(kept)[name] for name in ("rows", "dispatch", "grouped_gemms")]
     assert active_now == ["kernels", "mxfp8", "mxfp8"]
-    for words in (FULL, SAVE):
-        again = trained(words[0][-4:], "--cookbook.row_kernels", *words)
-        assert all(again[what] == kept[what] for what in ("losses", "grad_norms")), words
+    again = trained("again", "--cookbook.row_kernels", *SAVE)
+    assert all(again[what] == kept[what] for what in ("losses", "grad_norms"))
 
 
 # With the relative and absolute differences that are allowed.
@@ -210,7 +209,8 @@ def kernels_against_operations() -> None:
                     expert_groups.take_at(scores, plan.copies),
                 )
                 variants = ((scores, tokens.float()), (None, tokens), (None, None))
-                for weights, base in variants if case == "uneven" else variants[:1]:
+                is_each = case == "uneven" and dtype == torch.float32
+                for weights, base in variants if is_each else variants[:1]:
                     other = torch.float32 if base is None else dtype
                     same(
                         triton_kernels.spread(tokens, weights, plan.copies, plan.slots, other),
@@ -220,7 +220,7 @@ def kernels_against_operations() -> None:
                         triton_kernels.collect(rows, weights, plan.slots, other, base),
                         expert_groups.sum_rows(rows, weights, plan, other, base),
                     )
-                if case != "uneven":
+                if not is_each:
                     continue
                 # Results of collectives have no address of their own.
                 sent = [AsyncCollectiveTensor(one) for one in (tokens, rows, scores)]
@@ -239,7 +239,7 @@ def kernels_against_operations() -> None:
                 )
 
     # The kernels take 2048 at a time: once more, ragged.
-    for hidden in (24, 1408, 2100):
+    for hidden in (24, 2100):
         assert max(activation_errors(hidden, torch.float32)) < 1e-6
         assert max(activation_errors(hidden, torch.bfloat16)) < 6e-3
     weight, joined = torch.randn(3, 30, 200), torch.zeros(3, 60, 200, dtype=torch.float64)

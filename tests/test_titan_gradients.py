@@ -28,7 +28,7 @@ def compare(case: Case, folder: Path, **changes: Any) -> dict[str, Any]:
         *train_argv(cell_of(case, None, folder)),
         *("--training.steps=2", f"--job.dump_folder={folder / 'job'}"),
     ]
-    run_ranks(train_in_rank, case.ranks, argv, compared, seconds=200)
+    run_ranks(train_in_rank, case.ranks, argv, compared)
     read = json.loads(found.read_text())
     errors = {what: thinned(named) for what, named in read["errors"].items()}
     kept = {"stopped": None, "errors": errors, "choices": read["choices"]}

@@ -190,7 +190,7 @@ def run_layers(layers: list[Layer]) -> list[dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def found_everywhere() -> list[list[dict[str, torch.Tensor]]]:
-    return run_ranks(run_layers, RANKS, LAYERS, seconds=300)
+    return run_ranks(run_layers, RANKS, LAYERS)
 
 
 @pytest.mark.parametrize("number", range(len(LAYERS)), ids=map(str, LAYERS))

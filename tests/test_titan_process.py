@@ -130,7 +130,7 @@ def test_the_workers_of_data_loaders_end_with_their_rank(tmp_path: Path) -> None
     subprocess.run(command, cwd=ROOT, check=True)
     workers = [int(line) for line in pids.read_text().split()]
     assert len(workers) == 4
-    until(lambda: not any(map(lives, workers)), 10)
+    until(lambda: not any(map(lives, workers)))
 
 
 def test_a_rank_ends_with_its_torchrun_and_another_program_does_not() -> None:
@@ -141,7 +141,7 @@ def test_a_rank_ends_with_its_torchrun_and_another_program_does_not() -> None:
     rank, other = int(found["1"]), int(found["0"])
     torchrun.kill()
     torchrun.wait()
-    until(lambda: not lives(rank), 10)
+    until(lambda: not lives(rank))
     assert lives(other)
     os.kill(other, signal.SIGKILL)
 

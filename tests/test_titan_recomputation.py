@@ -69,11 +69,9 @@ def test_losses_are_bit_equal_to_full_recomputation_and_nothing_is_sent_again(
     # does not call.
     modes: dict[str, tuple[tuple[str, ...], str | None, str]] = {
         "a": (FULL, None, "full"),
-        "b": (SAVE, "communication and grouped_mm", "selective"),
-        "c": ((), None, "none"),
-        "d": (SELECTIVE, "communication and mm", "selective"),
+        "b": (SELECTIVE, "communication and mm", "selective"),
         # On each stage of a pipeline.
-        "e": ((*SAVE, keep), "communication and grouped_mm", "none and selective"),
+        "c": ((*SAVE, keep), "communication and grouped_mm", "none and selective"),
     }
     runs = []
     for name, (mode, saved, recomputed) in modes.items():
@@ -273,7 +271,7 @@ def test_a_job_computes_each_dense_gemm_once_and_trains_the_same(
     save = "--activation_checkpoint.op_sac_save_list=attention,communication,grouped_mm,mm"
     compiled = ("--compile.enable", "--compile.components=model")
     eager, run = (
-        run_ranks(train_and_count, 2, job(assets, tmp_path / name, *words), seconds=200)[0]
+        run_ranks(train_and_count, 2, job(assets, tmp_path / name, *words))[0]
         for name, words in {"a": options, "b": (*options, *SELECTIVE, save, *compiled)}.items()
     )
     assert run["losses"] == pytest.approx(eager["losses"], rel=1e-4)

@@ -95,7 +95,7 @@ def said_of() -> dict[str, list[str]]:
     said: dict[str, list[str]] = {}
     for ranks in {fault.ranks for fault in ON_A_CPU}:
         names = [fault.name for fault in FAULTS if fault.ranks == ranks]
-        said |= run_ranks(try_faults, ranks, names, seconds=300)[0]
+        said |= run_ranks(try_faults, ranks, names)[0]
     return said
 
 
@@ -131,7 +131,7 @@ class TestJob:
         kernel, attempt = "flash_attention_4", tmp_path / "attempt-0"
         argv = job(assets, tmp_path / "out", *EP2, *STANDARD, *FLASH)
         fault = "last rows of dq not written"
-        results = run_ranks(train_with_fault, 2, fault, 1, argv, attempt, seconds=200)
+        results = run_ranks(train_with_fault, 2, fault, 1, argv, attempt)
         for result in results:
             assert result["ended"] and not result["losses"]
         (reason,) = {text for result in results for text in result["said"] if "refuses" in text}

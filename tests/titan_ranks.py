@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkout import PRELOADED, STAND_IN
+from tests.waiting import HANG_S
 
 
 def free_port() -> int:
@@ -24,7 +25,7 @@ def free_port() -> int:
 
 
 def run_ranks(
-    function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 120
+    function: Callable[..., Any], ranks: int, *args: Any, seconds: float = HANG_S
 ) -> list[Any]:
     """`function(*args)` in `ranks` processes of one gloo world; the results, by rank.
 

@@ -137,7 +137,7 @@ def run(
     if attempt:
         attempt.mkdir(parents=True, exist_ok=True)
     argv = job(assets, out, *options, **settings)
-    results = run_ranks(by, ranks, argv, attempt, seconds=200)
+    results = run_ranks(by, ranks, argv, attempt)
     for result in results:
         assert not result["ended"], result["said"][-3:]
     said = [text for result in results for text in result["said"]]
@@ -146,7 +146,7 @@ def run(
 
 def refused(ranks: int, argv: list[str], attempt: Path | None = None) -> str:
     """Train until every rank refuses; the reason, the same one on all of them."""
-    results = run_ranks(train, ranks, argv, attempt, seconds=200)
+    results = run_ranks(train, ranks, argv, attempt)
     reasons = {
         tuple(text for text in result["said"] if text.startswith("cookbook refuses: "))
         for result in results

@@ -159,14 +159,14 @@ def chaos(faults: Sequence[Planned], seed: int, folder: Path) -> tuple[list[Surv
     with small_disk(folder / "disk") as disk, chaos_cluster(folder / "slurm") as cluster:
         began = time.monotonic()
         undisturbed = start_run(cluster, folder / "undisturbed", steps, saves=False)
-        cluster.wait(undisturbed.job_id, timeout=120 + 20 * steps)
+        cluster.wait(undisturbed.job_id, limit_s=120 + 20 * steps)
         expected = undisturbed.losses(undisturbed.attempt)
         print(f"undisturbed: {steps} steps in {time.monotonic() - began:.0f} s", flush=True)
         run = start_run(cluster, disk, steps)
         for number, planned in enumerate(faults, 1):
             survived.append(survive(run, planned, chance))
             print(f"{number}/{len(faults)} {survived[-1]}", flush=True)
-        cluster.wait(run.job_id, timeout=_ATTEMPT_S)
+        cluster.wait(run.job_id, limit_s=_ATTEMPT_S)
         return survived, check(run, steps, expected, survived)
 
 

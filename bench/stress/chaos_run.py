@@ -147,7 +147,6 @@ def start_run(cluster: SlurmCluster, folder: Path, steps: int, saves: bool = Tru
     cluster.run(
         *(sys.executable, str(ROOT / "submit.py"), *words, "--no-check", *settings),
         env={"COOKBOOK_RUNS": str(runs), "VENV": sys.prefix},
-        timeout=120,
     )
     (run,) = [path for path in runs.iterdir() if not path.name.startswith(".")]
     return Run(cluster, run)

@@ -311,8 +311,8 @@ def show_comparison(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.tolerance < 100:
         raise InputError("--tolerance", f"found {arguments.tolerance:g}, allowed: 0 to 100 percent")
     runs = [find_run(name) for name in (arguments.reference, arguments.other)]
-    results = (collect_results(run, cell_states(run)) for run in runs)
-    comparison = compare.compare_runs(*results, arguments.tolerance)
+    reference, other = (collect_results(run, cell_states(run)) for run in runs)
+    comparison = compare.compare_runs(reference, other, arguments.tolerance)
     if not comparison.slower and not any(
         row.judged.speed or row.judged.loss for row in comparison.rows
     ):
