@@ -29,9 +29,9 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TITAN_FLOORS = (STACK.hooks.rpartition(".")[2], "self_check", "common")
 MOST_LINES = 450
 # These rooms read facts, and name an option in no other way, not even in a message.
-READS_FACTS = ("config", "predict", "plan", "check", "doctor")
+READS_FACTS = ("config", "predict", "plan", "check", "doctor", "results")
 # How often other rooms still spell an option's name, which may only shrink.
-SPELT = {"base": 5, "cli": 25, "results": 15, "run": 8}
+SPELT = {"base": 5, "run": 8}
 NAME = re.compile(
     rf"(?<![\w.])({'|'.join(sorted(map(re.escape, STACK.options), reverse=True))})(?!\w)"
 )

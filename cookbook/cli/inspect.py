@@ -14,6 +14,7 @@ from cookbook.base.paths import RECIPES
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
+from cookbook.config.facts import Facts
 from cookbook.config.options import Settings, command_line_settings
 from cookbook.config.recipe import KINDS, check_name, find_file, load_overlay, load_recipe, names_in
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
@@ -96,18 +97,18 @@ def _description(kind: str, name: str) -> str:
     return (load_sweep(name) if kind else load_recipe(name)).description
 
 
-_LAST_SAVE = "checkpoint.last_save_model_only"
-
-
 def show_cell(arguments: argparse.Namespace) -> int:
     cell = requested_cell(arguments)
     record = cell.record()
     if arguments.origins:
         settings = cell.options.settings.items()
         places = {name: {"value": one.value, "from": one.origin} for name, one in settings}
-        if cell.options["checkpoint.enable"] and _LAST_SAVE not in places:
+        if cell.facts.checkpoints and Facts.last_save_model_only not in places:
             origin = "the cookbook's default (TorchTitan's is true)"
-            places[_LAST_SAVE] = {"value": cell.options[_LAST_SAVE], "from": origin}
+            places[Facts.last_save_model_only] = {
+                "value": cell.facts.last_save_model_only,
+                "from": origin,
+            }
         record = replace(record, options=places)
     print(record.as_yaml(), end="")
     return 0

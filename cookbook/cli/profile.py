@@ -11,6 +11,7 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.cli.follow import watch_run
 from cookbook.cli.inspect import requested_cell
 from cookbook.cli.run import start_run
+from cookbook.config.facts import Facts
 from cookbook.config.options import Setting, command_line_settings
 from cookbook.config.recipe import names_in
 from cookbook.profile.profile import (
@@ -29,22 +30,22 @@ from cookbook.run.status import FINISHED
 # Out of every `profile_freq` steps, TorchTitan's profiler skips some, warms up, and records the
 # last ones. By then, compilation is over and the allocator has stopped growing.
 _SETTINGS = {
-    "profiling.enable_profiling": True,
-    "profiling.profile_freq": 8,
-    "profiling.profiler_warmup": 3,
-    "profiling.profiler_active": 2,
-    "training.steps": 8,
+    Facts.profiles: True,
+    Facts.profile_freq: 8,
+    Facts.profile_warmup: 3,
+    Facts.profile_active: 2,
+    Facts.steps: 8,
     # Log every step: reading the loss keeps the host from running ahead into the next step.
-    "metrics.log_freq": 1,
+    Facts.log_freq: 1,
     # TorchTitan's profiler counts a validation as part of the step before it.
-    "validation.enable": False,
+    Facts.validates: False,
 }
 # Turn checkpoints off, and clear the options that are not allowed without checkpoints.
 _NO_CHECKPOINTS = {
-    "checkpoint.enable": False,
-    "checkpoint.initial_load_in_hf": False,
-    "checkpoint.initial_load_path": None,
-    "checkpoint.last_save_in_hf": False,
+    Facts.checkpoints: False,
+    Facts.initial_load_in_hf: False,
+    Facts.initial_load_path: None,
+    Facts.last_save_in_hf: False,
 }
 # These options choose what to train, so they are rejected if the target is a trace.
 _OF_RECIPES = (
@@ -80,20 +81,20 @@ def profile(arguments: argparse.Namespace) -> int:
 
 def _trained(arguments: argparse.Namespace) -> CellFolder | int:
     asked = command_line_settings(arguments.set)
-    saves = asked.get("checkpoint.enable")
+    saves = asked.get(Facts.checkpoints)
     options = _SETTINGS if saves and saves.value else _SETTINGS | _NO_CHECKPOINTS
     settings = {name: Setting(value, "profile") for name, value in options.items()}
-    if steps := asked.get("training.steps"):
+    if steps := asked.get(Facts.steps):
         # Make the profiler's cycle as long as the run, so that it traces the run's last steps.
-        settings["profiling.profile_freq"] = steps
+        settings[Facts.profile_freq] = steps
     cell = requested_cell(arguments, settings)
-    frequency = cell.options["profiling.profile_freq"]
-    needed = cell.options["profiling.profiler_warmup"] + cell.options["profiling.profiler_active"]
+    frequency = cell.facts.profile_freq
+    needed = cell.facts.profile_warmup + cell.facts.profile_active
     # Check the upper limit only: the option rules have checked the lower one.
     if frequency > cell.steps:
         found = f"found {frequency}, allowed: {needed} to {cell.steps}"
         remedy = "TorchTitan's profiler warms up and then traces the last steps"
-        raise InputError("--set profiling.profile_freq", found, remedy)
+        raise InputError(f"--set {Facts.profile_freq}", found, remedy)
     run = start_run(f"{cell.recipe.short_name}-profile", [cell], arguments)
     if isinstance(run, int):
         return run

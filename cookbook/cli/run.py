@@ -23,6 +23,7 @@ from cookbook.check.report import render_json, render_text
 from cookbook.cli.follow import wait_for
 from cookbook.cli.inspect import cell_request, requested_cell
 from cookbook.config.cell import WARNING, Cell
+from cookbook.config.facts import Facts
 from cookbook.config.options import command_line_settings
 from cookbook.config.recipe import names_in
 from cookbook.config.resolve import cell_from_record
@@ -240,13 +241,13 @@ def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
     command = shlex.join(run.record.command)
     new_run = f"start a new run: {command}" if command else "start a new run"
     saved = folder.checkpoints(cell.record().options)
-    if not cell.options["checkpoint.enable"] and saved_steps(saved):
-        raise InputError("checkpoint.enable", "is off, so nothing is loaded", new_run)
+    if not cell.facts.checkpoints and saved_steps(saved):
+        raise InputError(Facts.checkpoints, "is off, so nothing is loaded", new_run)
     if found.checkpoint is None and read_status(folder).state == FINISHED:
         reason = f"has made its steps, and left no whole checkpoint in {shown_path(saved)}"
         raise InputError(shown_path(folder.path), reason, new_run)
     if found.checkpoint is not None and found.checkpoint.step >= cell.steps:
-        remedy = f"ask for more: --set training.steps={2 * cell.steps}"
+        remedy = f"ask for more: --set {Facts.steps}={2 * cell.steps}"
         raise InputError(shown_path(folder.path), f"has made all of its {cell.steps} steps", remedy)
     return found
 

@@ -14,6 +14,7 @@ from cookbook.base.text_files import find_sources, windows, write_lengths
 from cookbook.base.tokenizer import Lengths
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.follow import named_cell
+from cookbook.config.facts import Facts
 from cookbook.config.options import options_of
 from cookbook.run.folder import read_checkpoint, saved_steps
 from cookbook.run.record import read_record
@@ -34,7 +35,7 @@ def export_weights(arguments: argparse.Namespace) -> int:
     fit = [step for step in whole if good is None or step <= good]
     place = f"{run.name}/{cell.name}"
     if not whole:
-        remedy = "train with checkpoint.enable: true; the last step is always saved"
+        remedy = f"train with {Facts.checkpoints}: true; the last step is always saved"
         raise InputError(place, "has no whole checkpoint", remedy)
     for unfit in sorted(whole.keys() - fit):
         if arguments.step in (None, unfit):
@@ -49,7 +50,7 @@ def export_weights(arguments: argparse.Namespace) -> int:
     chosen = whole[step]
     if chosen.is_exported:
         native = next((f"; for another: --step {n}" for n in whole if not whole[n].is_exported), "")
-        found = "already holds safetensors files (checkpoint.last_save_in_hf)"
+        found = f"already holds safetensors files ({Facts.last_save_in_hf})"
         raise InputError(shown_path(chosen.path), found, f"use them there{native}")
     if options.model and options.family and (why := options.family.unpublished(options.model)):
         raise InputError(place, f"has no published format: {why}")
@@ -58,12 +59,12 @@ def export_weights(arguments: argparse.Namespace) -> int:
     request = {
         "checkpoint": str(chosen.path.resolve()),
         "to": str(Path(arguments.to).resolve()),
-        "model": options["model.name"],
-        "flavor": options["model.flavor"],
+        "model": options[Facts.model_name],
+        "flavor": options[Facts.flavor],
         "overrides": options.overrides,
-        "seq_len": options["training.seq_len"],
+        "seq_len": options[Facts.seq_len],
         "dtype": arguments.dtype,
-        "tokenizer": str(ROOT / (options["model.hf_assets_path"] or "")),
+        "tokenizer": str(ROOT / (options[Facts.assets] or "")),
     }
     command = [sys.executable, "-m", f"{options.stack.hooks}.export", json.dumps(request)]
     return subprocess.run(command, cwd=ROOT).returncode

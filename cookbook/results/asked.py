@@ -9,9 +9,9 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.config.asked import asked_options, of_speed
-from cookbook.config.facts import Facts
+from cookbook.config.facts import Facts, facts_of
 from cookbook.config.stack import load_stack
-from cookbook.run.record import TOTAL_STEPS, CellRecord
+from cookbook.run.record import CellRecord
 
 UNKNOWN = "-"
 _MOST_NODES = 4
@@ -20,14 +20,14 @@ _ASKED = frozenset({"precision", "ep_backend", "loss"})
 _DURATION = "self check seconds"  # a duration, which varies from run to run
 # Options that name texts or a tokenizer, with the words that introduce them in a comparison.
 KINDS = {
-    "training.dataset": "the texts: ",
-    "training.dataset_path": "the texts: ",
-    "model.hf_assets_path": "the tokenizer: ",
+    Facts.dataset: "the texts: ",
+    Facts.dataset_path: "the texts: ",
+    Facts.assets: "the tokenizer: ",
 }
 # Options that change the loss, but not a step's speed.
-_OF_LOSS = ("optimizer.lr", "lr_scheduler.", "debug.seed", "data.shuffle_seed")
+_OF_LOSS = (Facts.lr, "lr_scheduler.", Facts.seed, Facts.shuffle_seed)
 # Options that decide which texts a step reads, besides the recipe and the number of tokens.
-_OF_TEXTS = (*KINDS, "data.files", "data.text_key", "data.shuffle_seed", "training.seq_len")
+_OF_TEXTS = (*KINDS, Facts.text_files, Facts.text_key, Facts.shuffle_seed, Facts.seq_len)
 
 
 def asked_facts(record: CellRecord) -> dict[str, str]:
@@ -72,8 +72,8 @@ def repeated_facts(asked: Mapping[str, str]) -> dict[str, str]:
     """Return those of a cell's requested facts that all its repeats share."""
     of_loss = {name: one for name, one in asked.items() if name.startswith(_OF_LOSS)}
     # A resume with more steps keeps the schedule: then both options say the same.
-    total = asked.get(TOTAL_STEPS) or asked.get("training.steps", "")
-    return {**speed_facts(asked), **of_loss, TOTAL_STEPS: total}
+    total = asked.get(Facts.total_steps) or asked.get(Facts.steps, "")
+    return {**speed_facts(asked), **of_loss, Facts.total_steps: total}
 
 
 def texts_of(record: CellRecord) -> tuple[object, ...]:
@@ -84,19 +84,16 @@ def texts_of(record: CellRecord) -> tuple[object, ...]:
 
 
 def sequence_length(record: CellRecord) -> int | None:
-    return record.options.get("training.seq_len")
+    return record.options.get(Facts.seq_len)
 
 
 def is_profiled(record: CellRecord) -> bool:
-    return record.options.get("profiling.enable_profiling") is True
+    return record.options.get(Facts.profiles) is True
 
 
 def routing_of(record: CellRecord) -> str | None:
     """Return `trained`, `round_robin` or `random`; None if nothing is recorded."""
-    if record.recipe is None:
-        return None
-    is_forced = record.options.get("debug.moe_force_load_balance") is True
-    return record.options.get("debug.moe_routing") or ("round_robin" if is_forced else "trained")
+    return None if record.recipe is None else facts_of(record).routing
 
 
 def seen_facts(environment: Mapping[str, Any]) -> dict[str, str]:

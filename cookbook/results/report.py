@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
+from cookbook.config.facts import Facts
 from cookbook.observe.metrics import StepMetrics
 from cookbook.results import verdicts
 from cookbook.results.asked import UNKNOWN, routing_of, sequence_length
@@ -242,7 +243,7 @@ def notes(results: RunResults) -> list[str]:
     lines += [f"{run.name}: {line}" for run in runs for line in run.measured.history.lines]
     lines += [
         f"{cell.name}: profiled, which slows the host down; take its speed from a run without "
-        "profiling.enable_profiling"
+        f"{Facts.profiles}"
         for cell in results.cells
         if cell.measured.profiled
     ]
