@@ -297,7 +297,7 @@ FAULTS = (
     *_of(
         *("linear layer fp8", FLOAT8),
         ("a weight's FP8 scales of the next row", f"{FLOAT8_LAYER}._product", _next_scales),
-        ("FP8 rows transposed to other columns", f"{FLOAT8_LAYER}._transpose", _next_row),
+        ("FP8 rows transposed to other columns", f"{FLOAT8_LAYER}._transposed", _next_row),
     ),
     *_of(
         *("rows to expert groups and back", DEEPEP),

@@ -235,3 +235,29 @@ def test_two_ranks_train_in_fp8_as_in_bf16(
     assert active(found)["grouped_gemms"] == active(found)["linear_layers"] == "fp8"
     for left, right in zip(plain["losses"], found["losses"], strict=True):
         assert left != right and abs(left - right) < 0.01 * left
+
+
+def test_compiled_layers_quantize_a_shared_input_once_and_transpose_in_the_backward() -> None:
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    calls: list[list[str]] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes if "cookbook" in str(node.target)]
+        calls.append([name.split(".")[1].removeprefix("fp8_") for name in names])
+        return make_boxed_func(graph.forward)
+
+    layers = torch.nn.ModuleList(torch.nn.Linear(64, 32, bias=False) for _ in range(2))
+    for layer in layers:
+        layer.__class__ = FP8Linear
+    first, second = layers
+    whole: Any = aot_autograd(
+        fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )
+    rows = torch.randn(16, 64, requires_grad=True)
+    torch.compile(lambda x: first(x).tanh() * second(x), backend=whole)(rows).sum().backward()
+    forward, backward = (sorted(one) for one in calls)
+    assert forward == ["quantize"] * 3
+    gradients = ["input_gradient"] * 2 + ["quantize"] * 2 + ["weight_gradient"] * 2
+    assert backward == gradients

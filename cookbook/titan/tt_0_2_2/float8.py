@@ -98,7 +98,9 @@ def expert_weights(experts: Any, weights: list[Tensor]) -> Weights:
     )
 
 
-# torch.compile merges equal calls of these: layers that read one input quantize it once.
+# torch.compile merges equal calls of these operators: layers that read one input quantize it once.
+# The transposed copies are made within those of the backward, or it would make them in the forward,
+# where the host has no time: it begins each step together with the GPU.
 @torch.library.custom_op("cookbook::fp8_quantize", mutates_args=())
 def _quantize(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values, scales, group_scales = fp8.quantize(rows.unsqueeze(0))
@@ -111,14 +113,32 @@ def _(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(rows, dtype=fp8.FP8), scales, scales.new_empty(1)
 
 
-@torch.library.custom_op("cookbook::fp8_transpose", mutates_args=())
-def _transpose(values: Tensor, scales: Tensor, group_scales: Tensor) -> Tensor:
-    return fp8.transpose(Quantized(values, scales, group_scales)).squeeze(0)
+@torch.library.custom_op("cookbook::fp8_input_gradient", mutates_args=())
+def _input_gradient(grad: list[Tensor], weight: list[Tensor]) -> Tensor:
+    """Return the gradient of the input, (rows, in) in BF16, from the results of `_quantize`."""
+    scales = weight[2].unsqueeze(1).expand(weight[0].shape[1], 1).contiguous()
+    return _product(grad[0], _transposed(weight), grad[1].unsqueeze(1), scales, torch.bfloat16)
 
 
-@_transpose.register_fake
-def _(values: Tensor, scales: Tensor, group_scales: Tensor) -> Tensor:
-    return values.new_empty(values.shape[1], values.shape[0])
+@_input_gradient.register_fake
+def _(grad: list[Tensor], weight: list[Tensor]) -> Tensor:
+    return grad[0].new_empty(len(grad[0]), weight[0].shape[1], dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("cookbook::fp8_weight_gradient", mutates_args=())
+def _weight_gradient(grad: list[Tensor], rows: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the gradient of the weight, (out, in), from the results of `_quantize`."""
+    left, right = _transposed(grad), _transposed(rows)
+    return _product(left, right, grad[2].view(1, 1), rows[2].view(1, 1), dtype)
+
+
+@_weight_gradient.register_fake
+def _(grad: list[Tensor], rows: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return grad[0].new_empty(grad[0].shape[1], rows[0].shape[1], dtype=dtype)
+
+
+def _transposed(quantized: list[Tensor]) -> Tensor:
+    return fp8.transpose(Quantized(*quantized)).squeeze(0)
 
 
 def _product(
@@ -145,16 +165,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         saved = ctx.saved_tensors
-        rows, weight = saved[:3], saved[3:]
-        given = _quantize(grad)
-        scales = weight[2].unsqueeze(1).expand(weight[0].shape[1], 1).contiguous()
-        by_rows = _product(
-            given[0], _transpose(*weight), given[1].unsqueeze(1), scales, torch.bfloat16
-        )
-        by_weight = _product(
-            _transpose(*given), _transpose(*rows), given[2].view(1, 1), rows[2].view(1, 1),
-            ctx.dtypes[1],
-        )  # fmt: skip
+        given = [*_quantize(grad)]
+        by_rows = _input_gradient(given, [*saved[3:]])
+        by_weight = _weight_gradient(given, [*saved[:3]], ctx.dtypes[1])
         return by_rows.to(ctx.dtypes[0]), by_weight
 
 
