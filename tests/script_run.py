@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cookbook.base.yamlfile import YamlFile, parse_yaml
-from cookbook.supervise.__main__ import HANDED_OVER
+from cookbook.config.request import HANDED_OVER
 from tests.programs import write_program
 from tests.waiting import HANG_S
 

@@ -11,7 +11,7 @@ from cookbook.config.dialect.names import DEGREES
 from cookbook.config.facts import Facts
 from cookbook.config.options import Setting
 from cookbook.config.validate import validation_errors
-from cookbook.plan.report import degrees
+from cookbook.plan.render import degrees
 from cookbook.plan.search import SearchResult, evaluate, recomputation, search
 from cookbook.plan.space import RECOMPUTATION, rejected_values, space_of
 from tests.check_cells import cell_of, with_options

@@ -21,7 +21,7 @@ from cookbook.config.dialect.names import DEGREES
 from cookbook.config.facts import Facts
 from cookbook.config.recipe import load_recipe
 from cookbook.plan import search as searching
-from cookbook.plan.report import as_mapping, render_json, render_recipe, render_text
+from cookbook.plan.render import as_mapping, render_json, render_recipe, render_text
 from cookbook.plan.search import Candidate, SearchResult, evaluate
 from cookbook.predict.hardware import C4, Documents
 from cookbook.predict.memory import FITS, TIGHT, TOO_LARGE, StageMemory

@@ -19,7 +19,7 @@ from cookbook.base.yamlfile import parse_yaml
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Setting
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
-from cookbook.config.request import cell_of_script, read_script
+from cookbook.config.request import HANDED_OVER, cell_of_script, read_script
 from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.config.validate import validation_errors
 from cookbook.launch.script import render_script, sbatch_lines
@@ -27,7 +27,6 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
-from cookbook.supervise.__main__ import HANDED_OVER
 from cookbook.supervise.script import cell_environment, write_script
 from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, Point, walked
 from tests.golden import GOLDEN, LAUNCHERS, golden_scripts, launchers

@@ -15,7 +15,7 @@ from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_swe
 from cookbook.results.asked import routing_of
 from cookbook.results.charts import charts_of
 from cookbook.results.columns import REPEATS, report_tables
-from cookbook.results.report import facts, notes
+from cookbook.results.summary import facts, notes
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import take_submit_lock

@@ -144,7 +144,7 @@ def test_a_job_is_held_to_its_declaration(
     said: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from cookbook.titan.tt_0_2_2.activity import check
+    from cookbook.titan.tt_0_2_2.activity import hold_to_declared
 
     names = ("precision", "ep_backend", "grouped_gemms", "linear_layers", "dispatch")
     labels = {**dict.fromkeys(names, ""), "emulated": False, **declared}
@@ -155,9 +155,11 @@ def test_a_job_is_held_to_its_declaration(
     if said:
         kind = "EP backend" if "dispatch" in declared else "precision"
         overlay = f"{kind} {labels['precision']}".rstrip()
-        assert refusal(lambda: check(config, found), caplog) == f"{overlay} {said}{REMEDY}"
+        assert (
+            refusal(lambda: hold_to_declared(config, found), caplog) == f"{overlay} {said}{REMEDY}"
+        )
     else:
-        check(config, found)
+        hold_to_declared(config, found)
 
 
 def test_a_loop_over_experts_quantizes_nothing() -> None:

@@ -14,6 +14,7 @@ from cookbook.base.paths import runs_folder
 from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.display import CellProgress, Progress
+from cookbook.config.request import HANDED_OVER
 from cookbook.observe.history import collect_history
 from cookbook.observe.metrics import Phase, Tail
 from cookbook.results import compare
@@ -27,7 +28,6 @@ from cookbook.run.record import CellRecord, earlier_record
 from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import SETTLED, CellState, cancel_deleted, cancel_run, cell_states
 from cookbook.run.status import FAILED, OPEN, RUNNING, read_resumptions
-from cookbook.supervise.__main__ import HANDED_OVER
 
 _LEAST_STEPS = 4  # logged steps needed to estimate the time left
 POLL_S = {"local": 1.0, "slurm": 5.0}
@@ -285,7 +285,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
         return {state.cell: state.state for state in states}
     # Import lazily: what draws nothing must not wait for Jinja.
     from cookbook.results.page import MARKDOWN, PAGE, save_report
-    from cookbook.results.report import render_markdown
+    from cookbook.results.summary import render_markdown
 
     if form == "md":
         print(render_markdown(results), end="", flush=True)

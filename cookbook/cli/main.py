@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     kinds = ("recipe", "precision", "ep-backend", "cluster", "sweep")
     new.add_argument("--kind", choices=kinds, help="by default the kind that has NAME")
 
-    check = verb("check", "validate cells, and predict their memory and time", "run:check")
+    check = verb("check", "validate cells, and predict their memory and time", "run:show_check")
     check.add_argument("recipe", metavar="RECIPE-or-SWEEP")
     flag(check, "--rules-only", text="do not let TorchTitan build the cells")
     plan = verb("plan", "predict the fastest layouts of a recipe that fit in memory", "plan:plan")

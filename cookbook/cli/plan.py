@@ -14,7 +14,7 @@ from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import merge_config
 from cookbook.config.sweep import requested_pair
 from cookbook.config.validate import validation_errors
-from cookbook.plan import report
+from cookbook.plan import render
 from cookbook.plan.search import SearchResult, evaluate, search
 from cookbook.plan.space import rejected_values, space_of
 from cookbook.predict.hardware import documents_of, hardware_of, parse_documents
@@ -33,7 +33,7 @@ def plan(arguments: argparse.Namespace) -> int:
     model_of(base)
     hardware_of(base)
     if arguments.output:
-        report.check_target(Path(arguments.output))
+        render.check_target(Path(arguments.output))
     named = parse_documents("--documents", arguments.documents) if arguments.documents else None
     documents = documents_of(base, named)
     if named and documents is None:
@@ -59,14 +59,14 @@ def plan(arguments: argparse.Namespace) -> int:
         found = search(cells, documents, show)
     ranked = found.ranked()
     if arguments.json:
-        print(report.render_json(found, base, own, arguments.best, refused), end="")
+        print(render.render_json(found, base, own, arguments.best, refused), end="")
     else:
-        text = report.render_text(found, base, own, arguments.best, documents, len(cells), refused)
+        text = render.render_text(found, base, own, arguments.best, documents, len(cells), refused)
         print(text, end="")
     # Write after printing: if the file cannot be written, the table is already on the screen.
     if arguments.output and ranked:
         path = Path(arguments.output)
-        write_whole(path, report.render_recipe(path, ranked[0], base))
+        write_whole(path, render.render_recipe(path, ranked[0], base))
         if not arguments.json:
             print(f"wrote {shown_path(path)}")
     return 0 if ranked and not found.interrupted else 1

@@ -26,6 +26,7 @@ from cookbook.config.cell import WARNING, Cell
 from cookbook.config.facts import Facts
 from cookbook.config.options import command_line_settings
 from cookbook.config.recipe import names_in
+from cookbook.config.request import HANDED_OVER
 from cookbook.config.resolve import cell_from_record
 from cookbook.config.sweep import expand_sweep, in_rounds, is_sweep, load_sweep
 from cookbook.run.excluded import read_excluded
@@ -35,11 +36,10 @@ from cookbook.run.run import Run, find_cell, release_submit_locks, take_submit_l
 from cookbook.run.slurm import node_groups, refusal_of, submit_environment
 from cookbook.run.states import cell_states
 from cookbook.run.status import ENDED, FINISHED, OPEN, QUEUED, REFUSED, read_status
-from cookbook.supervise.__main__ import HANDED_OVER
 from cookbook.supervise.resume_point import Found, find_checkpoint
 
 
-def check(arguments: argparse.Namespace) -> int:
+def show_check(arguments: argparse.Namespace) -> int:
     """Print the findings; return 0 if every cell may run, else 1."""
     recipe: str = arguments.recipe
     if is_sweep(recipe):

@@ -61,10 +61,16 @@ class Exchange:
     sends_once_per_rank: bool = False  # whether a token is sent once per rank, not per expert
     is_quantized: bool = False  # whether tokens travel in MXFP8
     modules: tuple[str, ...] = ()  # Python modules with its kernels; empty for PyTorch's own
+    kernels: str = ""  # pattern of its kernels' names in a trace; empty for NCCL's
 
 
 STANDARD = Exchange("standard", "the all-to-all", "standard")
-_MXFP8 = Exchange("mxfp8", "TorchAO's quantized all-to-all", "mxfp8_a2a", is_quantized=True)
+_MXFP8 = Exchange(
+    *("mxfp8", "TorchAO's quantized all-to-all", "mxfp8_a2a"),
+    is_quantized=True,
+    # A Triton kernel over symmetric memory.
+    kernels=r"_mxfp8_all_to_all_v_kernel",
+)
 # EP degrees for which the pinned DeepEP has a configuration. At any other degree its
 # `Buffer.get_dispatch_config` fails an assertion.
 _SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
@@ -73,6 +79,8 @@ _DEEPEP = Exchange(
     has_own_layer=True,
     sends_once_per_rank=True,
     modules=("deep_ep", "deep_ep.utils"),
+    # deep_ep::intranode, internode, internode_ll, layout; also NVSHMEM's barrier.
+    kernels=r"\bdeep_ep::|\bnvshmem",
 )
 EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _DEEPEP, _MXFP8)}
 

@@ -31,6 +31,8 @@ from cookbook.config.recipe import Overlay, read_overlay, read_recipe
 from cookbook.config.resolve import merge_config, published_number
 from cookbook.config.stack import load_stack
 
+# How the last line of a script ends, below which is all that it carries.
+HANDED_OVER = "<<'CELL'"
 _PLACE = "TorchTitan arguments"
 # For each kind of overlay, the variable that chooses one, and the choice without it.
 CHOICES = {"precision": ("PRECISION", "bf16"), "ep_backend": ("EP_BACKEND", "standard")}

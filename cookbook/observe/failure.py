@@ -89,7 +89,7 @@ _SUMMARY_LINE = re.compile(r"^  (?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(
 _LOG_HEADER = re.compile(r"^(?:\[[EWF][0-9]{4} [^\]]*\] |[EWF][0-9]{4} [^\]]*\] )")
 
 
-class _Finding(NamedTuple):
+class _Clue(NamedTuple):
     sort: int
     rank: str | None
     text: str
@@ -146,14 +146,14 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
     return text, sort == _REFUSED
 
 
-def _read_errors(attempt: Path) -> list[_Finding]:
+def _read_errors(attempt: Path) -> list[_Clue]:
     """Return the exceptions of all ranks from torchrun's `error.json` files, earliest first.
 
     File format: {"message": {"message", "extraInfo": {"py_callstack", "timestamp"}}}.
     """
     # With several nodes, the local rank in a path is not the global rank, so leave it out.
     is_one_node = len(list(attempt.glob("ranks/*"))) == 1
-    found: list[tuple[float, _Finding]] = []
+    found: list[tuple[float, _Clue]] = []
     for path in attempt.glob("ranks/*/attempt_*/*/error.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             message: Any = json.loads(path.read_bytes())["message"]
@@ -166,16 +166,16 @@ def _read_errors(attempt: Path) -> list[_Finding]:
     return [finding for _, finding in sorted(found, key=lambda item: item[0])]
 
 
-def _exception(text: str, rank: str | None, sort: int) -> _Finding:
+def _exception(text: str, rank: str | None, sort: int) -> _Clue:
     if refusal := _REFUSAL.search(text):
-        return _Finding(_REFUSED, None, refusal[1])
+        return _Clue(_REFUSED, None, refusal[1])
     if cause_of(text) is Cause.OUT_OF_MEMORY:
-        return _Finding(_MEMORY, rank, text)
-    return _Finding(_FOLLOWS if is_consequence(text) else sort, rank, text)
+        return _Clue(_MEMORY, rank, text)
+    return _Clue(_FOLLOWS if is_consequence(text) else sort, rank, text)
 
 
-def _read_console(log: Path) -> list[_Finding]:
-    findings: list[_Finding] = []
+def _read_console(log: Path) -> list[_Clue]:
+    findings: list[_Clue] = []
     exceptions: dict[str | None, int] = {}
     in_traceback: set[str | None] = set()
     for raw in _plain_lines(log):
@@ -195,7 +195,7 @@ def _read_console(log: Path) -> list[_Finding]:
             elif found.sort <= findings[at].sort:
                 findings[at] = found
         elif sort := next((sort for sort, form in _LINES if form.search(line)), None):
-            findings.append(_Finding(sort, rank, _LOG_HEADER.sub("", line).strip(" │|\t")))
+            findings.append(_Clue(sort, rank, _LOG_HEADER.sub("", line).strip(" │|\t")))
     return findings
 
 

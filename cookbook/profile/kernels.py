@@ -8,6 +8,8 @@ import functools
 import re
 from dataclasses import dataclass
 
+from cookbook.config.facts import EXCHANGES
+
 COMPUTE, COMMUNICATION = "compute", "communication"
 
 
@@ -48,7 +50,7 @@ GEMMS = ("grouped_gemms", "dense_gemms")
 
 
 @dataclass(frozen=True)
-class Rule:
+class Match:
     """Assigns a kernel to a category if every nonempty pattern matches."""
 
     category: str
@@ -66,112 +68,109 @@ _GATHERS = r"all_?gather|reduce_?scatter"
 RULES = (
     # --- Communication. A process group has the name of its mesh in TorchTitan's parallel_dims.py,
     # but a group of all ranks is always named `default_pg`, whatever it is used for.
-    # DeepEP: deep_ep::intranode, internode, internode_ll, layout; also NVSHMEM's barrier.
-    Rule("ep", kernel=r"\bdeep_ep::|\bnvshmem"),
-    # TorchAO's quantized all-to-all: a Triton kernel over symmetric memory.
-    Rule("ep", kernel=r"_mxfp8_all_to_all_v_kernel"),
-    Rule("ep", kernel=_NCCL, group=r"^mesh_ep$"),
-    Rule("cp", kernel=_NCCL, group=r"^mesh_cp$"),
-    Rule("pp", kernel=_NCCL, group=r"^mesh_pp$", collective=r"send|recv|coalesced"),
+    *(Match("ep", kernel=one.kernels) for one in EXCHANGES.values() if one.kernels),
+    Match("ep", kernel=_NCCL, group=r"^mesh_ep$"),
+    Match("cp", kernel=_NCCL, group=r"^mesh_cp$"),
+    Match("pp", kernel=_NCCL, group=r"^mesh_pp$", collective=r"send|recv|coalesced"),
     # The last reduction of the gradient norm is a sum over all pipeline ranks.
-    Rule("reductions", kernel=_NCCL, group=r"^mesh_pp$"),
-    Rule("tp", kernel=_NCCL, group=r"^mesh_e?tp$"),
+    Match("reductions", kernel=_NCCL, group=r"^mesh_pp$"),
+    Match("tp", kernel=_NCCL, group=r"^mesh_e?tp$"),
     # FSDP's annotations also enclose HSDP's all-reduce of gradients over the replicas.
-    Rule("fsdp", kernel=_NCCL, inside=r"^FSDP::"),
-    Rule("fsdp", kernel=_NCCL, group=r"^mesh_(e?fsdp|dp_shard\w*)$", collective=_GATHERS),
+    Match("fsdp", kernel=_NCCL, inside=r"^FSDP::"),
+    Match("fsdp", kernel=_NCCL, group=r"^mesh_(e?fsdp|dp_shard\w*)$", collective=_GATHERS),
     # Loss, gradient norm and expert loads are reduced over the fsdp, loss, batch or default group.
-    Rule("reductions", kernel=_NCCL, collective=r"all_?reduce|barrier|broadcast"),
-    Rule("ep", kernel=_NCCL, collective=r"all_?to_?all"),
-    Rule("pp", kernel=_NCCL, collective=r"send|recv"),
+    Match("reductions", kernel=_NCCL, collective=r"all_?reduce|barrier|broadcast"),
+    Match("ep", kernel=_NCCL, collective=r"all_?to_?all"),
+    Match("pp", kernel=_NCCL, collective=r"send|recv"),
     # Outside FSDP's annotations, only DTensor's redistribution over TP uses these collectives.
-    Rule("tp", kernel=_NCCL, collective=_GATHERS, group=r"^default_pg$"),
+    Match("tp", kernel=_NCCL, collective=_GATHERS, group=r"^default_pg$"),
     # Asynchronous TP: PyTorch's collectives over symmetric memory.
-    Rule("tp", kernel=r"multimem_\w+_kernel|one_shot_all_reduce|two_shot_all_reduce"),
+    Match("tp", kernel=r"multimem_\w+_kernel|one_shot_all_reduce|two_shot_all_reduce"),
     # On a CPU, gloo's thread records which collective ran, but not in which group.
-    Rule("ep", inside=r"^gloo:all_to_all"),
-    Rule("pp", inside=r"^gloo:(send|recv)"),
-    Rule("communication", inside=r"^gloo:"),
-    Rule("communication", kernel=_NCCL),
+    Match("ep", inside=r"^gloo:all_to_all"),
+    Match("pp", inside=r"^gloo:(send|recv)"),
+    Match("communication", inside=r"^gloo:"),
+    Match("communication", kernel=_NCCL),
     # --- On a CPU, the main thread waits in wait_tensor while the gloo thread works. Time inside
     # an autograd node but outside any operation is spent in hooks, mostly FSDP's.
-    Rule(NO_WORK, kernel=r"^_c10d_functional::wait_tensor$"),
-    Rule(NO_WORK, kernel=r"^autograd::engine::|^(?!Compiled)\w+Backward\d*$|^RegisterPost"),
+    Match(NO_WORK, kernel=r"^_c10d_functional::wait_tensor$"),
+    Match(NO_WORK, kernel=r"^autograd::engine::|^(?!Compiled)\w+Backward\d*$|^RegisterPost"),
     # Python code of a tensor subclass such as DTensor: it only calls the actual operation.
-    Rule(NO_WORK, kernel=r"^Python(Subclass|TLSSnapshot|Dispatcher)$"),
-    Rule("communication", kernel=r"^(_?c10d(_functional(_autograd)?)?)::"),
+    Match(NO_WORK, kernel=r"^Python(Subclass|TLSSnapshot|Dispatcher)$"),
+    Match("communication", kernel=r"^(_?c10d(_functional(_autograd)?)?)::"),
     # --- Attention.
-    Rule("attention", kernel=r"flex_attention|flex_decoding"),
+    Match("attention", kernel=r"flex_attention|flex_decoding"),
     # FlashAttention-4: CuTe DSL kernels, FlashAttentionForwardSm90, FlashAttentionBackwardSm100,
     # FlashAttentionBackwardPreprocess / Postprocess; FlashAttention-2 in PyTorch: flash_fwd_kernel.
-    Rule("attention", kernel=r"(?i)flash_?att(entio)?n|flash_(fwd|bwd)|fmha"),
+    Match("attention", kernel=r"(?i)flash_?att(entio)?n|flash_(fwd|bwd)|fmha"),
     # cuDNN: cudnn_generated_fort_native_sdpa_sm90_flash_fprop and _bprop.
-    Rule("attention", kernel=r"^cudnn\w*_sdpa_"),
+    Match("attention", kernel=r"^cudnn\w*_sdpa_"),
     # All other kernels that an attention operation launches.
-    Rule("attention", inside=r"(?i)scaled_?dot_?product|flex_?attention|varlen_attention"),
+    Match("attention", inside=r"(?i)scaled_?dot_?product|flex_?attention|varlen_attention"),
     # --- Optimizer and gradient norm. The optimizer's own GEMMs and copies count here too.
-    Rule("optimizer", inside=r"^Optimizer\.(step|zero_grad)#"),
+    Match("optimizer", inside=r"^Optimizer\.(step|zero_grad)#"),
     # Fused AdamW, and the norms and scaling of clip_grad_norm_ (multi_tensor_apply, _foreach_*).
     # FSDP's _foreach_copy_ uses the same kernels, so its rule comes first.
-    Rule("copies", operation=r"^aten::_foreach_copy_"),
-    Rule("optimizer", kernel=r"multi_tensor_apply|FusedAdam|FusedSgd"),
-    Rule("optimizer", operation=r"^aten::(_foreach_|_fused_adam|linalg_vector_norm)"),
+    Match("copies", operation=r"^aten::_foreach_copy_"),
+    Match("optimizer", kernel=r"multi_tensor_apply|FusedAdam|FusedSgd"),
+    Match("optimizer", operation=r"^aten::(_foreach_|_fused_adam|linalg_vector_norm)"),
     # --- Quantization. These rules precede those for GEMMs, because a GEMM's operation may launch
     # quantization kernels as well.
     # TorchAO: MXFP8 casts (CUDA and Triton), scales in the blocked layout, FP8 rowwise casts.
-    Rule("quantization", kernel=r"mxfp8_quantize|to_mxfp8_dim|mx_block(_rearrange|ed_layout)"),
-    Rule("quantization", kernel=r"triton_scale_swizzle|scale_swizzle|_dequant_mxfp8|nvfp4"),
-    Rule("quantization", kernel=r"_triton_fp8_(per_group|rowwise)|fp8_blockwise_\w*quant"),
-    Rule("quantization", kernel=r"^_?to_fp8_(row|col)|^_amax_|^_scale_(atomic|reduction)"),
-    Rule("quantization", operation=r"torchao::\w*(quantize|to_mx|swizzle|fp8|rearrange)"),
+    Match("quantization", kernel=r"mxfp8_quantize|to_mxfp8_dim|mx_block(_rearrange|ed_layout)"),
+    Match("quantization", kernel=r"triton_scale_swizzle|scale_swizzle|_dequant_mxfp8|nvfp4"),
+    Match("quantization", kernel=r"_triton_fp8_(per_group|rowwise)|fp8_blockwise_\w*quant"),
+    Match("quantization", kernel=r"^_?to_fp8_(row|col)|^_amax_|^_scale_(atomic|reduction)"),
+    Match("quantization", operation=r"torchao::\w*(quantize|to_mx|swizzle|fp8|rearrange)"),
     # Quantization fused by Inductor: a maximum absolute value, then a clamp to the format's range.
-    Rule("quantization", kernel=r"^triton_\w*(amax\w*clamp|clamp\w*amax|float8)"),
+    Match("quantization", kernel=r"^triton_\w*(amax\w*clamp|clamp\w*amax|float8)"),
     # --- Grouped GEMMs: CUTLASS kernels of aten::_grouped_mm, and the kernel that sets their
     # problem sizes. TorchTitan's for-loop over experts counts as dense GEMMs.
-    Rule("grouped_gemms", inside=r"^aten::_(scaled_)?grouped_mm"),
-    Rule("grouped_gemms", kernel=r"(?i)grouped_?mm|GroupProblemShape|grouped_?gemm|group_gemm"),
-    Rule("grouped_gemms", operation=r"(?i)grouped_mm"),
+    Match("grouped_gemms", inside=r"^aten::_(scaled_)?grouped_mm"),
+    Match("grouped_gemms", kernel=r"(?i)grouped_?mm|GroupProblemShape|grouped_?gemm|group_gemm"),
+    Match("grouped_gemms", operation=r"(?i)grouped_mm"),
     # --- Dense GEMMs of cuBLAS (such as nvjet_* on Hopper and Blackwell), CUTLASS, Inductor and
     # FBGEMM, including split-K reductions and matrix-vector products.
-    Rule("dense_gemms", kernel=r"^nvjet_|(?i:gemm)|^triton_tem_\w*mm|cublasLt|splitKreduce"),
-    Rule("dense_gemms", kernel=r"\bgemv|gemv2|gemvx|f8f8bf16|_scaled_mm"),
-    Rule("dense_gemms", operation=r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$"),
-    Rule("dense_gemms", kernel=r"^(mkldnn|onednn)::|mkldnn_linear"),
+    Match("dense_gemms", kernel=r"^nvjet_|(?i:gemm)|^triton_tem_\w*mm|cublasLt|splitKreduce"),
+    Match("dense_gemms", kernel=r"\bgemv|gemv2|gemvx|f8f8bf16|_scaled_mm"),
+    Match("dense_gemms", operation=r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$"),
+    Match("dense_gemms", kernel=r"^(mkldnn|onednn)::|mkldnn_linear"),
     # --- Loss. Eager: aten::_log_softmax and nll_loss, forward and backward. Compiled: Inductor's
     # kernel names contain these. `_softmax` without `log` belongs to the router.
-    Rule("loss", kernel=r"(?i)log_?softmax|nll_loss|cross_entropy"),
+    Match("loss", kernel=r"(?i)log_?softmax|nll_loss|cross_entropy"),
     # The chunked loss's kernels; earlier rules match its GEMMs.
-    Rule("loss", inside=r"(?i)log_?softmax|nll_?loss|cross_?entropy"),
+    Match("loss", inside=r"(?i)log_?softmax|nll_?loss|cross_?entropy"),
     # --- Moving rows to their experts and back: TorchTitan's _fill_indices_kernel and indexing, the
     # cookbook's kernels in `triton_kernels.py`, and DeepEP's permutation.
-    Rule("moving_rows", kernel=r"_fill_indices_kernel|^_(count|place|take|spread|fill)_kernel"),
-    Rule("moving_rows", kernel=r"^_(collect|dot)_kernel"),
-    Rule("moving_rows", kernel=r"permute_(fwd|bwd)?_?kernel|_exchange_row_offsets|unpermute"),
+    Match("moving_rows", kernel=r"_fill_indices_kernel|^_(count|place|take|spread|fill)_kernel"),
+    Match("moving_rows", kernel=r"^_(collect|dot)_kernel"),
+    Match("moving_rows", kernel=r"permute_(fwd|bwd)?_?kernel|_exchange_row_offsets|unpermute"),
     # Match embedding kernels first, because later rules count every gather as `moving_rows`.
-    Rule("pointwise", operation=r"^aten::embedding"),
-    Rule("pointwise", kernel=r"embedding|^aten::embedding"),
+    Match("pointwise", operation=r"^aten::embedding"),
+    Match("pointwise", kernel=r"embedding|^aten::embedding"),
     # TorchTitan's indexing: aten::sort, argsort, topk (CUB's radix sorts), histc, cumsum, index,
     # gather, scatter_add, index_put, and their backward.
-    Rule("moving_rows", kernel=r"(?i)radix_?sort|\bsort|histogram|histc|bincount|kthvalue|topk"),
-    Rule("moving_rows", kernel=r"index_elementwise|indexing_backward|indexFunc|index_(put|add)"),
-    Rule("moving_rows", kernel=r"(?i)gather|scatter"),
-    Rule("moving_rows", kernel=r"^triton_\w*_(index|sort|cumsum)(_|$)"),
-    Rule(
+    Match("moving_rows", kernel=r"(?i)radix_?sort|\bsort|histogram|histc|bincount|kthvalue|topk"),
+    Match("moving_rows", kernel=r"index_elementwise|indexing_backward|indexFunc|index_(put|add)"),
+    Match("moving_rows", kernel=r"(?i)gather|scatter"),
+    Match("moving_rows", kernel=r"^triton_\w*_(index|sort|cumsum)(_|$)"),
+    Match(
         "moving_rows",
         operation=r"^aten::(sort|argsort|topk|histc|bincount|cumsum|index|index_\w+|_index_put_impl_"
         r"|gather|scatter\w*|repeat_interleave|index_select|take)$",
     ),
     # --- Copies: FSDP's packing of parameters and gradients; the driver's copies and fills.
-    Rule("copies", kernel=r"^_cast_kernel"),  # the cookbook's copies of expert weights
-    Rule("copies", operation=r"^fsdp::|split_with_sizes_copy|^aten::_?chunk_cat"),
-    Rule("copies", kernel=r"^Mem(cpy|set)\b|CatArrayBatchedCopy|chunk_cat|split_with_sizes_copy"),
-    Rule("copies", operation=r"^aten::(copy_|_to_copy|clone|contiguous|cat|fill_|zero_)$"),
+    Match("copies", kernel=r"^_cast_kernel"),  # the cookbook's copies of expert weights
+    Match("copies", operation=r"^fsdp::|split_with_sizes_copy|^aten::_?chunk_cat"),
+    Match("copies", kernel=r"^Mem(cpy|set)\b|CatArrayBatchedCopy|chunk_cat|split_with_sizes_copy"),
+    Match("copies", operation=r"^aten::(copy_|_to_copy|clone|contiguous|cat|fill_|zero_)$"),
     # --- The rest of the model: norms, RoPE, activations, residuals, casts, the router. They
     # run in Inductor's fused kernels (poi: pointwise; red, per: reductions) or in PyTorch's own.
-    Rule("pointwise", kernel=r"^_(activate|gradient)_kernel"),  # the cookbook's SwiGLU
-    Rule("pointwise", kernel=r"^triton_(poi|red|per|for|spl)_"),
-    Rule("pointwise", kernel=r"\bat::native::|\bat_cuda_detail::|\bcub::|\bthrust::"),
+    Match("pointwise", kernel=r"^_(activate|gradient)_kernel"),  # the cookbook's SwiGLU
+    Match("pointwise", kernel=r"^triton_(poi|red|per|for|spl)_"),
+    Match("pointwise", kernel=r"\bat::native::|\bat_cuda_detail::|\bcub::|\bthrust::"),
     # All other PyTorch operations on a CPU.
-    Rule("pointwise", kernel=r"^(aten|prims|torch|autograd|mkl|fsdp)::"),
+    Match("pointwise", kernel=r"^(aten|prims|torch|autograd|mkl|fsdp)::"),
 )
 
 

@@ -165,7 +165,7 @@ def read_header(path: Path) -> Header:
 
 def read_trace(path: Path) -> Trace:
     place = shown_path(path)
-    reader = _Reader()
+    reader = _Events()
     # The hook consumes each event when it is parsed, so the parsed events are never all in memory.
     # `strict=False` because kernel names may contain unescaped control characters.
     decoder = json.JSONDecoder(object_hook=reader.take, strict=False)
@@ -197,7 +197,7 @@ def _open(path: Path) -> IO[str]:
     return gzip.open(path, "rt", encoding="utf-8") if is_packed else path.open(encoding="utf-8")
 
 
-class _Reader:
+class _Events:
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
         self._collectives: dict[tuple[str, ...], int] = {}

@@ -85,7 +85,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class _Cell:
+class _Drawn:
     result: Result
     number: int
     label: str
@@ -96,7 +96,7 @@ class _Cell:
         return Line(self.number, label or self.label, [*values], [*values.values()], is_pale)
 
 
-def _cells_of(results: RunResults) -> list[_Cell]:
+def _cells_of(results: RunResults) -> list[_Drawn]:
     by_name = {cell.name: cell for cell in results.cells}
     # Labels omit the leading words that all cell names share (`671b-`).
     words = [name.split("-") for name in by_name]
@@ -104,7 +104,7 @@ def _cells_of(results: RunResults) -> list[_Cell]:
         words = [own[1:] for own in words]
     points = min(_MOST_POINTS, max(_LEAST_POINTS, _OF_ALL_CELLS // max(1, len(words))))
     return [
-        _Cell(cell, number, "-".join(own), by_name.get(cell.judged.baseline or ""), points)
+        _Drawn(cell, number, "-".join(own), by_name.get(cell.judged.baseline or ""), points)
         for number, (cell, own) in enumerate(zip(results.cells, words, strict=True))
     ]
 
@@ -116,7 +116,7 @@ def charts_of(results: RunResults) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
+def throughput(cells: Sequence[_Drawn], unit: str) -> Chart | None:
     bars = tuple(map(_bar, cells))
     numbers = [n for bar in bars for n in (bar.high, bar.value, bar.published) if n]
     if not numbers:
@@ -132,7 +132,7 @@ def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
     return Chart("throughput", "Throughput", caption, f"tokens/s/{unit}", 0, high, bars=bars)
 
 
-def _bar(cell: _Cell) -> Bar:
+def _bar(cell: _Drawn) -> Bar:
     result, measured, speed = cell.result, cell.result.measured, cell.result.judged.speed
     tokens = measured.tokens_per_second_per_gpu
     published = result.record.published_tokens_per_second_per_gpu
@@ -188,8 +188,8 @@ def _finite(result: Result, series: _Series) -> dict[int, float]:
     return {step: value for step, value in found if value is not None and math.isfinite(value)}
 
 
-def _curves(series: _Series) -> Callable[[Sequence[_Cell], str], Chart | None]:
-    def make(cells: Sequence[_Cell], unit: str) -> Chart | None:
+def _curves(series: _Series) -> Callable[[Sequence[_Drawn], str], Chart | None]:
+    def make(cells: Sequence[_Drawn], unit: str) -> Chart | None:
         found = [(cell, values) for cell in cells if (values := _finite(cell.result, series))]
         caption, mean = series.caption, running_mean if series.is_noisy else thin
         if series.is_noisy and any(len(values) > _FEW_STEPS for _, values in found):
@@ -200,7 +200,7 @@ def _curves(series: _Series) -> Callable[[Sequence[_Cell], str], Chart | None]:
     return make
 
 
-def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
+def loss_difference(cells: Sequence[_Drawn], unit: str) -> Chart | None:
     """Chart how far each comparable cell's loss is from its baseline's, in percent."""
     lines, is_mean = [], False
     for cell in cells:
@@ -224,7 +224,7 @@ def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
     return replace(chart, low=-reach, high=reach, band=100 * MARGIN)
 
 
-def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
+def step_time(cells: Sequence[_Drawn], unit: str) -> Chart | None:
     """Chart the duration of every logged step, and mark stalls and restarts."""
     lines = []
     for cell in cells:
@@ -253,7 +253,7 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
     return Chart("step-time", "Step time", caption, "s", 0, min(top, highest * 1.05), tuple(lines))
 
 
-def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
+def router_load(cells: Sequence[_Drawn], unit: str) -> Chart | None:
     """Chart the ratio of the busiest expert's load to the mean, in the median and worst layers."""
     lines = []
     for cell in cells:
@@ -270,7 +270,7 @@ def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
     return _chart("router-load", "Router load", caption, "times the mean", lines)
 
 
-CHARTS: tuple[Callable[[Sequence[_Cell], str], Chart | None], ...] = (
+CHARTS: tuple[Callable[[Sequence[_Drawn], str], Chart | None], ...] = (
     *(throughput, _curves(LOSS), _curves(VALIDATION_LOSS), loss_difference, step_time, router_load),
     *map(_curves, OTHERS),
 )

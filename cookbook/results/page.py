@@ -14,9 +14,9 @@ from cookbook.base.files import write_whole
 from cookbook.base.paths import TEMPLATES
 from cookbook.results.charts import COLOURS, Chart, chart_data, charts_of
 from cookbook.results.columns import CELLS, Table, report_tables
-from cookbook.results.report import facts, headlines, notes, render_markdown
 from cookbook.results.result import RunResults
 from cookbook.results.run_differences import configuration, environment
+from cookbook.results.summary import facts, headlines, notes, render_markdown
 from cookbook.run.run import Run, RunRecord
 
 MARKDOWN, PAGE = "report.md", "report.html"

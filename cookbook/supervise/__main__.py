@@ -16,12 +16,10 @@ from pathlib import Path
 from cookbook.base.errors import InputError, run_command
 from cookbook.base.paths import python_path
 from cookbook.base.yamlfile import parse_yaml
+from cookbook.config.request import HANDED_OVER
 from cookbook.run.folder import CellFolder
 from cookbook.supervise.start import check, take_over
 from cookbook.supervise.supervisor import Supervisor
-
-# How the last line of a script ends, below which is all that it carries.
-HANDED_OVER = "<<'CELL'"
 
 
 def main(words: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 """Record which kernels and number formats each rank uses, and check them against the options.
 
 EP backends, losses and patches add their names to the sets below when they run. Quantization is
-found by inspecting the model (`observe_model`). `merge` joins the records of all ranks, and `check`
-compares the result with what the job's options declare.
+found by inspecting the model (`observe_model`). `merge` joins the records of all ranks, and
+`hold_to_declared` compares the result with what the job's options declare.
 """
 
 from collections.abc import Iterable, Sequence
@@ -98,7 +98,7 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
         name: set[str]().union(*(view.found[name] for view in views)) for name in views[0].found
     }
     # A pipeline stage without linear layers to quantize reports `bf16`. Drop this `bf16` if another
-    # stage quantizes. Keep it if ranks of the same stage differ: `check` must report that fault.
+    # stage quantizes. Keep it if ranks of the same stage differ: `hold_to_declared` must see that.
     by_stage = {(view.stage, view.found["linear_layers"]) for view in views}
     if len(by_stage) == len({view.stage for view in views}):
         found["linear_layers"] = found["linear_layers"] - {"bf16"} or {"bf16"}
@@ -111,7 +111,7 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     }
 
 
-def check(job_config: Any, found: dict[str, Any]) -> None:
+def hold_to_declared(job_config: Any, found: dict[str, Any]) -> None:
     """Exit with an error if `found`, the result of `merge`, differs from what the job declares.
 
     The options `cookbook.grouped_gemms`, `linear_layers`, `dispatch` and `emulated` declare what

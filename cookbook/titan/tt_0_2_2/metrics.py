@@ -147,7 +147,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         views: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(views, self._observe())
         found = activity.merge(views)
-        activity.check(self.job_config, found)
+        activity.hold_to_declared(self.job_config, found)
         if not self._is_metrics_rank():
             return
         on_gpu = torch.cuda.is_available()
