@@ -13,6 +13,7 @@ from cookbook.base import yamlfile
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
 from cookbook.config.cluster import Cluster
+from cookbook.config.dialect.classes import class_of, default_only
 from cookbook.config.recipe import Recipe
 from cookbook.config.stack import Option, load_stack
 
@@ -59,19 +60,21 @@ def titan_options() -> str:
     """Return TorchTitan's own options."""
     own = dict(_own())
     rows = [_row(option) for name, option in load_stack().options.items() if name not in own]
-    return markdown_table(["option", "allowed", "default"], rows, "lll")
+    return markdown_table(["option", "allowed", "default", "class"], rows, "llll")
 
 
 def own_options() -> str:
     """Return the options that the cookbook adds, each with its meaning."""
     options = load_stack().options
     rows = [[*_row(options[name]), meaning] for name, meaning in _own()]
-    return markdown_table(["option", "allowed", "default", "meaning"], rows, "llll")
+    return markdown_table(["option", "allowed", "default", "class", "meaning"], rows, "lllll")
 
 
 def _row(option: Option) -> list[str]:
     allowed = ", ".join(option.choices) or {"lists": "list of lists"}.get(option.kind, option.kind)
-    return [f"`{option.name}`", allowed, _word(option.default)]
+    default, why = _word(option.default), default_only(option.name)
+    judged = (class_of(option.name) or "") + (f": {why[0]}" if why else "")
+    return [f"`{option.name}`", allowed, default, judged]
 
 
 def _word(value: Any) -> str:

@@ -5,6 +5,7 @@ import math
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import HINT, WARNING, Cell, CellRule, Problems, rule
 from cookbook.config.cluster import seconds_of
+from cookbook.config.dialect.classes import not_judged
 from cookbook.config.dialect.names import FLASH_ATTENTION, PIPELINING, TORCHAO, TORCHTITAN
 from cookbook.config.facts import Facts
 from cookbook.predict.operators import BYTES
@@ -36,6 +37,13 @@ def fewer_nodes(cell: Cell) -> Problems:
         reason += f", and a step trains {local * replicas:,} sequences (local batch {local} x "
         reason += f"{replicas} data-parallel ranks)"
     yield "", reason, f"set {Facts.global_batch} to keep the batch"
+
+
+@rule(ADVICE, level=HINT)
+def passed_on(cell: Cell) -> Problems:
+    """List the options that no rule knows."""
+    for option in not_judged(cell.options):
+        yield option, f"{cell.options[option]} is passed on to TorchTitan, not judged", ""
 
 
 @rule(ADVICE, level=HINT)

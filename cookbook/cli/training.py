@@ -18,7 +18,7 @@ from cookbook.config.facts import Facts
 from cookbook.config.options import options_of
 from cookbook.run.folder import read_checkpoint, saved_steps
 from cookbook.run.record import read_record
-from cookbook.supervise.resume_point import last_good_step
+from cookbook.supervise.resume_point import last_good_step, saver_of
 
 # A data set of the hub may have billions of documents.
 _SAMPLE = 10_000
@@ -28,7 +28,6 @@ def export_weights(arguments: argparse.Namespace) -> int:
     """Write a cell's newest checkpoint from before a NaN, or that of `--step`, as safetensors."""
     run, cell = named_cell(arguments.cell)
     record = read_record(cell.record)
-    options = options_of(record)
     saved = saved_steps(cell.checkpoints(record.options))
     whole = {one.step: one for each in saved if (one := read_checkpoint(*each)).damage is None}
     good, why = last_good_step(cell, saved)
@@ -52,6 +51,8 @@ def export_weights(arguments: argparse.Namespace) -> int:
         native = next((f"; for another: --step {n}" for n in whole if not whole[n].is_exported), "")
         found = f"already holds safetensors files ({Facts.last_save_in_hf})"
         raise InputError(shown_path(chosen.path), found, f"use them there{native}")
+    # A later attempt may have another tokenizer.
+    options = options_of(saver_of(cell, step, record)[0] or record)
     if options.model and options.family and (why := options.family.unpublished(options.model)):
         raise InputError(place, f"has no published format: {why}")
     if find_spec("torch") is None:

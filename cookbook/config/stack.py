@@ -15,7 +15,7 @@ from typing import Any
 
 from cookbook.base.errors import InputError, described, nearest, quotes_remedy, unknown_name
 from cookbook.base.family import Family, Model
-from cookbook.config.dialect.names import ALIASES, PACKAGE, SET_BY_SCRIPTS
+from cookbook.config.dialect.names import ALIASES, OFF, PACKAGE, SET_BY_SCRIPTS
 from cookbook.config.pins import read_pins, stack_name
 
 
@@ -33,6 +33,8 @@ class Option:
         """Return `value`, converted to TorchTitan's type; raise InputError if it is not allowed."""
         if self.optional and value in (None, "None"):
             return None
+        if self.name in OFF and value in (None, "None", "null", "inf", math.inf):
+            return 0.0
         if self.kind == "choice":
             if value not in self.choices:
                 raise unknown_name(place, "value", str(value), self.choices)
@@ -69,7 +71,9 @@ class Option:
         return self.check(place, value)
 
     def as_text(self, value: Any) -> str:
-        """Return a checked `value` as a text that `parse` reads."""
+        """Return a checked `value` as a text that `parse` and TorchTitan read alike."""
+        if self.name in OFF and not value:
+            return OFF[self.name]
         if isinstance(value, list):
             return json.dumps(value) if self.kind == "lists" else ",".join(value)
         return str(value)

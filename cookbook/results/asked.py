@@ -9,6 +9,7 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.config.asked import asked_options, of_speed
+from cookbook.config.dialect.names import TEXTS, options_that
 from cookbook.config.facts import Facts, facts_of
 from cookbook.config.stack import load_stack
 from cookbook.run.record import CellRecord
@@ -26,8 +27,6 @@ KINDS = {
 }
 # Options that change the loss, but not a step's speed.
 _OF_LOSS = (Facts.lr, "lr_scheduler.", Facts.seed, Facts.shuffle_seed)
-# Options that decide which texts a step reads, besides the recipe and the number of tokens.
-_OF_TEXTS = (*KINDS, Facts.text_files, Facts.text_key, Facts.shuffle_seed, Facts.seq_len)
 
 
 def asked_facts(record: CellRecord) -> dict[str, str]:
@@ -80,7 +79,8 @@ def texts_of(record: CellRecord) -> tuple[object, ...]:
     """Return what decides which texts each step of an attempt reads."""
     tokens, asked = (record.tokens_per_step_per_gpu or 0) * record.world, asked_facts(record)
     is_anew = "dataloader" in (record.options.get(Facts.load_excluded) or ())
-    return record.recipe, tokens, is_anew, *(asked_value(asked, name) for name in _OF_TEXTS)
+    own = (asked_value(asked, name) for name in options_that(TEXTS))
+    return record.recipe, tokens, is_anew, *own
 
 
 def sequence_length(record: CellRecord) -> int | None:

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from cookbook.base.text_files import find_sources
 from cookbook.base.text_identity import Identity, check_same, files_in, identify, identify_sources
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.asked import asks_same
-from cookbook.config.dialect.names import OVERRIDES
+from cookbook.config.dialect.names import FILES, OVERRIDES, POSITION, options_that
 from cookbook.config.facts import TEXT, Facts, facts_of
 from cookbook.config.options import Options, options_of
 from cookbook.observe.metrics import has_saved
@@ -27,11 +28,7 @@ from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.record import CellRecord, attempt_records, earlier_record
 
-# Options that must not change if the data loader is to continue from its saved position.
-_OF_POSITION = (Facts.dataset, Facts.data_workers, Facts.shuffle_seed)
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-# Options that must not change where it is not recorded what was in the files.
-_OF_FILES = (Facts.text_files, Facts.text_key, Facts.dataset_path)
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
             checkpoint = replace(checkpoint, damage=why)
         if checkpoint.damage is None:
             newest = earlier_record(folder) or record
-            saver, texts = _saver(folder, step, newest)
+            saver, texts = saver_of(folder, step, newest)
             # `exclude_from_loading` is meant for the first load only. If an attempt with the same
             # options saved this checkpoint, that load is over: load all of the checkpoint.
             is_same = saver is not None and asks_same(saver, record, (Facts.is_wandb_on,))
@@ -106,7 +103,7 @@ def _refuse_lost(folder: CellFolder, place: Path, is_async: bool) -> None:
             return
 
 
-def _saver(
+def saver_of(
     folder: CellFolder, step: int, newest: CellRecord
 ) -> tuple[CellRecord | None, Identity | None]:
     """Return record and texts of the attempt that saved `step`: the last to start before it."""
@@ -185,7 +182,8 @@ def _check_texts(
             "TorchTitan cannot reshard the data loader's state",
             f"keep {readers} data-parallel ranks (more ranks can go to TP or PP), or {anew}",
         )
-    for option in _OF_POSITION if texts else (*_OF_POSITION, *_OF_FILES):
+    # Where it is recorded what was in the files, they may have moved.
+    for option in chain(options_that(POSITION), () if texts else options_that(FILES)):
         if options[option] != before[option]:
             found = "differs from the checkpoint's, so the run would lose its position in the texts"
             raise InputError(option, found, f"leave it out, or {anew}")

@@ -23,12 +23,16 @@ class Fact(Generic[T]):
     """An option: its name if read on the class, its value if read on an instance.
 
     If this TorchTitan lacks the option, its name is empty, and `value` holds for every job.
-    `within`: the smallest and the largest value that makes sense.
+    `within`: the smallest and the largest value that makes sense. `allowed`: the texts that do.
+    `decides`: what the option decides, of the columns below; a list of options that must hold all
+    of a kind asks for these (`options_that`).
     """
 
     option: str = ""
     value: T | None = None
     within: tuple[float, float] | None = None
+    allowed: tuple[str, ...] = ()
+    decides: tuple[str, ...] = ()
 
     @overload
     def __get__(self, instance: None, owner: type) -> str: ...
@@ -43,6 +47,9 @@ class Fact(Generic[T]):
 
 
 _FROM_0, _FROM_1, _SHARE = (0, math.inf), (1, math.inf), (0, 1)
+_BELOW_1 = (0, math.nextafter(1, 0))
+# Columns: what a step reads; what a saved position in it counts; which files hold it.
+TEXTS, POSITION, FILES = "texts", "position", "files"
 
 
 class Names:
@@ -53,18 +60,25 @@ class Names:
     # The model.
     model_name = Fact[str]("model.name")
     flavor = Fact[str]("model.flavor")
-    assets = Fact[str | None]("model.hf_assets_path")
+    assets = Fact[str | None]("model.hf_assets_path", decides=(TEXTS,))
+    print_converted = Fact[bool]("model.print_after_conversion")
     converters = Fact[list[str]]("model.converters")
     attention = Fact[str]("model.attention")
     row_kernels = Fact[bool]("cookbook.row_kernels")
+    self_check = Fact[bool]("cookbook.self_check")
+    mx_experts = Fact[list[str]]("quantize.grouped_mm.mx.fqns")
+    float8_experts = Fact[list[str]]("quantize.grouped_mm.float8.fqns")
+    mx_recipe = Fact[str](
+        "quantize.linear.mx.recipe_name", allowed=("mxfp8_cublas", "mxfp8_cublas_rceil")
+    )
 
     # The batch, and how long to train.
     steps = Fact[int]("training.steps", within=_FROM_1)
-    seq_len = Fact[int]("training.seq_len")
+    seq_len = Fact[int]("training.seq_len", decides=(TEXTS,))
     local_batch = Fact[int]("training.local_batch_size")
     global_batch = Fact[int]("training.global_batch_size")  # -1: local batch x replicas
-    max_norm = Fact[float]("training.max_norm", within=_FROM_0)
-    max_skipped_steps = Fact[int]("training.max_skipped_steps")
+    max_norm = Fact[float]("training.max_norm", within=_FROM_0)  # 0: no clipping
+    max_skipped_steps = Fact[int]("training.max_skipped_steps", within=_FROM_0)
     gc_freq = Fact[int]("training.gc_freq", within=_FROM_1)
 
     # Number formats and where the state lives.
@@ -74,6 +88,7 @@ class Names:
     cpu_offload = Fact[bool]("training.enable_cpu_offload")
     is_compile_on = Fact[bool]("compile.enable")
     compiled_components = Fact[list[str]]("compile.components")
+    compiler = Fact[str]("compile.backend", allowed=("inductor", "aot_eager", "eager"))
 
     # The layout over ranks.
     pp = Fact[int]("parallelism.pipeline_parallel_degree")
@@ -90,8 +105,12 @@ class Names:
     schedule = Fact[str]("parallelism.pipeline_parallel_schedule")
     schedule_csv = Fact[str | None]("parallelism.pipeline_parallel_schedule_csv")
     layers_per_stage = Fact[int | None]("parallelism.pipeline_parallel_layers_per_stage")
-    first_stage_less = Fact[int]("parallelism.pipeline_parallel_first_stage_less_layers")
-    last_stage_less = Fact[int]("parallelism.pipeline_parallel_last_stage_less_layers")
+    first_stage_less = Fact[int](
+        "parallelism.pipeline_parallel_first_stage_less_layers", within=_FROM_0
+    )
+    last_stage_less = Fact[int](
+        "parallelism.pipeline_parallel_last_stage_less_layers", within=_FROM_0
+    )
     microbatch = Fact[int]("parallelism.pipeline_parallel_microbatch_size")
     stage_modules = Fact[list[list[str]] | None]("parallelism.module_fqns_per_model_part")
     ep_overlap = Fact[bool]("parallelism.pipeline_parallel_expert_parallel_overlap")
@@ -110,37 +129,47 @@ class Names:
     ac_selective = Fact[str]("activation_checkpoint.selective_ac_option")
     ac_budget = Fact[float]("activation_checkpoint.memory_budget", within=_SHARE)
     ac_save_list = Fact[list[str]]("activation_checkpoint.op_sac_save_list")
+    ac_determinism = Fact[str](
+        "activation_checkpoint.determinism_check", allowed=("default", "none")
+    )
     ac_layers_kept = Fact[int]("activation_checkpoint.num_layers_kept", within=_FROM_0)
     loss_chunks = Fact[int]("loss.num_chunks", within=_FROM_0)
 
     # The optimizer and the learning rate's schedule.
+    optimizer_name = Fact[str]("optimizer.name", allowed=("Adam", "AdamW"))
     optimizer = Fact[str]("optimizer.implementation")
     lr = Fact[float]("optimizer.lr", within=_FROM_0)
-    beta1 = Fact[float]("optimizer.beta1", within=_SHARE)
-    beta2 = Fact[float]("optimizer.beta2", within=_SHARE)
+    beta1 = Fact[float]("optimizer.beta1", within=_BELOW_1)
+    beta2 = Fact[float]("optimizer.beta2", within=_BELOW_1)
     eps = Fact[float]("optimizer.eps", within=_FROM_0)
     weight_decay = Fact[float]("optimizer.weight_decay", within=_FROM_0)
     warmup_steps = Fact[int]("lr_scheduler.warmup_steps", within=_FROM_0)
-    total_steps = Fact[int | None]("lr_scheduler.total_steps")  # None: as many as `steps`
+    total_steps = Fact[int | None]("lr_scheduler.total_steps", within=_FROM_1)  # None: `steps`
+    decay_type = Fact[str]("lr_scheduler.decay_type")
     decay_ratio = Fact[float | None]("lr_scheduler.decay_ratio", within=_SHARE)
     min_lr_factor = Fact[float]("lr_scheduler.min_lr_factor", within=_SHARE)
     seed = Fact[int | None]("debug.seed", within=(0, 2**63 - 1))
 
     # Texts, and validation on others.
-    dataset = Fact[str]("training.dataset")
-    dataset_path = Fact[str | None]("training.dataset_path")
-    data_workers = Fact[int]("training.dataloader.num_workers", within=_FROM_0)
+    dataset = Fact[str]("training.dataset", decides=(TEXTS, POSITION))
+    dataset_path = Fact[str | None]("training.dataset_path", decides=(TEXTS, FILES))
+    data_workers = Fact[int](
+        "training.dataloader.num_workers", within=_FROM_0, decides=(POSITION,)
+    )
     data_prefetch = Fact[int | None]("training.dataloader.prefetch_factor", within=_FROM_1)
     data_workers_stay = Fact[bool]("training.dataloader.persistent_workers")
-    text_files = Fact[list[str]]("data.files")
-    text_key = Fact[str]("data.text_key")
-    shuffle_seed = Fact[int]("data.shuffle_seed", within=(-1, math.inf))  # -1: the files' order
+    text_files = Fact[list[str]]("data.files", decides=(TEXTS, FILES))
+    text_key = Fact[str]("data.text_key", decides=(TEXTS, FILES))
+    shuffle_seed = Fact[int](
+        "data.shuffle_seed", within=(-1, math.inf), decides=(TEXTS, POSITION)
+    )  # -1: the files' order
     validates = Fact[bool]("validation.enable")
     validation_dataset = Fact[str]("validation.dataset")
     validation_path = Fact[str | None]("validation.dataset_path")
     validation_files = Fact[list[str]]("data.validation_files")
     validation_workers = Fact[int]("validation.dataloader.num_workers", within=_FROM_0)
     validation_prefetch = Fact[int | None]("validation.dataloader.prefetch_factor", within=_FROM_1)
+    validation_workers_stay = Fact[bool]("validation.dataloader.persistent_workers")
     validation_steps = Fact[int]("validation.steps")
     validation_freq = Fact[int]("validation.freq")
     validation_seq_len = Fact[int]("validation.seq_len")
@@ -154,7 +183,7 @@ class Names:
     saves_kept = Fact[int]("checkpoint.keep_latest_k", within=_FROM_0)
     async_mode = Fact[str]("checkpoint.async_mode")
     load_only = Fact[bool]("checkpoint.load_only")
-    load_step = Fact[int]("checkpoint.load_step")
+    load_step = Fact[int]("checkpoint.load_step", within=(-1, math.inf))
     load_excluded = Fact[list[str]]("checkpoint.exclude_from_loading")
     last_save_model_only = Fact[bool]("checkpoint.last_save_model_only")
     last_save_in_hf = Fact[bool]("checkpoint.last_save_in_hf")
@@ -165,12 +194,15 @@ class Names:
 
     # Logs, profiles and communication.
     log_freq = Fact[int]("metrics.log_freq", within=_FROM_1)
+    is_tensorboard_on = Fact[bool]("metrics.enable_tensorboard")
+    is_plain = Fact[bool]("metrics.disable_color_printing")
     is_wandb_on = Fact[bool]("metrics.enable_wandb")
     profiles = Fact[bool]("profiling.enable_profiling")
     profile_freq = Fact[int]("profiling.profile_freq", within=_FROM_1)
-    profile_warmup = Fact[int]("profiling.profiler_warmup")
-    profile_active = Fact[int]("profiling.profiler_active")
+    profile_warmup = Fact[int]("profiling.profiler_warmup", within=_FROM_0)
+    profile_active = Fact[int]("profiling.profiler_active", within=_FROM_1)
     memory_snapshots = Fact[bool]("profiling.enable_memory_snapshot")
+    comm_trace_events = Fact[int]("comm.trace_buf_size", within=_FROM_0)
     init_timeout = Fact[int]("comm.init_timeout_seconds", within=_FROM_1)
     train_timeout = Fact[int]("comm.train_timeout_seconds", within=_FROM_1)
 
@@ -221,6 +253,8 @@ SET_BY_SCRIPTS = {
     Names.dispatch: "set dispatch in the EP backend's `expect` block",
     Names.emulated: "it follows from precision and cluster",
 }
+# Options that 0 turns off, as do null and inf; the value is what TorchTitan takes for it.
+OFF = {Names.max_norm: "inf"}
 # What other projects call an option.
 ALIASES = {
     **dict.fromkeys(("learning_rate", "max_lr"), Names.lr),
@@ -232,6 +266,13 @@ ALIASES = {
     **dict.fromkeys(("save_interval", "save_steps"), Names.save_interval),
 }
 FACTS: list[Fact[Any]] = [fact for fact in vars(Names).values() if isinstance(fact, Fact)]
+
+
+def options_that(decide: str) -> list[str]:
+    """Return the options of a column: those that decide the texts, say."""
+    return [fact.option for fact in FACTS if decide in fact.decides and fact.option]
+
+
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,6 @@ def files(cell: Cell) -> Problems:
         (Facts.dataset_path, facts.dataset_path, a_folder),
         (Facts.validation_path, validation, a_folder),
         (Facts.initial_load_path, loaded, "set it to a checkpoint that this machine sees"),
-        (Facts.config_file, facts.config_file, "set it to a file that this machine sees"),
     ):
         file = "tokenizer.json" if option == Facts.assets else ""
         if not value:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cookbook.base.errors import nearest
 from cookbook.config.cell import Cell, CellRule, Problems, rule, unknown
+from cookbook.config.dialect.classes import default_only
 from cookbook.config.dialect.names import CONVERTERS, FACTS, TORCHTITAN
 from cookbook.config.facts import SAVED_OPERATORS, TEXT, Facts
 
@@ -35,10 +36,20 @@ def bounds(cell: Cell) -> Problems:
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
+def refused_options(cell: Cell) -> Problems:
+    """Refuse what breaks a promise of the cookbook, or what nothing has shown right."""
+    for option, setting in cell.options.settings.items():
+        default = cell.options.stack.options[option].default
+        if setting.value != default and (words := default_only(option)):
+            yield option, f"found {setting.value}, and {words[0]}", words[1] or "leave it out"
+
+
+@rule(RULES, reference=_REFERENCE, is_input=True)
 def names(cell: Cell) -> Problems:
     """Refuse unknown names: TorchTitan ignores some, and rejects others when the job runs."""
     datasets = {one.options[0]: cell.options.stack.datasets for one in cell.facts.readers}
-    for option, known in {**_NAMES, **datasets}.items():
+    texts = {one.option: one.allowed for one in FACTS if one.allowed}
+    for option, known in {**_NAMES, **texts, **datasets}.items():
         value = cell.options[option] if option else ()
         for name in [value] if isinstance(value, str) else value:
             if name not in known:
