@@ -98,6 +98,8 @@ recipe:
     nodes: 32
     published:
       source: https://pytorch.org/blog/enabling-up-to-41-faster-pre-training-mxfp8-and-deepep-for-deepseek-v3-on-b200-with-torchtitan
+      gpu: B200
+      gpus: 256
       tokens_per_second_per_gpu:
         bf16+standard: 651
         bf16+deepep: 859

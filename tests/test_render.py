@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from cookbook.base.paths import ROOT
 from cookbook.base.yamlfile import parse_yaml
 from cookbook.config.cluster import load_cluster
+from cookbook.config.dialect.classes import REFUSED, class_of
+from cookbook.config.dialect.names import FACTS
 from cookbook.config.options import Setting
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.request import HANDED_OVER, cell_of_script, read_script
@@ -43,7 +45,8 @@ JUDGED = {"model.name", "model.flavor", "training.dataset", "checkpoint.initial_
 JUDGED |= {"activation_checkpoint.selective_ac_option", "checkpoint.folder", "data.text_key"}
 OWN = ("job.dump_folder", "job.description", "experimental.custom_import", "cookbook.")
 FREE = {name for name in TEXTS if not name.startswith(OWN) and "save_" not in name}
-FREE -= NOT_HERE | JUDGED
+FREE -= NOT_HERE | JUDGED | {name for name in FREE if class_of(name) == REFUSED}
+FREE -= {fact.option for fact in FACTS if fact.allowed}
 
 
 @pytest.fixture
@@ -137,7 +140,7 @@ def test_a_launcher_and_the_cells_own_script_train_the_same(
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"RECIPE": "$(touch executed)"}, "PRECISION: unknown value '$(touch executed)'"),
+        ({"RECIPE": "$(touch executed)"}, "RECIPE: unknown value '$(touch executed)'"),
         ({"VENV": "/nowhere"}, "VENV: no Python at /nowhere; run: bash "),
         ({"COOKBOOK_ROOT": "/usr"}, "COOKBOOK_ROOT: found '/usr', which is not the cookbook's"),
     ],

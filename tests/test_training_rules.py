@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import pickle
 import shlex
 import struct
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from tests.check_cells import STACK, cell_of
 from tests.made_up_run import Run, metrics_line
-from tests.saved import FILES, cut
+from tests.saved import FILES, Metadata, cut
 from tests.saved import save as save_checkpoint
 
 C, V, D = "checkpoint", "validation", "data"
@@ -30,6 +32,7 @@ LOAD = {f"{C}.enable": True, f"{C}.initial_load_in_hf": True, f"{C}.initial_load
 SHARED, GROUPS = (f"{OVERRIDES}moe_args.num_{one}" for one in ("shared_experts", "expert_groups"))
 MODEL = {"model.name": "deepseek_v3", "model.flavor": "debugmodel"}
 FP8 = {f"{C}.initial_load_in_hf_quantized": True}
+NATIVE = {f"{C}.initial_load_in_hf": False}
 
 
 def text(files: str, **more: Any) -> dict[str, Any]:
@@ -57,6 +60,43 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, LOAD | FP8, "hf is not quantized"),
     (DRY_RUN, weights("lacks-a-file"), "lacks 1 of its files, b.safetensors first"),
     (DRY_RUN, weights("not-weights"), "cannot be read"),
+    (DRY_RUN, weights("short"), "short cannot be read (ValueError: a.safetensors has "),
+    (DRY_RUN, weights("gap"), "has no model.layers.3.self_attn.kv_b_proj.weight, which other lay"),
+    (DRY_RUN, weights("renamed"), "a.safetensors has no lm_head.weight, which its index names"),
+    (DRY_RUN, weights("folder", **NATIVE), "folder: has no .metadata"),
+    (
+        DRY_RUN,
+        weights("hf", **NATIVE),
+        "safetensors files; set checkpoint.initial_load_in_hf: true",
+    ),
+    (DRY_RUN, weights("native", **NATIVE), "; set it to {}/native/step-27"),
+    (DRY_RUN, weights("native/step-27", **NATIVE), "has 27 layers and an embedding of [2048, 256]"),
+    (
+        DRY_RUN,
+        weights("native/step-6", **NATIVE, **{f"{C}.initial_load_model_only": False}),
+        "is false, and {}/native/step-6 lacks dataloader, lr_scheduler, optimizer",
+    ),
+    (
+        DRY_RUN,
+        {f"{C}.enable": True, f"{C}.last_save_in_hf": True},
+        "needs the model alone: the run would end with an error in its last save",
+    ),
+    # What TorchTitan would ignore, or die of after its first steps.
+    *[
+        (DRY_RUN, dict(pair.split("=") for pair in options.split()), says)
+        for options, says in {
+            "comm.mode=local_tensor": "and the ranks would exchange nothing",
+            "optimizer.name=SGD": "found 'SGD', allowed: Adam, AdamW",
+            "optimizer.beta2=1": "found 1.0, allowed: 0 to below 1",
+            "optimizer.eps=0": "found 0.0, allowed: above 0",
+            "activation_checkpoint.determinism_check=x": "found 'x', allowed: default, none",
+            "lr_scheduler.total_steps=0": "found 0, allowed: 1 and up",
+            "profiling.profiler_active=0": "found 0, allowed: 1 and up",
+            "profiling.enable_profiling=true profiling.profile_freq=9": "up to the 8 steps, or no",
+            "training.dataloader.persistent_workers=true": "no effect with training.dataloader.num",
+            "checkpoint.enable=true checkpoint.load_step=5": "a new run has no steps",
+        }.items()
+    ],
     (DRY_RUN, {f"{C}.initial_load_in_hf": True}, "has no effect without checkpoints"),
     (DRY_RUN, {f"{C}.enable": True} | FP8, "is for published"),
     (DRY_RUN, LOAD | {f"{C}.initial_load_model_only": False}, "hold the model alone"),
@@ -154,14 +194,34 @@ def save(folder: Path, shapes: dict[str, list[int]], index: bool = True) -> None
         (folder / "model.safetensors.index.json").write_text(listed)
 
 
+class Size(tuple[int, ...]):
+    """As torch.Size, whose pickle calls the class."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Size, (tuple(self),)
+
+
+def save_native(folder: Path, layers: int) -> None:
+    sizes = {"tok_embeddings.weight": (2048, 256), **{f"layers.{n}.x": (1,) for n in range(layers)}}
+    path = save_checkpoint(folder, layers, ())
+    shapes = {name: SimpleNamespace(size=Size(size)) for name, size in sizes.items()}
+    (path / ".metadata").write_bytes(pickle.dumps(Metadata(shapes, {})))
+
+
 def shapes_of(**changes: Any) -> dict[str, list[int]]:
     model = replace(STACK.families["deepseek_v3"].flavors["debugmodel"], **changes)
     norms = {f"model.layers.{n}.input_layernorm.weight": [1] for n in range(model.n_layers)}
     return norms | {
         "model.embed_tokens.weight": [model.vocab, model.dim],
-        "model.layers.0.self_attn.kv_b_proj.weight": [256, model.kv_lora],
         "model.layers.0.mlp.gate_proj.weight": [model.dense_hidden, model.dim],
-        "model.layers.1.mlp.gate.weight": [model.num_experts, model.dim],
+        **{
+            f"model.layers.{n}.self_attn.kv_b_proj.weight": [256, model.kv_lora]
+            for n in range(model.n_layers)
+        },
+        **{
+            f"model.layers.{n}.mlp.gate.weight": [model.num_experts, model.dim]
+            for n in range(1, model.n_layers)
+        },
     }
 
 
@@ -222,6 +282,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     index = folder / "lacks-a-file/model.safetensors.index.json"
     listed = json.loads(index.read_text())["weight_map"] | {"lm_head.weight": "b.safetensors"}
     index.write_text(json.dumps({"weight_map": listed}))
+    save(folder / "gap", {n: s for n, s in shapes_of().items() if "3.self_attn.kv_b" not in n})
+    save(folder / "renamed", shapes_of())
+    (folder / "renamed/model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys([*shapes_of(), "lm_head.weight"], "a.safetensors")})
+    )
+    save(folder / "short", shapes_of())
+    with (folder / "short/a.safetensors").open("ab") as file:
+        file.write(b"x")
+    for layers in (6, 27):
+        save_native(folder / "native", layers)
     (folder / "not-weights").mkdir()
     (folder / "not-weights/a.safetensors").write_bytes(b"<html>not found</html>")
     run = Run(folder / "runs")
@@ -284,7 +354,7 @@ def test_a_wrong_input_is_refused_in_one_line(
 
 def test_right_inputs_are_not(inputs: Path, capsys: Any) -> None:
     unused = {f"{V}.dataset": "none", f"{V}.dataset_path": "{}/nothing"}
-    saved = {f"{C}.enable": True, f"{C}.last_save_in_hf": True}
+    saved = {f"{C}.enable": True, f"{C}.last_save_in_hf": True, f"{C}.last_save_model_only": True}
     for options in (saved, text("good.jsonl"), VALIDATE | HELD_OUT, LOAD, unused):
         given = [f"{name}={value}".replace("{}", str(inputs)) for name, value in options.items()]
         words = [word for one in given for word in ("--set", one)]

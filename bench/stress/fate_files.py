@@ -65,7 +65,10 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
     }
     if kind == "truncates":
         content["truncation"] = {
-            **{"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+            "direction": "Right",
+            "max_length": 9,
+            "strategy": "LongestFirst",
+            "stride": 0,
         }
     special = {"bos_token": "<bos>", "eos_token": "<eos>"}
     special |= {"bos_token": "<eos>"} if kind == "one-token" else {}

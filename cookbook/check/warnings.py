@@ -3,6 +3,7 @@
 import math
 
 from cookbook.base.paths import ROOT
+from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import HINT, WARNING, Cell, CellRule, Problems, rule
 from cookbook.config.cluster import seconds_of
 from cookbook.config.dialect.classes import not_judged
@@ -44,6 +45,30 @@ def passed_on(cell: Cell) -> Problems:
     """List the options that no rule knows."""
     for option in not_judged(cell.options):
         yield option, f"{cell.options[option]} is passed on to TorchTitan, not judged", ""
+
+
+@rule(ADVICE, level=WARNING)
+def without_effect(cell: Cell) -> Problems:
+    """Warn of options that another one turns off, unless the recipe's own file has both."""
+    facts, own = cell.facts, shown_path(cell.recipe.path)
+    off = {
+        "deepep.": f"{Facts.comm_backend} {facts.comm_backend}" * (facts.comm_backend != "deepep"),
+        "validation.": f"{Facts.validates} false" * (not facts.validates),
+        Facts.validation_files: f"{Facts.validates} false" * (not facts.validates),
+        "checkpoint.": f"{Facts.checkpoints} false" * (not facts.checkpoints),
+        "profiling.": f"{Facts.profiles} false" * (not (facts.profiles or facts.memory_snapshots)),
+        Facts.ac_budget: f"{Facts.ac_mode} {facts.ac_mode}" * (facts.budget is None),
+        Facts.ac_selective: f"{Facts.ac_mode} {facts.ac_mode}" * (facts.ac_mode != "selective"),
+        "parallelism.pipeline_parallel_": f"{Facts.pp} 1" * (facts.pp == 1),
+    }
+    for option, setting in cell.options.settings.items():
+        why = next((why for prefix, why in off.items() if option.startswith(prefix)), "")
+        is_default = setting.value == cell.options.stack.options[option].default
+        if why and not is_default and not setting.origin.startswith(own):
+            yield option, f"has no effect with {why}", "leave it out"
+    if facts.validates and facts.validation_freq > facts.steps:
+        reason = f"{facts.validation_freq} is beyond the last step ({facts.steps}): only the first "
+        yield Facts.validation_freq, f"{reason}step is validated", f"try {facts.steps}"
 
 
 @rule(ADVICE, level=HINT)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,7 +103,8 @@ def find_file(kind: str, name: str) -> Path:
 def reference(kind: str, path: Path) -> str:
     """Return the name or absolute path by which `find_file` finds `path` from any directory."""
     path = path.resolve()
-    return path.stem if path.parent == (RECIPES / kind).resolve() else str(path)
+    is_known = path == (RECIPES / kind / f"{path.stem}.yaml").resolve()
+    return path.stem if is_known else str(path)
 
 
 Kind = Literal["precision", "ep_backend"]
@@ -217,6 +218,8 @@ class Published:
     """A recipe's published throughput, and the source of the numbers."""
 
     source: Text
+    gpu: Text | None = None  # as cluster profiles name it; unset, here and below: any
+    gpus: Count | None = None
     tokens_per_second_per_gpu: Numbers = field(default_factory=dict)  # keys like `bf16+deepep`
 
 
@@ -241,6 +244,12 @@ class Recipe:
     @property
     def published_numbers(self) -> Mapping[str, float]:
         return self.published.tokens_per_second_per_gpu if self.published else {}
+
+    def published_on(self, gpu: Gpu | None, gpus: int) -> Mapping[str, float]:
+        """Return the published numbers if they are of as many GPUs of this kind."""
+        own, kind = self.published or Published(""), gpu.name if gpu else ""
+        is_same = own.gpu in (None, kind) and own.gpus in (None, gpus)
+        return self.published_numbers if is_same else {}
 
     @property
     def pair(self) -> tuple[Overlay, Overlay]:
@@ -273,5 +282,10 @@ def load_recipe(name: str) -> Recipe:
             raise unknown_name(place, "pair", pair, pairs)
     if recipe.stand_in is not None:
         with named_at(file.place("stand_in")):
-            find_file("", recipe.stand_in)
+            # A path is one from the recipe, wherever a job looks it up.
+            name = recipe.stand_in
+            is_path = name.endswith((".yaml", ".yml"))
+            beside = path.parent / name
+            stand_in = find_file("", str(beside) if is_path and beside.is_file() else name)
+            recipe = replace(recipe, stand_in=reference("", stand_in))
     return recipe

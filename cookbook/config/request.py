@@ -162,8 +162,9 @@ def _chosen(file: YamlFile, kind: str, variables: Mapping[str, str]) -> str:
     if not known:
         raise InputError(file.place(kind), "is missing", "render the script again")
     only = next(iter(known)) if len(known) == 1 else ""
-    asked = variables.get(variable) or only
-    asked = asked or (variables.get("RECIPE") if kind == "precision" else "") or default
+    if kind == "precision" and not variables.get(variable) and variables.get("RECIPE"):
+        variable = "RECIPE"  # the published scripts' name
+    asked = variables.get(variable) or only or default
     for name in known:
         if asked in (name, *mapping_at(file, kind, name).get("synonyms", ())):
             return name

@@ -31,6 +31,9 @@ def resolve_cell(cell: Cell, words: Sequence[str] = ()) -> Cell:
     if len(name) > 200:
         found = f"its name has {len(name)} characters, allowed: 200"
         raise InputError(f"cell {name[:40]}...", found, "vary less, or shorten the names")
+    if (step := cell.facts.load_step) != -1 and cell.facts.checkpoints:
+        remedy = f"to roll a run back, add --resume RUN/CELL --set {Names.load_step}={step}"
+        raise InputError(cell.options.origin(Names.load_step), "a new run has no steps", remedy)
     return _judged(replace(cell, name=name, published=published_number(cell)))
 
 
@@ -80,7 +83,7 @@ def merge_config(
 
 def published_number(cell: Cell) -> float | None:
     """Return the tokens/s/GPU published for exactly the cell's nodes and options, if any."""
-    number = cell.recipe.published_numbers.get(cell.pair)
+    number = cell.recipe.published_on(cell.cluster.gpu, cell.world).get(cell.pair)
     if number is None or cell.nodes != cell.recipe.nodes or cell.stand_in_for is not None:
         return None
     as_published = merge_config(cell.recipe, cell.precision, cell.ep_backend, cell.cluster)

@@ -119,7 +119,8 @@ def render_text(
     unknown = {one.unknown for one in found.candidates if one.unknown}
     lines += [f"left out, since {reason}" for reason in sorted(unknown)]
     lines += [f"left out: {one}" for one in rejected]
-    for pair, number in base.recipe.published_numbers.items() if ranked else ():
+    published = base.recipe.published_on(base.cluster.gpu, base.world)
+    for pair, number in published.items() if ranked else ():
         ratio = f"{ranked[0].speed / number:.2f}x"
         lines.append(f"published {pair}: {number:,.0f} tokens/s/GPU; the first is at {ratio}")
     return "\n".join(lines) + "\n"

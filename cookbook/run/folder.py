@@ -8,7 +8,7 @@ files shorter than listed was damaged later. Changed bytes are not detected.
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,7 @@ class Checkpoint:
     states: frozenset[str] = frozenset()  # which of PARTS the checkpoint contains
     text_readers: int = 0  # number of data-parallel ranks with a saved data-loader state
     is_exported: bool = False  # whether it is a Hugging Face export, with weights only
+    shapes: Mapping[str, list[int]] = field(default_factory=dict)  # of the tensors in it
 
 
 def saved_steps(folder: Path) -> list[tuple[int, Path]]:
@@ -137,6 +138,8 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
             end = place.offset + place.length
             needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
         names = [str(name) for name in metadata.state_dict_metadata]
+        sizes = {n: getattr(one, "size", None) for n, one in metadata.state_dict_metadata.items()}
+        shapes = {str(n): [*one.arguments[0]] for n, one in sizes.items() if one is not None}
     except Exception as error:
         # A truncated pickle may raise any exception.
         damage = f"{_METADATA} cannot be read: {type(error).__name__}: {error}"
@@ -148,14 +151,14 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
             return Checkpoint(path, step, f"{name} {has}")
     states = frozenset(name.partition(".")[0] for name in names) & set(PARTS)
     readers = sum(name.startswith("dataloader.dp_rank_") for name in names)
-    return Checkpoint(path, step, None, states, readers)
+    return Checkpoint(path, step, None, states, readers, shapes=shapes)
 
 
 class _Inert:
     """Stand-in for every object in the pickle, so that torch's classes are not imported."""
 
     def __init__(self, *arguments: Any) -> None:
-        pass
+        self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {})

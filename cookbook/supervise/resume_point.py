@@ -70,8 +70,7 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
                 _check_texts(checkpoint, options, before, record.world, texts)
             return Found(checkpoint, tuple(damaged), excluded)
         damaged.append(checkpoint)
-    # TorchTitan ignores `load_step` unless the checkpoint folder exists.
-    if wanted != -1 and place.is_dir():
+    if wanted != -1:
         remedy = f"leave {Facts.load_step} out, and the newest whole checkpoint is taken"
         found = str(damaged[-1].damage if saved else "is not there")
         raise InputError(f"{Facts.load_step}: step-{wanted}", found, remedy)

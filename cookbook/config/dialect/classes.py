@@ -36,10 +36,14 @@ DEFAULT_ONLY: Mapping[str, tuple[str, str]] = {
     "memory_estimation": ("the job would train nothing", "submit.py check predicts the memory"),
     "fault_tolerance": ("torchft is not part of the stack", "the supervisor restarts what fails"),
 }
-_PASSED_ON = frozenset(
+PASSED_ON_OPTIONS = frozenset(
     {
         *("job.print_config", "job.save_config_file", "metrics.save_for_all_ranks"),
-        *("training.gc_debug", "training.dataloader.pin_memory", "validation.dataloader.pin_memory"),
+        *(
+            "training.gc_debug",
+            "training.dataloader.pin_memory",
+            "validation.dataloader.pin_memory",
+        ),
         *("checkpoint.enable_ft_dataloader_checkpoints", "checkpoint.export_dtype"),
         *("checkpoint.enable_first_step_checkpoint", "activation_checkpoint.debug"),
         "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
@@ -64,7 +68,7 @@ def class_of(name: str) -> str | None:
         return REFUSED
     if name in _KNOWN or name.startswith(OVERRIDES):
         return UNDERSTOOD
-    return PASSED_ON if name in _PASSED_ON else None
+    return PASSED_ON if name in PASSED_ON_OPTIONS else None
 
 
 def not_judged(options: Any) -> list[str]:

@@ -47,7 +47,7 @@ class Fact(Generic[T]):
 
 
 _FROM_0, _FROM_1, _SHARE = (0, math.inf), (1, math.inf), (0, 1)
-_BELOW_1 = (0, math.nextafter(1, 0))
+_ABOVE_0, _BELOW_1 = (math.nextafter(0, 1), math.inf), (0, math.nextafter(1, 0))
 # Columns: what a step reads; what a saved position in it counts; which files hold it.
 TEXTS, POSITION, FILES = "texts", "position", "files"
 
@@ -141,7 +141,7 @@ class Names:
     lr = Fact[float]("optimizer.lr", within=_FROM_0)
     beta1 = Fact[float]("optimizer.beta1", within=_BELOW_1)
     beta2 = Fact[float]("optimizer.beta2", within=_BELOW_1)
-    eps = Fact[float]("optimizer.eps", within=_FROM_0)
+    eps = Fact[float]("optimizer.eps", within=_ABOVE_0)
     weight_decay = Fact[float]("optimizer.weight_decay", within=_FROM_0)
     warmup_steps = Fact[int]("lr_scheduler.warmup_steps", within=_FROM_0)
     total_steps = Fact[int | None]("lr_scheduler.total_steps", within=_FROM_1)  # None: `steps`
@@ -153,9 +153,7 @@ class Names:
     # Texts, and validation on others.
     dataset = Fact[str]("training.dataset", decides=(TEXTS, POSITION))
     dataset_path = Fact[str | None]("training.dataset_path", decides=(TEXTS, FILES))
-    data_workers = Fact[int](
-        "training.dataloader.num_workers", within=_FROM_0, decides=(POSITION,)
-    )
+    data_workers = Fact[int]("training.dataloader.num_workers", within=_FROM_0, decides=(POSITION,))
     data_prefetch = Fact[int | None]("training.dataloader.prefetch_factor", within=_FROM_1)
     data_workers_stay = Fact[bool]("training.dataloader.persistent_workers")
     text_files = Fact[list[str]]("data.files", decides=(TEXTS, FILES))
@@ -271,8 +269,6 @@ FACTS: list[Fact[Any]] = [fact for fact in vars(Names).values() if isinstance(fa
 def options_that(decide: str) -> list[str]:
     """Return the options of a column: those that decide the texts, say."""
     return [fact.option for fact in FACTS if decide in fact.decides and fact.option]
-
-
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,7 @@ finds while it builds the model are left to that build (`check/`).
 """
 
 import importlib.util
-import json
 import os
-import re
-import struct
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +17,7 @@ from cookbook.config.cell import WARNING, Cell, CellRule, Finding, Problems, Ver
 from cookbook.config.cluster import runs_here
 from cookbook.config.facts import TEXT, Facts
 from cookbook.config.validate import kernels, layout, values
+from cookbook.config.validate.weights import native_weights, published_weights
 
 _SET_UP = "run: bash setup.sh"
 
@@ -133,66 +130,13 @@ def vocabulary(cell: Cell) -> Problems:
 
 @rule(HERE)
 def weights(cell: Cell) -> Problems:
-    facts, family = cell.facts, cell.options.family
-    if cell.resumes or not (facts.checkpoints and facts.initial_load_in_hf):
+    facts = cell.facts
+    if cell.resumes or not facts.checkpoints:
         return
-    option = Facts.initial_load_path if facts.initial_load_path else Facts.assets
-    shown = facts.initial_load_path or facts.assets or ""
-    folder = ROOT / shown
-    index, files = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
-    if not files:
-        if folder.is_dir():
-            remedy = f"download the weights there, or set {Facts.initial_load_path}"
-            yield option, f"{shown} has no *.safetensors files", remedy
-        return
-    try:
-        if index.is_file():
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            found = {*names.values()}
-            if missing := sorted(file for file in found if not (folder / file).is_file()):
-                reason = f"{shown} lacks {len(missing)} of its files, {missing[0]} first"
-                yield option, reason, "download the whole checkpoint"
-                return
-        else:
-            names = {name: file.name for file in files for name in read_shapes(file)}
-        quantized = any(name.endswith("weight_scale_inv") for name in names)
-        is_said = Facts.initial_load_quantized
-        what = f"{shown} is quantized in blocks of FP8"
-        if quantized and family and not family.reads_quantized:
-            reason = f"{what}, and TorchTitan dequantizes no weights of {family.title}"
-            yield option, reason, "name a checkpoint in BF16"
-        elif quantized and not facts.initial_load_quantized:
-            yield is_said, f"{what}, whose raw values would be trained on", "set it to true"
-        if not quantized and facts.initial_load_quantized:
-            yield is_said, f"{shown} is not quantized", "set it to false"
-        for reason, remedy in _unlike_model(cell, folder, names):
-            yield option, f"{shown}{reason}", remedy
-    except (ValueError, KeyError, OSError, struct.error) as error:
-        reason = f"{shown} cannot be read ({type(error).__name__}: {error})"
-        yield option, reason, "download the checkpoint again"
-
-
-def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[tuple[str, str]]:
-    family, model, title = cell.options.family, cell.options.model, cell.options.model_title
-    if not family or not model:
-        return
-    layers = {int(found[1]) for name in names if (found := re.match(r"model\.layers\.(\d+)", name))}
-    flavor = f"set {Facts.flavor} to the checkpoint's"
-    if len(layers) not in (model.n_layers, model.n_layers + family.extra_layers):
-        yield f" has {len(layers)} layers, {title} has {model.n_layers}", flavor
-        return
-    for name, dims in ((name.format(**vars(model)), d) for name, d in family.weights.items()):
-        if "dense_hidden" in dims and model.n_dense_layers == 0:
-            continue
-        if name not in names:
-            yield f" has no {name}, which {title} needs", "name weights of this model"
-            return
-        shape = read_shapes(folder / names[name])[name]
-        sizes = zip(dims, shape, strict=True)
-        expected = [getattr(model, dim) if dim else size for dim, size in sizes]
-        if shape != expected:
-            yield f": {name} is {shape}, {title} has {expected}", flavor
-            return
+    if facts.initial_load_in_hf:
+        yield from published_weights(cell)
+    elif facts.initial_load_path:
+        yield from native_weights(cell)
 
 
 @rule(HERE)
@@ -212,13 +156,3 @@ def packages(cell: Cell) -> Problems:
     if cell.facts.uses_flash_attention and not (is_here or cell.attends_by_reference):
         reason = "FlashAttention-4 (flash-attn-4) is not installed"
         yield Facts.attention, reason, f"{_SET_UP}, or set {Facts.attention}=flavor"
-
-
-def read_shapes(file: Path) -> dict[str, list[int]]:
-    """Return a safetensors file's tensor shapes; raise ValueError or struct.error if invalid."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > 100 * 2**20:
-            raise ValueError(f"{file.name} is not a safetensors file")
-        header = json.loads(stream.read(length))
-    return {name: one["shape"] for name, one in header.items() if name != "__metadata__"}

@@ -7,7 +7,7 @@ option to change and, if there is one, the nearest valid value.
 import math
 from collections.abc import Iterator
 
-from cookbook.base.family import is_v_shaped
+from cookbook.base.family import Model, is_v_shaped
 from cookbook.config.cell import ERROR, Cell, CellRule, Finding, Problems, rule, unknown
 from cookbook.config.dialect.names import DEGREES, OVERRIDES, PIPELINING, TORCHTITAN
 from cookbook.config.facts import EXCHANGES, STAGES_PER_RANK, STANDARD, Facts, Layout
@@ -55,6 +55,7 @@ def _problems(facts: Facts) -> list[_Problem]:
         problems += _undivided("ep", layout.ep, model.num_experts, f"experts {of}")
         problems += _undivided("tp", layout.tp, model.kv_heads, f"{kind} heads {of}")
         problems += _stages(facts, model.n_layers)
+        problems += [] if problems else _expert_shards(facts, model)
         if layout.pp > 1 and not family.has_pipelines:
             reason = f"TorchTitan has no pipeline parallelism for {family.title}"
             problems = [(Facts.pp, f"{layout.pp}: {reason}", [1])]
@@ -156,6 +157,21 @@ def _stages(facts: Facts, num_layers: int) -> Iterator[_Problem]:
         reason = f"{layout.pp} pipeline ranks ({stages} stages of {schedule}) are too many for "
         fewer = [degree for degree in _divisors(layout.world) if degree < layout.pp]
         yield Facts.pp, f"{reason}{num_layers} layers", fewer
+
+
+def _expert_shards(facts: Facts, model: Model) -> Iterator[_Problem]:
+    """Yield where FSDP, which cuts few experts by width, cannot cut it evenly (`apply_fsdp`)."""
+    layout = facts.layout
+    shards = layout.dp_shard * layout.cp * layout.tp // (layout.etp * layout.ep)
+    widths = (model.expert_hidden // layout.etp, model.dim)
+    if layout.ep == 1 or shards * layout.ep <= model.num_experts:
+        return
+    if any(width % shards for width in widths):
+        reason = f"FSDP cannot cut experts of {widths[0]} x {widths[1]} into {shards} even shards"
+        replicas = [n for n in _divisors(shards) if not any(w % (shards // n) for w in widths)]
+        fit = [n for n in replicas if layout.dp_shard % n == 0]
+        remedy = f"set {Facts.dp_replicate} to {fit[0] * layout.dp_replicate}" if fit else ""
+        yield Facts.ep, f"at EP {layout.ep} {reason}", remedy or "use another number of nodes"
 
 
 def _divisors(total: int) -> list[int]:

@@ -32,6 +32,10 @@ def bounds(cell: Cell) -> Problems:
         (low, high), value = fact.within, cell.options[fact.option]
         if value is not None and not low <= value <= high:
             allowed = f"{low:g} and up" if high == math.inf else f"{low:g} to {high:g}"
+            if low == math.nextafter(0, 1):
+                allowed = "above 0"
+            elif high == math.nextafter(1, 0):
+                allowed = f"{low:g} to below 1"
             yield fact.option, f"found {value}, allowed: {allowed}", ""
 
 
@@ -64,6 +68,32 @@ def profiled_steps(cell: Cell) -> Problems:
     if facts.profiles and 1 <= found < needed:
         reason = f"found {found}, allowed: {needed} and up (profiler_warmup + profiler_active)"
         yield option, reason, f"try {needed}"
+    elif facts.profiles and found > facts.steps:
+        reason = f"found {found}, allowed: up to the {facts.steps} steps, or no profile is written"
+        yield option, reason, f"try {max(needed, min(found, facts.steps))}"
+
+
+@rule(RULES, reference=f"{TORCHTITAN}/components/dataloader.py", is_input=True)
+def without_workers(cell: Cell) -> Problems:
+    """Refuse options of a loader's processes where there are none: TorchTitan drops them."""
+    facts = cell.facts
+    own: list[tuple[int, str, object]] = [
+        (facts.data_workers, Facts.data_workers_stay, facts.data_workers_stay),
+        (facts.data_workers, Facts.data_prefetch, facts.data_prefetch),
+    ]
+    if facts.validates:
+        own += [
+            (
+                facts.validation_workers,
+                Facts.validation_workers_stay,
+                facts.validation_workers_stay,
+            ),
+            (facts.validation_workers, Facts.validation_prefetch, facts.validation_prefetch),
+        ]
+    for workers, option, value in own:
+        if value and not workers and option in cell.options:
+            number = f"{option.rpartition('.')[0]}.num_workers"
+            yield option, f"has no effect with {number} 0", f"leave it out, or set {number}"
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
@@ -218,3 +248,6 @@ def formats(cell: Cell) -> Problems:
             reason = f"rank 0 would write {size:,.0f} GB as one file, until a collective times out"
             remedy = "leave it out, and run: python submit.py export RUN/CELL --to FOLDER"
             yield Facts.last_save_in_hf, reason, remedy
+        elif not facts.last_save_model_only:
+            reason = "needs the model alone: the run would end with an error in its last save"
+            yield Facts.last_save_in_hf, reason, f"set {Facts.last_save_model_only}: true"
