@@ -79,7 +79,6 @@ def test_files_of_other_kinds_are_copied_without_the_names_of_the_original(own: 
         ),
         (["x" * 61, "--from", "debug"], "at most 60, a letter or digit first"),
         (["other", "--from", "debgu"], "--from: unknown name 'debgu'; allowed: bf16, "),
-        (["other", "--from", "bf16", "--kind", "sweep"], "unknown sweep 'bf16'; allowed: conv"),
         (["other"], "the following arguments are required: --from"),
     ],
 )
@@ -93,9 +92,9 @@ def test_what_cannot_be_copied_is_one_line(own: Checkout, words: list[str], mess
 def test_a_name_of_two_kinds_asks_which(own: Checkout) -> None:
     assert own.run("new", "smoke", "--from", "debug").returncode == 0
     done = own.run("new", "other", "--from", "smoke")
-    found = "'smoke' is the name of several files (recipe, sweep); say which: --kind"
+    found = "'smoke' is the name of several files; name a file in recipes, recipes/precision, "
     assert done.returncode == 2 and found in done.stderr
-    assert own.run("new", "other", "--from", "smoke", "--kind", "sweep").returncode == 0
+    assert own.run("new", "other", "--from", "recipes/sweep/smoke.yaml").returncode == 0
     assert (own.folder / "recipes/sweep/other.yaml").is_file()
 
 

@@ -137,7 +137,7 @@ def render_cell(arguments: argparse.Namespace) -> int:
 
 
 def new(arguments: argparse.Namespace) -> int:
-    kind = _kind(arguments)
+    kind = _kind(arguments.source)
     *folders, name = re.sub(r"\.ya?ml$", "", arguments.name).split("/")
     if folders:
         remedy = f"write {name}: the copy goes to {shown_path(RECIPES / kind)}"
@@ -163,19 +163,16 @@ def new(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _kind(arguments: argparse.Namespace) -> str:
-    if arguments.kind is not None:
-        return "" if arguments.kind == "recipe" else str(arguments.kind).replace("-", "_")
-    source = Path(arguments.source)
-    if is_file := source.suffix in (".yaml", ".yml"):
-        found = [kind for kind in KINDS if source.resolve().parent == RECIPES / kind]
+def _kind(source: str) -> str:
+    path, folders = Path(source), [shown_path(RECIPES / kind) for kind in KINDS]
+    if is_file := path.suffix in (".yaml", ".yml"):
+        found = [kind for kind in KINDS if path.resolve().parent == RECIPES / kind]
     else:
-        found = [kind for kind in KINDS if arguments.source in names_in(kind)]
+        found = [kind for kind in KINDS if source in names_in(kind)]
     if not (found or is_file):
-        raise unknown_name("--from", "name", arguments.source, {*chain(*map(names_in, KINDS))})
+        raise unknown_name("--from", "name", source, {*chain(*map(names_in, KINDS))})
     if len(found) != 1:
-        kinds = ", ".join(KINDS[kind][0] for kind in found)
-        names = f"is the name of several files ({kinds})" if found else "does not tell its kind"
-        remedy = "say which: --kind recipe, precision, ep-backend, cluster or sweep"
-        raise InputError("--from", f"{arguments.source!r} {names}", remedy)
+        names = "is the name of several files" if found else "does not tell its kind"
+        remedy = f"name a file in {', '.join(folders)}"
+        raise InputError("--from", f"{source!r} {names}", remedy)
     return found[0]

@@ -28,24 +28,11 @@ examples:
 """
 
 
-# Words of other tools for a verb.
-_MEANT = {
-    **dict.fromkeys(
-        ("train", "start", "submit", "launch", "pretrain", "resume", "continue"), "run"
-    ),
-    **dict.fromkeys(("stop", "kill", "abort"), "cancel"),
-    **dict.fromkeys(("watch", "ps", "jobs", "queue"), "status"),
-    **dict.fromkeys(("validate", "verify", "estimate"), "check"),
-    **dict.fromkeys(("create", "init", "copy"), "new"),
-    **dict.fromkeys(("results", "summary"), "report"),
-}
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message)
         known = re.findall(r"[a-z-]+", wrong[2]) if wrong else []
-        if wrong and (close := [*filter(None, [_MEANT.get(wrong[1])]), *nearest(wrong[1], known)]):
+        if wrong and (close := nearest(wrong[1], known)):
             message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
         if message == "argument --set: expected one argument":
             message += ", such as --set training.steps=3"
@@ -76,8 +63,6 @@ def build_parser() -> argparse.ArgumentParser:
     new = verb("new", "copy a recipe, overlay, cluster or sweep, to edit", "inspect:new")
     new.add_argument("name", metavar="NAME")
     new.add_argument("--from", dest="source", metavar="NAME-or-FILE", required=True)
-    kinds = ("recipe", "precision", "ep-backend", "cluster", "sweep")
-    new.add_argument("--kind", choices=kinds, help="by default the kind that has NAME")
 
     check = verb("check", "validate cells, and predict their memory and time", "run:show_check")
     check.add_argument("recipe", metavar="RECIPE-or-SWEEP")

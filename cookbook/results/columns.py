@@ -23,7 +23,7 @@ from cookbook.results.verdicts import (
     Throughput,
 )
 
-CELLS, PUBLISHED, SPEED = "cells", "published", "speed"
+CELLS, SPEED = "cells", "speed"
 REPEATS, LOSSES, LOAD, COMPARE = "repeats", "losses", "load", "compare"
 _TITLES = {
     CELLS: (
@@ -31,7 +31,6 @@ _TITLES = {
         "Speeds: median of the logged steps after warm-up (their first quarter, 1 to 10 steps). "
         "Memory: peak over all ranks and steps. A dash: unknown.",
     ),
-    PUBLISHED: ("Published results", ""),
     SPEED: (
         "Speed",
         "Median and quartiles of tokens/s/{unit} over the measured steps. A stall took "
@@ -125,7 +124,6 @@ def report_tables(results: RunResults) -> dict[str, Table]:
     cells = results.cells
     rows: dict[str, Sequence[Result]] = {
         CELLS: cells,
-        PUBLISHED: cells if any(map(_published, cells)) else (),
         SPEED: [row for row in cells if row.measured.throughput],
         REPEATS: [run for cell in cells for run in cell.repeats],
         LOSSES: [row for row in cells if row.judged.loss],
@@ -209,17 +207,12 @@ def _published(row: Result) -> float | None:
     return row.record.published_tokens_per_second_per_gpu
 
 
-def _over_published(row: Result) -> float | None:
-    here, published = _tokens(row), _published(row)
-    return here / published if here and published else None
-
-
 def _predicted(row: Result) -> float | None:
     return row.judged.predicted.tokens_per_second_per_gpu if row.judged.predicted else None
 
 
 _SPEED_LEVEL, _LOSS_LEVEL = f"{LEVEL:.0%} interval", f"{LOSS_LEVEL:.0%} interval"
-_NAMED = (CELLS, PUBLISHED, SPEED, LOSSES, LOAD, COMPARE)
+_NAMED = (CELLS, SPEED, LOSSES, LOAD, COMPARE)
 _ALL, _COSTS = (CELLS, REPEATS, COMPARE), (SPEED, COMPARE)
 _LAST, _SIGNED_SPAN = "last tenth: ", _span("{:+.4f}".format)
 # In these lines, `r` is a cell's Result.
@@ -227,26 +220,17 @@ COLUMNS: tuple[Column[Any], ...] = (
     Column("cell", _NAMED, lambda r: r.name, align="l"),
     Column("repeat", (REPEATS,), lambda r: r.name, align="l"),
     Column("run", (COMPARE,), lambda r: r.judged.run, align="l"),
-    Column("published tokens/s/{unit}", (PUBLISHED,), _published, tokens_text),
-    Column(
-        "published speed-up",
-        (PUBLISHED,),
-        lambda r: r.judged.published_speedup,
-        gain_text,
-        _published,
-    ),
-    Column("tokens/s/{unit}", (CELLS, PUBLISHED, REPEATS, COMPARE), _tokens, tokens_text),
+    Column("tokens/s/{unit}", (CELLS, REPEATS, COMPARE), _tokens, tokens_text),
     Column("over reference", (COMPARE,), lambda r: r.judged.speed, "{0.ratio:.3f}x"),
     Column(_SPEED_LEVEL, (COMPARE,), lambda r: r.judged.speed, _span("{:.3f}".format)),
     Column("speed", (COMPARE,), lambda r: r.judged.speed, _verdict, align="l"),
     Column("speed-up", (CELLS,), lambda r: r.judged.speedup, "{:.2f}x", lambda r: r.judged.speedup),
     Column("median", (SPEED,), _tokens, tokens_text),
     Column("quartiles", (SPEED,), lambda r: r.measured.throughput, _quartiles),
-    Column("speed-up", (PUBLISHED, SPEED), lambda r: r.judged.speedup, gain_text, _tokens),
-    Column(_SPEED_LEVEL, (PUBLISHED, SPEED), lambda r: r.judged.speed, _span(gain_text)),
+    Column("speed-up", (SPEED,), lambda r: r.judged.speedup, gain_text, _tokens),
+    Column(_SPEED_LEVEL, (SPEED,), lambda r: r.judged.speed, _span(gain_text)),
     Column("interval over", (SPEED,), lambda r: r.judged.speed, _basis, align="l"),
     Column("verdict", (SPEED,), lambda r: r.judged.speed, _verdict, align="l"),
-    Column("here over published", (PUBLISHED,), _over_published, "{:.2f}"),
     Column("steps measured", (SPEED,), lambda r: r.measured.throughput, "{0.num_steps:,}"),
     Column("warm-up left out", (SPEED,), lambda r: r.measured.throughput, "{0.warm_up_steps:,}"),
     Column("stalls", (SPEED, REPEATS), lambda r: r.measured.throughput, _stalls),
