@@ -7,7 +7,6 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.profile.profile import (
-    Profile,
     cell_traces,
     choose_ranks,
     folder_traces,
@@ -231,10 +230,6 @@ def _ranks(paths: Sequence[Path]) -> list[int]:
     return [int(path.name.removeprefix("rank").partition("_")[0]) for path in paths]
 
 
-def _waited(profile: Profile, category: str) -> list[float]:
-    return [(rank.waiting_for_other_ranks_ms or {})[category] for rank in profile.ranks]
-
-
 def test_few_traces_are_all_read_and_of_many_one_of_each_stage(tmp_path: Path) -> None:
     few, many = _write(tmp_path / "few", 8, 2), _write(tmp_path / "many", 12, 2)
     assert _ranks(choose_ranks(few, None)) == [*range(8)]
@@ -271,27 +266,3 @@ def test_of_each_stage_the_first_the_slowest_and_the_fastest_are_shown(tmp_path:
     assert shown == [(0, "fastest"), (3, "slowest"), (4, ""), (6, "slowest"), (5, "fastest")]
     assert [rank.stage for rank, _ in profile.shown()] == [0, 0, 1, 1, 1]
     assert "stage 1, rank 6  slowest" in render_text(profile)
-
-
-def test_the_last_rank_to_come_waits_for_nobody(tmp_path: Path) -> None:
-    for rank, late in enumerate((4_000, 9_000)):
-        trace = TraceFile(rank, 2).step(7, 0, 10_000).kernel(GEMM, 0, late, launched=0)
-        trace.collective("allreduce", "default_pg", late, 10_000, launched=0).write(tmp_path)
-    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
-    # The last takes 1 ms, which is what the call costs; the first is in it for 6.
-    assert _waited(profile, "reductions") == pytest.approx([5, 0])
-    assert "5.0 for other ranks" in render_text(profile)
-
-
-def test_the_nth_call_is_matched_with_the_nth_of_the_same_step(tmp_path: Path) -> None:
-    # Each rank is late once: in step 7 the first, in step 8 the second.
-    for rank, durations in enumerate(((1_000, 3_000), (4_000, 1_000))):
-        trace = TraceFile(rank, 2)
-        for index, duration in enumerate(durations):
-            start = 10_000 * index
-            trace.step(7 + index, start, start + 10_000)
-            trace.kernel(COMBINE, start, start + duration, launched=start)
-        trace.write(tmp_path)
-    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
-    # Milliseconds a step, of two.
-    assert _waited(profile, "ep") == pytest.approx([1, 1.5])

@@ -1,11 +1,10 @@
-"""The profile of a job: its traces, the ranks' waits, and a report as text or JSON."""
+"""The profile of a job: its traces, and a report as text or JSON."""
 
 import itertools
 import json
 import os
 import re
 import signal
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -117,35 +116,7 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
         found = f"{source}: a process that read a trace was killed, perhaps for lack of memory"
         raise JobError(f"{found}; read fewer at a time: --ranks") from None
     ranks.sort(key=lambda rank: (rank.stage or 0, rank.rank or 0))
-    set_waits(ranks)
     return Profile(source, ranks)
-
-
-def set_waits(ranks: Sequence[RankProfile]) -> None:
-    """Set how long each rank waits for others; None if none of its collectives can be matched.
-
-    A collective ends on all ranks at about the same time, so the rank that arrived last spends the
-    least time in it; what another rank spends beyond that is waiting. No common clock is needed. If
-    only some ranks of a group were read, the result is a lower bound.
-    """
-    waited = {rank: defaultdict[str, float](float) for rank in ranks}
-    for key in dict.fromkeys(key for rank in ranks for key in rank.calls):
-        durations = {rank: rank.calls[key] for rank in ranks if key in rank.calls}
-        # Compare the n-th calls of all ranks: the rank that arrived last spent the least time in
-        # its call. Skip PP's sends and receives, because this does not always hold for them. Skip
-        # collectives that some ranks called more often than others.
-        category = str(key[0])
-        if category == "pp" or len(durations) < 2 or len({*map(len, durations.values())}) > 1:
-            continue
-        least = sum(map(min, zip(*durations.values(), strict=True)))
-        for rank, own in durations.items():
-            waited[rank][category] += sum(own) - least
-    for rank, waits in waited.items():
-        # Count only the exposed part of the wait. Assume that the exposed share of the wait equals
-        # the exposed share of all communication in this category.
-        for name in waits:
-            waits[name] *= rank.counted_ms(name) / (rank.called_us[name] or 1)
-        rank.waiting_for_other_ranks_ms = waits or None
 
 
 HOST = "idle: the host had launched nothing"
@@ -153,7 +124,7 @@ QUEUED = "idle: launched, not yet started"
 # The report names unknown kernels if they take more than this share of a step.
 _MOST_UNKNOWN = 0.05
 # Fields of a rank that the JSON report leaves out.
-_NOT_REPORTED = {"unknown", "gpu", "on_gpu", "calls", "called_us"}
+_NOT_REPORTED = {"unknown", "gpu", "on_gpu"}
 _LEAST_CAUSE = 0.001
 _MOST_CAUSES = 5
 
@@ -192,17 +163,16 @@ def render_text(profile: Profile, width: int | None = None) -> str:
 
 
 def _details(profile: Profile, width: int | None) -> Iterator[str]:
-    communication = [["communication", "ran", "hidden", "exposed", "of which waiting"]]
+    communication = [["communication", "ran", "hidden", "exposed"]]
     gemms = [["GEMMs", "ms", "TFLOP/s", "of peak", "shapes known"]]
     idle = [["the host meanwhile", "ms", "was in"]]
     for rank, _ in profile.shown():
-        name, waited = profile.name(rank), rank.waiting_for_other_ranks_ms or {}
+        name = profile.name(rank)
         for kind, own in rank.categories.items():
             if own.kind != COMMUNICATION:
                 continue
-            waiting = f"{waited[kind]:,.1f} for other ranks" if kind in waited else "not known"
             times = [f"{ms:,.1f}" for ms in (own.ms + own.hidden_ms, own.hidden_ms, own.ms)]
-            communication.append([f"{BY_NAME[kind].title}, {name}", *times, waiting])
+            communication.append([f"{BY_NAME[kind].title}, {name}", *times])
         for kind, rate in rank.gemms.items():
             speed = f"{rate.tflops:,.3g}" if rate.tflops is not None else "-"
             share = f"{rate.peak_share:.0%}" if rate.peak_share is not None else "-"
@@ -211,7 +181,7 @@ def _details(profile: Profile, width: int | None) -> Iterator[str]:
         for cause, ms in [*rank.idle.causes_ms.items()][:_MOST_CAUSES]:
             if ms >= _LEAST_CAUSE * rank.step_ms:
                 idle.append([name, f"{ms:,.1f}", cause])
-    for rows, align in ((communication, "lrrrl"), (gemms, "lrrrl"), (idle, "lrl")):
+    for rows, align in ((communication, "lrrr"), (gemms, "lrrrl"), (idle, "lrl")):
         if len(rows) > 1:
             yield text_table(rows, align=align, width=width)
 
@@ -232,15 +202,6 @@ def _notes(profile: Profile) -> Iterator[str]:
             "a CPU has no kernels: the operations of its threads are counted, each without those "
             "within it; gloo does not say which group communicates, and no peak is known"
         )
-    if any(rank.calls for rank in ranks):
-        if any(rank.waiting_for_other_ranks_ms for rank in ranks):
-            yield (
-                f"waiting for other ranks: the same calls on {len(ranks)} ranks, compared by how "
-                "long they took; the last to arrive waits least"
-            )
-        else:
-            words = "one rank's trace cannot tell waiting for other ranks from a slow network"
-            yield f"{words}; name more with --ranks"
     yield "the profiler slows the host down: take speeds from a run without it"
 
 

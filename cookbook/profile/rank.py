@@ -8,9 +8,8 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,6 @@ _MOST_CAUSES = 8
 _BLOCKED = re.compile(r"Synchronize|Memcpy")
 # Parts of an event's name to strip: module names, region numbers and graph hashes.
 _PARTICULAR = re.compile(r"\s+\(.*\)|\s+for \S+|(?<=[\w)])#.*|:?\s*\d+/\d+|\bf[0-9a-z]{20,}|#+")
-_IS_COMMUNICATION = np.array([category.kind == COMMUNICATION for category in CATEGORIES])
 
 
 @dataclass(frozen=True)
@@ -83,16 +81,11 @@ class RankProfile:
     exposed_communication_ms: float  # time during which only communication ran
     categories: Mapping[str, CategoryTime]
     idle: Idle
-    # The part of exposed communication spent waiting for other ranks, by category; None if unknown.
-    waiting_for_other_ranks_ms: Mapping[str, float] | None
     gemms: Mapping[str, GemmRate]
     longest_kernels: Sequence[KernelTime]
     unknown: Sequence[KernelTime]  # longest kernels of category `other`
     gpu: str | None
     on_gpu: bool  # whether GPU kernels were counted, rather than a CPU's operations
-    # Durations of communication calls, in microseconds. Calls with the same key match across ranks.
-    calls: Mapping[tuple[object, ...], Sequence[float]] = field(repr=False)
-    called_us: Mapping[str, float]  # sum of the durations by category
 
     def counted_ms(self, category: str) -> float:
         """Return the `ms` of a category's `CategoryTime`, or 0 if none of its kernels ran."""
@@ -125,10 +118,6 @@ def profile_rank(path: Path) -> RankProfile:
     longest.sort(key=lambda kernel: -kernel.ms)
     unknown = [kernel for kernel in longest if kernel.category == "other"]
     other = categories.get("other")
-    # Record the communication calls, to compare them between ranks, only if there is a GPU. A CPU
-    # trace can have several pieces for one call, so its calls cannot be matched between ranks.
-    called = kernels[_IS_COMMUNICATION[kernels.category] & trace.on_gpu]
-    called_us = np.bincount(called.category, called.end - called.start, len(CATEGORIES)).tolist()
     return RankProfile(
         rank=trace.header.rank,
         stage=trace.header.stage,
@@ -141,14 +130,11 @@ def profile_rank(path: Path) -> RankProfile:
         exposed_communication_ms=exposed,
         categories=categories,
         idle=idle,
-        waiting_for_other_ranks_ms=None,
         gemms=_gemm_rates(trace, kernels, count),
         longest_kernels=longest[:_MOST_KERNELS],
         unknown=unknown[:_MOST_KERNELS],
         gpu=trace.gpu,
         on_gpu=trace.on_gpu,
-        calls=_calls(trace, called, windows),
-        called_us=dict(zip(BY_NAME, called_us, strict=True)),
     )
 
 
@@ -240,21 +226,6 @@ def _activity(trace: Trace, event: int) -> str:
         return trace.inside[event][0]
     name = trace.inside[operation][0]
     return _PARTICULAR.sub("", name).strip() or name
-
-
-def _calls(trace: Trace, kernels: Column, windows: list[float]) -> dict[Any, list[float]]:
-    numbers = tuple(step.number for step in trace.steps)
-    steps = np.searchsorted(windows[1:-1], kernels.start, side="right")
-    ep_ranks = str(trace.header.groups.get("mesh_ep", []))
-    calls = defaultdict[Any, list[float]](list)
-    for kernel, step in zip(kernels, steps.tolist(), strict=True):
-        # DeepEP's kernels record no process group: assume the EP group.
-        call: tuple[str, ...] = trace.names[kernel.name].split("<")[0].split("(")[0], ep_ranks
-        if kernel.collective != NOTHING:
-            call = trace.collectives[kernel.collective]
-        key = (CATEGORIES[kernel.category].name, numbers, step, *call)
-        calls[key].append(float(kernel.end - kernel.start))
-    return calls
 
 
 def _gemm_rates(trace: Trace, kernels: Column, count: int) -> dict[str, GemmRate]:

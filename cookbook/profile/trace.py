@@ -102,8 +102,8 @@ class Trace:
 
     header: Header
     names: Sequence[str]
-    # Each collective's name, group and ranks. Index NOTHING selects an entry of empty strings.
-    collectives: Sequence[tuple[str, ...]]
+    # Each collective's name and group. Index NOTHING selects an entry of empty strings.
+    collectives: Sequence[tuple[str, str]]
     steps: Sequence[Step]
     host: Column
     device: Column
@@ -200,7 +200,7 @@ def _open(path: Path) -> IO[str]:
 class _Events:
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
-        self._collectives: dict[tuple[str, ...], int] = {}
+        self._collectives: dict[tuple[str, str], int] = {}
         self._steps: list[Step] = []
         self._host = array("d")
         self._device = array("d")
@@ -228,8 +228,7 @@ class _Events:
         arguments, start = event.get("args", {}), float(event["ts"])
         collective = NOTHING
         if "Collective name" in arguments:
-            keys = ("Collective name", "Process Group Description", "Process Group Ranks")
-            record = tuple(arguments.get(key, "") for key in keys)
+            record = arguments["Collective name"], arguments.get("Process Group Description", "")
             collective = self._collectives.setdefault(record, len(self._collectives))
         name = self._names.setdefault(event["name"], len(self._names))
         correlation = arguments.get("correlation", -1)
@@ -259,7 +258,7 @@ class _Events:
         columns = (name, start, end, *launches.reshape(-1, 2).T, collective)
         device = np.rec.fromarrays(columns, dtype=DEVICE)
         steps = sorted(self._steps, key=lambda step: step.start)
-        collectives = [*self._collectives, ("", "", "")]
+        collectives = [*self._collectives, ("", "")]
         return Trace(header, list(self._names), collectives, steps, host, device)
 
 
@@ -296,8 +295,7 @@ def kernels_of(trace: Trace) -> Column:
     found = []
     values = (column.tolist() for column in (columns[0], operation, columns[-1]))
     for name, event, number in zip(*values, strict=True):
-        collective, group, _ = trace.collectives[number]
-        category = category_of(trace.names[name], trace.inside[event], collective, group)
+        category = category_of(trace.names[name], trace.inside[event], *trace.collectives[number])
         found.append(NUMBERS[category])
     categories = np.array(found, dtype=int)
     kernels = np.rec.fromarrays([*columns, operation, categories], dtype=KERNEL)
