@@ -18,7 +18,7 @@ from cookbook.run.record import read_record
 from cookbook.run.states import RUN_VARIABLE
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise.resume_point import prepare
-from cookbook.supervise.start import check, take_over
+from cookbook.supervise.start import take_over
 from cookbook.supervise.supervisor import SignalReceivedError
 from tests.cells import CLUSTER_FILES, Point
 from tests.saved import FILES, cut, save
@@ -410,21 +410,19 @@ def test_no_checkpoint_is_judged_where_none_is_loaded(cell: Started) -> None:
     assert [path.name for path in cell.saved.iterdir()] == ["step-6"]
 
 
-def test_a_checked_line_writes_nothing(cell: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_start_writes_nothing(cell: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     script = carried(render_script(Point("debug", "bf16", "standard", "local").cell()))
     save(cell.saved, 4)
     cut(save(cell.saved, 6) / FILES[0])
-    before = listing(cell.path)
-    check(script, OPTIONS)
-    assert f"{NAME} may run: 1 node(s) x 2 CPU ranks\n" in cell.capture.readouterr().err
-    assert listing(cell.path) == before
     save(cell.saved, 8, states=())
+    before = listing(cell.path)
     with pytest.raises(InputError, match="step-8: holds the model without"):
-        check(script, OPTIONS)
+        take_over(script, OPTIONS, "")
     # The script has no other precision.
     monkeypatch.setenv("PRECISION", "mxfp8")
     with pytest.raises(InputError, match="PRECISION=mxfp8: this script trains bf16"):
-        check(script, OPTIONS)
+        take_over(script, OPTIONS, "")
+    assert listing(cell.path) == before
 
 
 def test_a_run_that_has_made_its_steps_says_so(cell: Started) -> None:

@@ -5,7 +5,6 @@
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,11 +43,8 @@ def chosen_cell(file: YamlFile, words: Sequence[str]) -> tuple[Cell, CellFolder]
     return cell, CellFolder(Path(os.path.realpath(ROOT / given)))
 
 
-def validated(cell: Cell, folder: CellFolder, *, is_submitted: bool = True) -> Cell:
-    """Return the cell as it will train in `folder`; raise InputError if it must not.
-
-    `is_submitted`: whether what is missing on this machine is an error.
-    """
+def validated(cell: Cell, folder: CellFolder) -> Cell:
+    """Return the cell as it will train in `folder`; raise InputError if it must not."""
     granted, ranks = os.environ.get("SLURM_GPUS_ON_NODE", ""), cell.cluster.ranks_per_node
     if cell.cluster.gpu is not None and granted.isdecimal() and int(granted) < ranks:
         found = f"the job has {granted} GPUs a node, and the script starts {ranks} ranks"
@@ -59,7 +55,7 @@ def validated(cell: Cell, folder: CellFolder, *, is_submitted: bool = True) -> C
     _check_folder(folder.path, cell)
     first, saved = earlier_record(folder), find_checkpoint(folder, cell.record())
     cell = replace(cell, resumes=saved.checkpoint is not None)
-    _refuse(rules.judge(cell, is_submitted=is_submitted).errors, cell)
+    _refuse(rules.judge(cell, is_submitted=True).errors, cell)
     # When training resumes after step 0, keep the learning-rate schedule that it began with.
     if first is not None and saved.checkpoint is not None and saved.checkpoint.step:
         kept = keep_schedule(cell.options, first, shown_path(folder.record))
@@ -161,10 +157,3 @@ def _refuse_another_job(folder: CellFolder) -> None:
     another = f"CELL_DIR={shown_path(run.with_name('another') / folder.name)}"
     remedy = f"wait for its end, or {end}; for a run of its own: {another}"
     raise InputError(shown_path(folder.path), wrong, remedy)
-
-
-def check(file: YamlFile, words: Sequence[str]) -> None:
-    """Validate what a script would train, without a trace; raise InputError if it must not."""
-    cell, folder = chosen_cell(file, words)
-    cell = validated(cell, folder, is_submitted=False)
-    print(f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}", file=sys.stderr)
