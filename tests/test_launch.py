@@ -1,6 +1,7 @@
 """`run` and `sweep`: which cells are checked, submitted and waited for; the words for sbatch."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -112,6 +113,21 @@ def test_nothing_is_built_for_a_plan_or_for_this_machine(
     # What is emulated is announced.
     (line,) = [one for one in said.out.splitlines() if NAMES[2] in one]
     assert line.endswith("MXFP8 emulated (numerics only)")
+
+
+def test_after_stand_ins_stands_what_the_large_recipe_would_do(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "matrix", "--cluster", "local"]) == 1
+    *_, title, _, first, deepep, _, _, _ = capsys.readouterr().out.splitlines()
+    assert "on soperator-b200 (8 B200 a node), tokens/s/GPU" in title
+    assert re.fullmatch(r" +671b-bf16-standard, 32 node\(s\) +651 +6[0-9]{2} +1[0-9]{2}", first)
+    assert re.search(r"671b-bf16-deepep.* 859 +1,[0-9]{3} ", deepep)
+    # A recipe that trains as it is has none; neither has a model whose time is not known.
+    main(["run", "debug", "--cluster", "local"])
+    assert "What was too large" not in capsys.readouterr().out
+    main(["run", "proxy", "--cluster", "local"])
+    assert "too large" not in capsys.readouterr().out
 
 
 def test_one_wrong_cell_fails_a_check(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,6 +238,8 @@ def test_why_a_cell_has_no_speed_up(base: Result | None, cell: dict[str, Any], r
     (line,) = headlines(run_of(*cells))
     assert line.startswith(f"No speed-up for {own.name} (")
     assert re.search(reason, line), line
+    # Of a recipe's stand-in nobody asks for it.
+    assert headlines(run_of(*[changed(one, stand_in_for="671b") for one in cells])) == []
 
 
 def test_a_run_in_which_nothing_is_compared_says_what_was_trained(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ blocks = [torch.ones(1 << 18) for _ in range(300)]
 full = mib() - before
 kept = blocks[::10]
 del blocks
+# As TorchTitan after each logged step.
+cpu.CpuDevice("cpu").reset_peak_memory_stats()
 print(full, mib() - before)
 """
 # Kernels are replaced for a whole process. What oneDNN says of this CPU is put in its mouth.

@@ -1,6 +1,7 @@
 """The commands `check`, `run` and `sweep`."""
 
 import argparse
+import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,11 +15,25 @@ from cookbook.check.report import render_json, render_text
 from cookbook.cli.follow import wait_for
 from cookbook.cli.inspect import cell_request, requested_cell
 from cookbook.config.cell import WARNING, Cell
+from cookbook.config.cluster import load_cluster
 from cookbook.config.facts import Facts
 from cookbook.config.options import command_line_settings
 from cookbook.config.recipe import names_in
 from cookbook.config.resolve import cell_from_record
-from cookbook.config.sweep import expand_sweep, in_rounds, is_sweep, load_sweep
+from cookbook.config.sweep import (
+    CellRequest,
+    Sweep,
+    expand_sweep,
+    in_rounds,
+    is_sweep,
+    load_sweep,
+    sweep_of_recipe,
+)
+from cookbook.predict.memory import predict_memory
+from cookbook.predict.rank import describe_ranks
+from cookbook.predict.step import predict_step
+from cookbook.results.asked import UNKNOWN
+from cookbook.results.columns import tokens_text
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder, saved_steps
 from cookbook.run.record import read_record
@@ -73,8 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is None:
         raise InputError("run", "names no RECIPE", "name one, or: run --resume RUN")
     cell = requested_cell(arguments)
-    run = start_run(cell.recipe.short_name, [cell], arguments)
-    return wait_for(run) if isinstance(run, Run) else run
+    return _train(cell.recipe.short_name, [cell], arguments, sweep_of_recipe(arguments.recipe))
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
@@ -87,8 +101,37 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         if "," in nodes:
             remedy = "name one number with --nodes"
             raise InputError("--one-allocation", f"the cells ask for {nodes} nodes", remedy)
-    run = start_run(sweep.name, cells, arguments)
-    return wait_for(run) if isinstance(run, Run) else run
+    return _train(sweep.name, cells, arguments, sweep)
+
+
+def _train(name: str, cells: Sequence[Cell], arguments: argparse.Namespace, asked: Sweep) -> int:
+    run = start_run(name, cells, arguments)
+    if not isinstance(run, Run):
+        return run
+    status = wait_for(run)
+    if any(cell.stand_in_for for cell in cells):
+        print(f"\n{_in_full(asked)}")
+    return status
+
+
+def _in_full(sweep: Sweep) -> str:
+    """Return what the recipes that are too large here would do on the largest known cluster."""
+    profiles = (load_cluster(one) for one in names_in("cluster"))
+    cluster = max((one for one in profiles if one.gpu), key=lambda one: one.nodes)
+    rows = [["", "published", "predicted", "GiB a GPU"]]
+    for cell in expand_sweep(sweep, CellRequest(cluster)):
+        if cell.recipe.stand_in is None or cell.refused:
+            continue
+        speed, peak = None, UNKNOWN
+        with contextlib.suppress(InputError):  # such as of a part whose time is not modelled
+            ranks = describe_ranks(cell)
+            peak = f"{max(predict_memory(cell, rank).total for rank in ranks):.0f}"
+            speed = predict_step(cell, ranks).tokens_per_second_per_gpu
+        numbers = (tokens_text(cell.published), tokens_text(speed), peak)
+        rows.append([f"{cell.name}, {cell.nodes} node(s)", *numbers])
+    title = f"What was too large here, on {cluster.name} ({cluster.ranks} a node), tokens/s/GPU:"
+    more = "how accurate predictions are, and why DeepEP's exceed the published: README.md"
+    return f"{title}\n{text_table(rows, align='lrrr', indent=2)}\n  {more}"
 
 
 def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> Run | int:
