@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from cookbook.config.resolve import this_machine
 from cookbook.predict import memory
 from cookbook.predict.memory import StageMemory
 from cookbook.predict.rank import describe_ranks
+from tests.cells import Point
 from tests.check_cells import cell_of, cluster_of, with_options
 from tests.predict_machine import on_gpus
 
@@ -107,6 +110,26 @@ def test_the_remedy_lowers_the_largest_term(
     small = dataclasses.replace(cell, cluster=this_machine(4, Gpu("NVIDIA H200", 9.0, 20.0)))
     (found,) = checked([small], [built(cell)], monkeypatch)
     assert found.judged.errors[0].remedy == remedy
+
+
+@pytest.mark.parametrize(("host_gib", "fits"), [(2, True), (0.2, False)])
+def test_on_a_cpu_the_machines_memory_counts_and_the_verdict_stands_last(
+    host_gib: float, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SimpleNamespace(total=host_gib * 2**30)
+    monkeypatch.setattr(check.psutil, "virtual_memory", lambda: memory)
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("words")
+    texts = {"training.dataset": "text", "data.files": [str(tmp_path)]}
+    cell = with_options(Point("debug", "bf16", "standard", "local").cell(), texts)
+    (found,) = checked([cell], [built(cell)], monkeypatch)
+    assert found.verdict == ("fits" if fits else "will not fit")
+    text = render_text("debug", [found])
+    verdict = next(line for line in text.splitlines() if line.startswith("  cell-0"))
+    assert text.endswith(f"\n{verdict}\n") and "389 MiB" in verdict
+    assert "memory, MiB a rank" in text and "16.5 M parameters" in text
+    assert "NVLink" not in text and " 0.0 " not in text and "GPU" not in text
+    assert "the first texts of each file" in text
 
 
 def test_one_refused_cell_is_told_in_json(monkeypatch: pytest.MonkeyPatch) -> None:

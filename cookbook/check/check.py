@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT, python_path
 from cookbook.check.warnings import ADVICE, BUILT_ADVICE
@@ -170,8 +172,16 @@ class CellCheck:
     @property
     def verdict(self) -> str | None:
         """`fits`, `tight` or `will not fit`; None if there is no GPU or the memory is unknown."""
-        gpu, peak = self.cell.cluster.gpu, self.peak
-        return verdict(peak.total, gpu.memory_gib, self.cell.facts) if peak and gpu else None
+        room, peak = self.room_gib, self.peak
+        return verdict(peak.total, room, self.cell.facts) if peak and room else None
+
+    @property
+    def room_gib(self) -> float | None:
+        """The memory of a rank: its GPU's, or its part of this machine's; None if not known."""
+        cluster = self.cell.cluster
+        if cluster.gpu or cluster.scheduler != "local":
+            return cluster.gpu and cluster.gpu.memory_gib
+        return float(psutil.virtual_memory().total) / 2**30 / cluster.ranks_per_node
 
     @property
     def summary(self) -> str:
@@ -181,8 +191,10 @@ class CellCheck:
         if self.peak is None:
             not_built = "by the rules; TorchTitan did not build it"
             return f"built; {self.no_step}" if self.is_built else not_built
-        words, gpu = f"needs {self.peak.total:.0f} GiB a GPU", self.cell.cluster.gpu
-        return f"{self.verdict}: {words} of {gpu.memory_gib:.0f}" if gpu else words
+        rank = "a GPU" if self.cell.cluster.gpu else "a rank"
+        words = f"needs {size_text(self.peak.total)} {rank}"
+        unit = "" if self.cell.cluster.gpu else " GiB"
+        return f"{self.verdict}: {words} of {self.room_gib:.0f}{unit}" if self.room_gib else words
 
 
 def check_cells(
@@ -237,12 +249,13 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
         option = max(named, key=len, default="")
         yield Finding(ERROR, "torchtitan", option, reason, "", f"{TORCHTITAN}/{file}")
         return
-    peak, gpu = check.peak, cell.cluster.gpu
-    if peak and gpu and check.verdict != FITS:
+    peak, gpu, room = check.peak, cell.cluster.gpu, check.room_gib
+    if peak and room and check.verdict != FITS:
         level = WARNING if check.verdict == TIGHT else ERROR
-        reason = f"needs about {peak.total:.0f} GiB of a {gpu.name}'s {gpu.memory_gib:g} "
+        owner = f"a {gpu.name}'s" if gpu else "a rank's part of this machine's memory,"
+        reason = f"needs about {size_text(peak.total)} of {owner} {room:.4g} "
         reason += f"(rank {peak.rank}, at {peak.moment}); most of it: {peak.largest} "
-        reason += f"({peak.terms[peak.largest]:.0f} GiB)"
+        reason += f"({size_text(peak.terms[peak.largest])})"
         yield Finding(level, "memory", "", reason, _remedy(check, peak.largest), _MEMORY)
     for text in built.noted("warnings"):
         if not text.startswith(_ROUTINE):
@@ -264,6 +277,11 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
             yield Finding(ERROR, "expectation", "", reason, remedy, reference)
 
 
+def size_text(gib: float) -> str:
+    """Format an amount of memory: in GiB, or in MiB where that would be a fraction of one."""
+    return f"{gib:,.0f} GiB" if gib >= 1 else f"{1024 * gib:,.0f} MiB"
+
+
 def _remedy(check: CellCheck, largest: str) -> str:
     if largest in ("activations", "recomputed layer", "layer's temporaries"):
         is_full = check.cell.facts.ac_mode == "full"
@@ -273,5 +291,8 @@ def _remedy(check: CellCheck, largest: str) -> str:
         return f"lower {Facts.local_batch}, or compile the loss"
     if largest in ("gathered parameters", "unreduced gradients"):
         return "spread the experts over more ranks (EP), or use fewer pipeline ranks"
-    state = state_gib(check.ranks[0])
-    return f"use more GPUs: parameters, gradients and optimizer state alone take {state:.0f} GiB"
+    state, more = (
+        size_text(state_gib(check.ranks[0])),
+        "GPUs" if check.cell.cluster.gpu else "memory",
+    )
+    return f"use more {more}: parameters, gradients and optimizer state alone take {state}"

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
 from cookbook.config.cell import PARTS, Finding
+from cookbook.config.facts import TEXT
 from cookbook.predict.hardware import attended_text
 from cookbook.predict.memory import state_gib
 
@@ -88,10 +89,19 @@ def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None
             figures[block] = check.cell.name
             lines += block
         if check.built and check.is_built:
-            version = check.cell.options.stack.pins["torchtitan"]
+            cell = check.cell
+            version = cell.options.stack.pins["torchtitan"]
             lines.append(f"  built by TorchTitan {version} in a fake world; not exercised:")
             lines += [f"    {note}" for note in check.built.noted("not_exercised")]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+            texts = any(reader.dataset == TEXT and reader.files for reader in cell.facts.readers)
+            lines.append(f"  read: the tokenizer{', and the first texts of each file' * texts}")
+    text = "\n".join(line.rstrip() for line in lines) + "\n"
+    # Repeat the verdicts where the first lines have left the screen.
+    return f"{text}\n{lines[1]}\n" if text.count("\n") > 24 else text
+
+
+def _count(parameters: float) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
 
 
 def _findings(findings: Iterable[Finding], width: int | None) -> str:
@@ -108,28 +118,30 @@ def _memory(check: CellCheck) -> Iterator[str]:
     rows["reserved (`memory` in the log)"] = [stage.reserved for stage in stages]
     rows["CUDA, NCCL, DeepEP"] = [stage.outside for stage in stages]
     rows["total"] = [stage.total for stage in stages]
-    table = [["memory, GiB a GPU", *(f"rank {stage.rank}" for stage in stages), ""]]
+    rank = "a GPU" if check.cell.cluster.gpu else "a rank"
+    unit, factor, digits = ("GiB", 1, 1) if check.peak.total >= 1 else ("MiB", 1024, 0)
+    table = [[f"memory, {unit} {rank}", *(f"rank {stage.rank}" for stage in stages), ""]]
     for name, sizes in rows.items():
         mark = "largest" if name == check.peak.largest else ""
-        table.append([f"  {name}", *(f"{size:.1f}" for size in sizes), mark])
+        table.append([f"  {name}", *(f"{factor * size:.{digits}f}" for size in sizes), mark])
     yield text_table(table, align="l" + "r" * len(stages), indent=2)
-    gpu = check.cell.cluster.gpu
-    of = f"{check.verdict} in {gpu.memory_gib:g}" if gpu else "no GPU to fit into"
+    of = f"{check.verdict} in {check.room_gib:.4g} GiB" if check.room_gib else "no GPU to fit into"
     yield f"    {of}; the peak is at {' or '.join(dict.fromkeys(one.moment for one in stages))}"
     for rank in check.ranks:
-        state = f"{state_gib(rank):.1f} GiB with gradients and Adam"
-        yield f"    rank {rank.rank}: {rank.local_parameters / 1e9:.3f} B parameters, {state}"
+        state = f"{factor * state_gib(rank):.{digits}f} {unit} with gradients and Adam"
+        yield f"    rank {rank.rank}: {_count(rank.local_parameters)} parameters, {state}"
 
 
 def _work(check: CellCheck) -> Iterator[str]:
     work = check.work
     if work is None:
         return
-    active = f"{work.active_parameters / 1e9:.1f} B active; {work.flops_per_token / 1e9:.1f} GFLOP"
+    active = f"{_count(work.active_parameters)} active; {work.flops_per_token / 1e9:.1f} GFLOP"
     yield "  work"
-    yield f"    {work.parameters / 1e9:.1f} B parameters, {active} a token (TorchTitan's count)"
-    flops = f"{work.flops_per_gpu_step / 1e12:,.0f} TFLOP a GPU in a step"
-    yield f"    {work.tokens_per_step:,} tokens and {flops}"
+    yield f"    {_count(work.parameters)} parameters, {active} a token (TorchTitan's count)"
+    done, owner = work.flops_per_gpu_step, "a GPU" if check.cell.cluster.gpu else "a rank"
+    flops = f"{done / 1e12:,.0f} TFLOP" if done >= 1e12 else f"{done / 1e9:,.0f} GFLOP"
+    yield f"    {work.tokens_per_step:,} tokens and {flops} {owner} in a step"
 
 
 def _step(check: CellCheck) -> Iterator[str]:

@@ -219,7 +219,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     if get_train_spec(config.model.name) is not spec:
         # `get_train_spec` returns a new spec each time, so register the one changed above.
         register_train_spec(config.model.name, spec)
-    notes.append("tokenizer and data set: not read")
+    notes.append("data loader: not built")
     if config.metrics.enable_wandb:
         notes.append("W&B: not contacted")
     config.metrics.enable_wandb = config.metrics.enable_tensorboard = False
