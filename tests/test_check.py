@@ -117,7 +117,7 @@ def test_on_a_cpu_the_machines_memory_counts_and_the_verdict_stands_last(
     host_gib: float, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = SimpleNamespace(total=host_gib * 2**30)
-    monkeypatch.setattr(check.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("words")
     texts = {"training.dataset": "text", "data.files": [str(tmp_path)]}

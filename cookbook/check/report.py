@@ -118,9 +118,9 @@ def _memory(check: CellCheck) -> Iterator[str]:
     rows["reserved (`memory` in the log)"] = [stage.reserved for stage in stages]
     rows["CUDA, NCCL, DeepEP"] = [stage.outside for stage in stages]
     rows["total"] = [stage.total for stage in stages]
-    rank = "a GPU" if check.cell.cluster.gpu else "a rank"
+    owner = "a GPU" if check.cell.cluster.gpu else "a rank"
     unit, factor, digits = ("GiB", 1, 1) if check.peak.total >= 1 else ("MiB", 1024, 0)
-    table = [[f"memory, {unit} {rank}", *(f"rank {stage.rank}" for stage in stages), ""]]
+    table = [[f"memory, {unit} {owner}", *(f"rank {stage.rank}" for stage in stages), ""]]
     for name, sizes in rows.items():
         mark = "largest" if name == check.peak.largest else ""
         table.append([f"  {name}", *(f"{factor * size:.{digits}f}" for size in sizes), mark])
