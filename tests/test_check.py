@@ -13,7 +13,7 @@ import pytest
 from cookbook.base.gpus import Gpu
 from cookbook.check import check, warnings
 from cookbook.check.check import Built, CellCheck, check_cells
-from cookbook.check.report import render_json
+from cookbook.check.report import render_json, render_text
 from cookbook.config.cell import Cell, Finding
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import this_machine

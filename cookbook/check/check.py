@@ -179,8 +179,10 @@ class CellCheck:
     def room_gib(self) -> float | None:
         """The memory of a rank: its GPU's, or its part of this machine's; None if not known."""
         cluster = self.cell.cluster
-        if cluster.gpu or cluster.scheduler != "local":
-            return cluster.gpu and cluster.gpu.memory_gib
+        if cluster.gpu:
+            return cluster.gpu.memory_gib
+        if cluster.scheduler != "local":
+            return None
         return float(psutil.virtual_memory().total) / 2**30 / cluster.ranks_per_node
 
     @property
@@ -197,9 +199,7 @@ class CellCheck:
         return f"{self.verdict}: {words} of {self.room_gib:.0f}{unit}" if self.room_gib else words
 
 
-def check_cells(
-    cells: Sequence[Cell], *, build: bool = True, is_submitted: bool = False
-) -> list[CellCheck]:
+def check_cells(cells: Sequence[Cell], *, build: bool = True) -> list[CellCheck]:
     """Check whether cells, which are single training configurations, can run.
 
     Apply the rules to each cell. With `build`, also build the model of each cell that breaks no
@@ -207,7 +207,7 @@ def check_cells(
     """
     checks = []
     for cell in cells:
-        judged = judge(cell, is_submitted=is_submitted)
+        judged = judge(cell)
         # Advice computed from wrong input, such as an invalid layout, would mislead.
         is_divided = not any(finding.is_input for finding in judged.rules)
         advice = tuple(found for rule in ADVICE for found in rule(cell)) if is_divided else ()

@@ -72,7 +72,7 @@ def judged_cells(name: str, cells: Sequence[Cell], arguments: argparse.Namespace
     if build:
         asked = f"before requesting {gpus} GPUs (--no-check skips this)"
         print(f"checking {len(cells)} cell(s) {asked} ...", file=sys.stderr, flush=True)
-    checks = check_cells(cells, build=build, is_submitted=not arguments.dry_run)
+    checks = check_cells(cells, build=build)
     findings = [finding for one in checks for finding in one.findings if is_checked]
     for text in dict.fromkeys(str(one) for one in findings if one.level == WARNING):
         print(f"warning: {text}", file=sys.stderr)

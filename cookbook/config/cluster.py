@@ -164,9 +164,12 @@ def default_cluster() -> str:
 
 
 def runs_here(cluster: Cluster) -> bool:
-    """Return whether a job on `cluster` would use this machine's packages and files."""
+    """Return whether a job on `cluster` would use this machine's packages and files.
+
+    Jobs that Slurm takes from this machine do: they run in this checkout.
+    """
     is_job = bool(os.environ.get("SLURM_JOB_ID"))
-    return cluster.scheduler == "local" or is_job or _slurm_has(cluster, nodes=1)
+    return cluster.scheduler == "local" or is_job or slurm.node_groups() is not None
 
 
 def _slurm_has(cluster: Cluster, nodes: int) -> bool:

@@ -134,7 +134,7 @@ def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:
         # Ignore findings not about kernels: a run's missing files, and too few ranks for FSDP.
         problems = [
             finding
-            for finding in [*validation_errors(cell), *missing_here(cell, is_submitted=True)]
+            for finding in [*validation_errors(cell), *missing_here(cell)]
             if finding.rule != "files" and finding.option != Facts.dp_shard
         ]
         found.append((cell, problems[0].reason if problems else None))

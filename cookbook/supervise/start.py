@@ -55,7 +55,7 @@ def validated(cell: Cell, folder: CellFolder) -> Cell:
     _check_folder(folder.path, cell)
     first, saved = earlier_record(folder), find_checkpoint(folder, cell.record())
     cell = replace(cell, resumes=saved.checkpoint is not None)
-    _refuse(rules.judge(cell, is_submitted=True).errors, cell)
+    _refuse(rules.judge(cell).errors, cell)
     # When training resumes after step 0, keep the learning-rate schedule that it began with.
     if first is not None and saved.checkpoint is not None and saved.checkpoint.step:
         kept = keep_schedule(cell.options, first, shown_path(folder.record))

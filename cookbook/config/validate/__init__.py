@@ -19,13 +19,17 @@ from cookbook.config.facts import TEXT, Facts
 from cookbook.config.validate import kernels, layout, values
 from cookbook.config.validate.weights import native_weights, published_weights
 
-_SET_UP = "run: bash setup.sh"
+
+def _set_up(cell: Cell) -> str:
+    """Return the set-up that cures: a login node has no GPU by which it would know what to build."""
+    gpu = cell.cluster.gpu
+    return "run: bash setup.sh" + (f" --arch {gpu.compute_capability:.1f}" if gpu else "")
 
 
-def judge(cell: Cell, *, is_submitted: bool = False) -> Verdict:
+def judge(cell: Cell) -> Verdict:
     """Check a cell against the rules and this environment, without building the model."""
     rules = tuple(validation_errors(cell))
-    here = () if any(one.is_input for one in rules) else tuple(missing_here(cell, is_submitted))
+    here = () if any(one.is_input for one in rules) else tuple(missing_here(cell))
     return Verdict(rules, here)
 
 
@@ -45,13 +49,15 @@ def wrong_value(cell: Cell, option: str) -> list[str] | None:
     return next((words for name, *words in problems if name == option), None)
 
 
-def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
+def missing_here(cell: Cell) -> list[Finding]:
     """Return findings about packages and files that are missing here or do not suit the cell."""
     found = [finding for rule in HERE for finding in rule(cell)]
-    if not found or is_submitted or runs_here(cell.cluster):
+    if not found or runs_here(cell.cluster):
         return found
-    words = f" (not an error: jobs on cluster {cell.cluster.name} run elsewhere)"
-    return [replace(one, level=WARNING, reason=one.reason + words) for one in found]
+    where = f"this machine has no Slurm, so jobs on {cell.cluster.name} run elsewhere"
+    return [
+        replace(one, level=WARNING, reason=f"{one.reason} (not an error: {where})") for one in found
+    ]
 
 
 # Rules about this machine. Paths are relative to the checkout, in which jobs run.
@@ -63,7 +69,7 @@ def files(cell: Cell) -> Problems:
     facts, a_folder = cell.facts, "set it to a folder that this machine sees"
     validation = facts.validation_path if facts.validates else None
     loaded = facts.initial_load_path if facts.checkpoints and not cell.resumes else None
-    tokenizer = f"{_SET_UP}, or set it to a tokenizer's folder"
+    tokenizer = f"{_set_up(cell)}, or set it to a tokenizer's folder"
     for option, value, remedy in (
         (Facts.assets, facts.assets, tokenizer),
         (Facts.dataset_path, facts.dataset_path, a_folder),
@@ -146,13 +152,11 @@ def packages(cell: Cell) -> Problems:
         return
     needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}
     if missing := sorted(name for name in needed if importlib.util.find_spec(name) is None):
-        # A login node has no GPU by which setup.sh would know what to build for.
-        arch = f" --arch {cell.cluster.gpu.compute_capability:.1f}" if cell.cluster.gpu else ""
-        yield "", f"not installed: {', '.join(missing)}", f"{_SET_UP}{arch}"
+        yield "", f"not installed: {', '.join(missing)}", _set_up(cell)
     # Look for the folder: find_spec("flash_attn.cute") would import FlashAttention-2, its parent.
     outer = importlib.util.find_spec("flash_attn") if cell.facts.uses_flash_attention else None
     folders = (outer and outer.submodule_search_locations) or ()
     is_here = any(Path(folder, "cute").is_dir() for folder in folders)
     if cell.facts.uses_flash_attention and not (is_here or cell.attends_by_reference):
         reason = "FlashAttention-4 (flash-attn-4) is not installed"
-        yield Facts.attention, reason, f"{_SET_UP}, or set {Facts.attention}=flavor"
+        yield Facts.attention, reason, f"{_set_up(cell)}, or set {Facts.attention}=flavor"
