@@ -238,6 +238,9 @@ def test_why_a_cell_has_no_speed_up(base: Result | None, cell: dict[str, Any], r
     (line,) = headlines(run_of(*cells))
     assert line.startswith(f"No speed-up for {own.name} (")
     assert re.search(reason, line), line
+    assert not any("the pin is" in line for line in facts(run_of(*cells)))
+    other = changed(own, environment={"versions": {"torch": "2.11.0+cu130"}})
+    assert "WARNING: trained by torch 2.11.0+cu130; the pin is 2.10.0" in facts(run_of(other))
     # Of a recipe's stand-in nobody asks for it.
     assert headlines(run_of(*[changed(one, stand_in_for="671b") for one in cells])) == []
 

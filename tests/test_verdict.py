@@ -122,9 +122,7 @@ def test_what_is_missing_refuses_where_the_job_would_run_here(
     if is_here:
         assert str(verdict.refused).startswith(f"{TOKENIZER}: /nowhere/tokenizer.json is not there")
     else:
-        assert "not an error: this machine has no Slurm, so jobs on soperator-b2" in str(
-            verdict.here
-        )
+        assert "not an error: this machine has no Slurm, so jobs on sop" in str(verdict.here)
     assert all("bash setup.sh --arch 10.0" in one.remedy for one in verdict.here)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert judge(cell).refused
@@ -172,7 +170,7 @@ def test_paths_are_those_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def missing(tokenizer: object, data: object, checkpoint: Any = None) -> list[tuple[str, str]]:
         paths = {TOKENIZER: str(tokenizer), DATA: str(data), load: checkpoint}
         cell = with_options(cell_of("debug", cluster="local"), {"checkpoint.enable": True, **paths})
-        found = missing_here(cell, is_submitted=True)
+        found = missing_here(cell)
         return [(one.option, one.reason) for one in found]
 
     # A folder without the file is no tokenizer.

@@ -102,7 +102,11 @@ def bytecode(here: Surroundings) -> Outcome:
 def deepep(here: Surroundings) -> Outcome:
     pin = next(pin for pin in read_pins(here.repository / "requirements.txt") if pin.source)
     built = find_deepep(here.site)
-    rebuild = "run ./setup.sh on a machine with a CUDA toolkit (--arch where it has no GPU)"
+    gpu = here.cluster.gpu if here.cluster else None
+    arch = f" --arch {gpu.compute_capability:.1f}" if gpu else ""
+    rebuild = f"run ./setup.sh{arch} on a machine with a CUDA toolkit"
+    if not arch:
+        rebuild += " (--arch where it has no GPU)"
     if built is None:
         found = "not installed: cells with deepep are refused"
         return "warning" if here.trains_for_real else "not here", found, rebuild
@@ -148,9 +152,6 @@ def flash_attention(here: Surroundings) -> Outcome:
     listed = " and ".join(map(str, compilers))
     if not here.gpus:
         return "ok", f"{version}, its compiler for CUDA {listed}"
-    driver = here.gpus[0].driver
-    number = driver_branch(driver)
-    fitting = [major for major in compilers if OLDEST_DRIVER.get(str(major), number + 1) <= number]
     if not fitting:
         found = f"{version}: its compiler is for CUDA {listed}, which driver {driver} does not take"
         return "problem", found, "update the driver"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from cookbook.config.facts import Facts
+from cookbook.config.pins import read_pins
 from cookbook.observe.metrics import StepMetrics
 from cookbook.results import verdicts
 from cookbook.results.asked import UNKNOWN, routing_of, sequence_length
@@ -161,6 +162,10 @@ def facts(results: RunResults) -> list[str]:
         f"cluster: {run.cluster or UNKNOWN}, stack: {run.stack or UNKNOWN}, "
         f"commit: {run.commit or UNKNOWN}",
     ]
+    pinned = next(pin.value for pin in read_pins() if pin.name == "torch")
+    used = {str((one.measured.environment.get("versions") or {}).get("torch")) for one in cells}
+    if other := sorted(one for one in used - {"None"} if one.partition("+")[0] != pinned):
+        lines.append(f"WARNING: trained by torch {', '.join(other)}; the pin is {pinned}")
     if run.baseline:
         lines.append(f"baseline: {run.baseline}")
     if unfinished := partly_finished(results):

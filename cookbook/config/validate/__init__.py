@@ -21,7 +21,7 @@ from cookbook.config.validate.weights import native_weights, published_weights
 
 
 def _set_up(cell: Cell) -> str:
-    """Return the set-up that cures: a login node has no GPU by which it would know what to build."""
+    """Return the command that cures; a login node has no GPU that says what to build for."""
     gpu = cell.cluster.gpu
     return "run: bash setup.sh" + (f" --arch {gpu.compute_capability:.1f}" if gpu else "")
 
@@ -55,9 +55,8 @@ def missing_here(cell: Cell) -> list[Finding]:
     if not found or runs_here(cell.cluster):
         return found
     where = f"this machine has no Slurm, so jobs on {cell.cluster.name} run elsewhere"
-    return [
-        replace(one, level=WARNING, reason=f"{one.reason} (not an error: {where})") for one in found
-    ]
+    words = f" (not an error: {where})"
+    return [replace(one, level=WARNING, reason=one.reason + words) for one in found]
 
 
 # Rules about this machine. Paths are relative to the checkout, in which jobs run.
