@@ -22,8 +22,6 @@ from tests.doctor_node import A100, B200, COMMIT, COMPILER_FILE, H200, LIMITS, N
 from tests.submit import ROOT
 
 FLASH = next(pin.value for pin in read_pins() if pin.name == "flash-attn-4")
-_CU12 = next(pin for pin in read_pins() if pin.name.endswith("libs-cu12"))
-CU12 = f"site/{_CU12.name.replace('-', '_')}-{_CU12.value}.dist-info"
 DEEPEP = "site/deep_ep-1.2.1.dist-info"
 NETWORK = "root/etc/profile.d/90-nccl-network-vars.sh"
 LIBRARY = "site/deep_ep_cpp.cpython-312.so"
@@ -122,10 +120,6 @@ BROKEN: list[tuple[Break, str, str, str]] = [
     (
         gpus(replace(B200, driver="580.1")),
         *("flash attention", "ok", f"{FLASH}, its compiler for CUDA 13 (driver 580.1)"),
-    ),
-    (
-        lambda node: (remove(CU12)(node), gpus(replace(B200, driver="580.1"))(node)),
-        *("flash attention", "ok", "its compiler for CUDA 13"),
     ),
     (gpus(A100), "flash attention", "not here", "needs Hopper or Blackwell GPUs"),
 ]

@@ -152,6 +152,9 @@ def flash_attention(here: Surroundings) -> Outcome:
     listed = " and ".join(map(str, compilers))
     if not here.gpus:
         return "ok", f"{version}, its compiler for CUDA {listed}"
+    driver = here.gpus[0].driver
+    number = driver_branch(driver)
+    fitting = [major for major in compilers if OLDEST_DRIVER.get(str(major), number + 1) <= number]
     if not fitting:
         found = f"{version}: its compiler is for CUDA {listed}, which driver {driver} does not take"
         return "problem", found, "update the driver"
