@@ -6,7 +6,9 @@ A table is between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
 import argparse
+import contextlib
 import functools
+import io
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from bench.proofs import convergence, gradient_table, peer
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
+from cookbook.cli.main import main as submit
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Setting
@@ -120,6 +123,9 @@ _PATHS: list[tuple[int, int, str, str, dict[str, Any]]] = [
     (2, 1, "h200-node", _FAST, {_EP: 2, "training.local_batch_size": 1, **_FULL}),
     (4, 1, "h200-node", _FAST, {_EP: 4, _SAVED: ["attention", "communication", "grouped_mm"]}),
     (8, 1, "h200-node", _FAST, {}),
+    (1, 1, "h100-node", _FAST, {_EP: 1, "model.overrides.n_layers": 6}),
+    (2, 1, "h100-node", _FAST, {_EP: 2, **_EIGHT}),
+    (8, 1, "h100-node", _FAST, {_SAVED: ["attention", "communication"]}),
     *((8, nodes, "soperator-b200", _FAST, {}) for nodes in (1, 2, 8, 64)),
     (8, 16, "soperator-b200", _LARGE, _FULL),
     *((8, nodes, "soperator-b200", _LARGE, {}) for nodes in (32, 64)),
@@ -143,6 +149,18 @@ def _paths() -> str:
         rows.append([machine, f"`{recipe}`", shown, *_predicted(cell)])
     head = ["GPUs", "recipe", "options", "GiB a GPU", "predicted tokens/s/GPU"]
     return markdown_table(head, rows, "lllrr")
+
+
+def _plan() -> str:
+    """Return what `plan` prints, without the columns and lines that a page has no room for."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        submit(["plan", _FAST, "--cluster", "h200-node", "--best", "3"])
+    title, *lines = printed.getvalue().splitlines()
+    head = next(place for place, line in enumerate(lines) if "tokens/s/GPU" in line)
+    end = lines[head].index("precision+EP backend")
+    shown = [title, *(line[:end].rstrip() for line in lines[head : head + 5])]
+    return "\n".join(["```text", *shown, "```"])
 
 
 def _report_fields() -> str:
@@ -186,6 +204,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "options": option_tables.titan_options,
     "own-options": option_tables.own_options,
     "paths": _paths,
+    "plan": _plan,
     "report-fields": _report_fields,
     "speeds": _speeds,
     "sweeps-671b": _sweeps_671b,

@@ -152,7 +152,8 @@ def test_emulation_and_unknown_gpus_are_refused() -> None:
     plain = on_gpus(4)
     assert predict_step(plain).step_ms > 0
     for gpu, said in (
-        (Gpu("H100", 9.0, 80), r"nothing is known of the speed of a H100.*b200.yaml"),
+        (Gpu("GB10", 9.0, 80), r"nothing is known of the speed of a GB10.*b200.yaml"),
+        (Gpu("NVIDIA H100 PCIe", 9.0, 80), r"nothing is known of the speed of a NVIDIA H100 PCIe"),
         # GB200 is not B200: another machine altogether.
         (Gpu("GB200", 10, 180), "GB200"),
         (None, "has no GPU"),

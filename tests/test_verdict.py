@@ -140,7 +140,7 @@ def test_what_is_missing_refuses_where_the_job_would_run_here(
         (None, "local"),
         ([(32, "gpu:b200:8(S:0-1)")], "soperator-b200"),
         ([(4, "gpu:nvidia_h200:8"), (2, "(null)")], "h200-node"),
-        ([(40, "gpu:8")], "fits 2 of h200-node, soperator-b200"),
+        ([(40, "gpu:8")], "fits 3 of h100-node, h200-node, soperator-b200"),
         ([(16, "gpu:b200:8")], "what Slurm reports (16 nodes with gpu:b200:8) fits no profile"),
         ([], "what Slurm reports (nothing) fits no profile"),
     ],
@@ -156,7 +156,7 @@ def test_the_default_cluster_is_the_one_that_slurm_has(
     with pytest.raises(InputError) as caught:
         default_cluster()
     assert caught.value.place == "--cluster" and found in caught.value.found
-    assert "name one, here or in COOKBOOK_CLUSTER: h200-node, " in caught.value.remedy
+    assert "name one, here or in COOKBOOK_CLUSTER: h100-node, " in caught.value.remedy
     monkeypatch.setenv("COOKBOOK_CLUSTER", "h200-node")
     assert default_cluster() == "h200-node"
 

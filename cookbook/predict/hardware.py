@@ -97,7 +97,9 @@ def hardware_of(cell: Cell) -> Hardware:
         wrong = "has no GPU, and times are predicted for GPUs only"
         raise InputError(place, wrong, "name another: --cluster h200-node")
     known = [load_hardware(path) for path in sorted((RECIPES / "hardware").glob("*.yaml"))]
-    found = next((one for one in known if one.name in gpu.name.split()), None)
+    # Cards with PCIe are slower than the modules of their name.
+    words = set(gpu.name.split())
+    found = next((one for one in known if one.name in words and not words & {"PCIe", "NVL"}), None)
     if found is None:
         remedy = f"describe it in recipes/hardware/, as {', '.join(one.path.name for one in known)}"
         raise InputError(place, f"nothing is known of the speed of a {gpu.name}", remedy)
