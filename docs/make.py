@@ -192,6 +192,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "beside-megatron": lambda: peer.summary(_megatron()),
     "beside-megatron-trainings": lambda: "\n\n".join(map(peer.render, _megatron())),
     "convergence": convergence.render,
+    "convergence-fp8": lambda: convergence.render(convergence.DATA / "fp8"),
     "errors": _errors,
     "faults": lambda: _gradients("gradients", 1),
     "gradients": lambda: _gradients("gradients", 0),

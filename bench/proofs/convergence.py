@@ -1,6 +1,7 @@
-"""Judge the 84 loss curves of evidence/convergence by the rule registered before the first run.
+"""Judge the loss curves of evidence/convergence by the rules registered before their first run.
 
     python -m bench.proofs.convergence        # the tables of docs/evidence/convergence.md
+    python -m bench.proofs.convergence fp8    # that of FP8 in docs/evidence/low-precision.md
 
 A difference is relative: an arm's mean loss over its reference's with the same seed, minus 1.
 """
@@ -8,8 +9,10 @@ A difference is relative: an arm's mean loss over its reference's with the same 
 import csv
 import math
 import statistics
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from scipy.stats import ttest_1samp
 
@@ -21,7 +24,6 @@ DATA = ROOT / "docs/evidence/convergence"
 MARGIN = 0.0025
 # Of all arms by one measure and one test together, by Holm's step-down procedure.
 FAMILY_ERROR = 0.05
-SEEDS = range(1001, 1015)
 REFERENCE = {
     "mxfp8": "bf16",
     "mxfp8_wgrad_hp": "bf16",
@@ -90,22 +92,24 @@ def judge(arms: Mapping[str, Sequence[float]]) -> dict[str, str]:
     return {arm: one.pop() if len(one) == 1 else "undecided" for arm, one in words.items()}
 
 
-def read_losses(share: float) -> dict[str, list[float]]:
+def read_losses(share: float, folder: Path = DATA) -> dict[str, dict[str, float]]:
     """Return each arm's mean loss over the last `share` of the steps, by seed."""
     found = {}
-    for path in sorted(DATA.glob("*.csv")):
+    for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         last = rows[-round(share * len(rows)) :]
-        found[path.stem] = [statistics.fmean(float(row[str(s)]) for row in last) for s in SEEDS]
+        seeds = [name for name in rows[0] if name != "step"]
+        found[path.stem] = {s: statistics.fmean(float(row[s]) for row in last) for s in seeds}
     return found
 
 
-def differences(losses: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+def differences(losses: Mapping[str, Mapping[str, float]]) -> dict[str, list[float]]:
     """Return each compared arm's relative differences, by seed."""
     return {
-        arm: [own / base - 1 for own, base in zip(losses[arm], losses[reference], strict=True)]
+        arm: [own / losses[reference][seed] - 1 for seed, own in losses[arm].items()]
         for arm, reference in REFERENCE.items()
+        if arm in losses
     }
 
 
@@ -115,15 +119,14 @@ def mean_and_half_interval(found: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(found), float(high - low) / 2
 
 
-def verdict_table(name: str) -> str:
+def verdict_table(name: str, folder: Path = DATA) -> str:
     """Return the verdicts by one measure, as Markdown."""
-    arms = differences(read_losses(MEASURES[name]))
+    arms = differences(read_losses(MEASURES[name], folder))
     by_test = {test: judge_by(TESTS[test], arms) for test in TESTS}
     words, rows = judge(arms), []
     # How many verdicts change when one seed is left out.
-    without = [
-        judge({a: [*f[:n], *f[n + 1 :]] for a, f in arms.items()}) for n in range(len(SEEDS))
-    ]
+    seeds = range(len(next(iter(arms.values()))))
+    without = [judge({a: [*f[:n], *f[n + 1 :]] for a, f in arms.items()}) for n in seeds]
     for arm, found in arms.items():
         mean, half = mean_and_half_interval(found)
         p_values = [
@@ -137,14 +140,15 @@ def verdict_table(name: str) -> str:
     return markdown_table(head, rows, "lrrrrlr")
 
 
-def render() -> str:
+def render(folder: Path = DATA) -> str:
     """Return the verdicts by each measure and every run's mean loss at the end, as Markdown."""
-    ends = read_losses(MEASURES["end"])
-    arms = ["bf16", "mxfp8", "mxfp8_wgrad_hp", "float8", "bf16_ep2", "mxfp8_a2a_ep2"]
-    rows = [[str(s), *(f"{ends[arm][n]:.4f}" for arm in arms)] for n, s in enumerate(SEEDS)]
-    losses = markdown_table(["seed", *arms], rows, "r" * 7)
-    return "\n\n".join([*map(verdict_table, MEASURES), losses])
+    ends = read_losses(MEASURES["end"], folder)
+    order = ["bf16", "mxfp8", "mxfp8_wgrad_hp", "float8", "bf16_ep2", "mxfp8_a2a_ep2"]
+    arms = [arm for arm in order if arm in ends]
+    rows = [[seed, *(f"{ends[arm][seed]:.4f}" for arm in arms)] for seed in ends[arms[0]]]
+    losses = markdown_table(["seed", *arms], rows, "r" * (1 + len(arms)))
+    return "\n\n".join([*(verdict_table(name, folder) for name in MEASURES), losses])
 
 
 if __name__ == "__main__":
-    print(render())
+    print(render(DATA.joinpath(*sys.argv[1:2])))

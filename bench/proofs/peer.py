@@ -3,7 +3,7 @@
     python -m bench.proofs.peer OUT [--python PEER/bin/python]              # 16B, 8 layers, one GPU
     python -m bench.proofs.peer OUT --gpus 2 --routing random               # EP 2
     python -m bench.proofs.peer OUT --model slice --ours bf16+standard float8+standard \\
-        --peers cudnn cudnn+blockwise+padded cudnn+tensorwise+padded
+        --peers cudnn cudnn+blockwise cudnn+tensorwise
 
 Every round trains each cell and each peer once, with the same model, batch, number formats of the
 optimizer and routing. A cell is PRECISION+EP_BACKEND; the parts of a peer's name are in

@@ -141,8 +141,7 @@ class Kernels:
         factor = 5 / 3 if backward else 1
         size = factor * (s.act * elements + router)
         if s.autocast:
-            # Autocast leaves hidden states in FP32 and casts the experts' weights in both passes.
-            size += factor * 2 * (11 if moe else 8) * s.sequence_tokens * s.dim
+            # A rank alone casts the experts' weights, and their gradients.
             size += 6.0 * self._expert_weights * moe
         return {POINTWISE: self.bytes_ms(size)}
 
@@ -159,7 +158,7 @@ class Kernels:
             if backward and self.is_released:
                 added_ms = rows / (hw.released_deepep_rows_gb_per_s * 1e6)
         elif s.row_kernels:
-            tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
+            tokens = float(s.act * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
         else:
             every = float(s.act * s.tokens * s.top_k * s.dim)
