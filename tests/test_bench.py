@@ -75,7 +75,7 @@ def test_each_arm_is_corrected_for_all_and_held_against_its_own_reference() -> N
     arms = dict.fromkeys(REFERENCE, around(0.0, 0.02)) | {"mxfp8": around(0.0016, 0.0026)}
     p_value, word = judge_by(t_test, arms)["mxfp8"]
     assert word == "undecided" and p_value == pytest.approx(4 * t_test(arms["mxfp8"], MARGIN))
-    losses = dict.fromkeys([*REFERENCE, "bf16"], {"1": 2.0}) | {"bf16_ep2": {"1": 4.0}}
+    losses = {key: {"1": 2.0} for key in [*REFERENCE, "bf16"]} | {"bf16_ep2": {"1": 4.0}}
     found = convergence.differences(losses)
     assert found["float8"][0] == 0.0 and found["mxfp8_a2a_ep2"][0] == -0.5
 

@@ -1,0 +1,72 @@
+"""Hidden states of a rank alone: BF16 under autocast as under FSDP, and weights copied once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from cookbook.titan.common import weight_copies
+from cookbook.titan.tt_0_2_2.hidden_states import narrow_hidden_states
+
+pytestmark = pytest.mark.titan
+
+
+class Model(nn.Module):
+    """What a transformer does between its matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings, self.norm = nn.Embedding(16, 32), nn.RMSNorm(32)
+        self.layer = nn.Linear(32, 32, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = self.tok_embeddings(tokens)
+        second = first + self.layer(self.norm(first))
+        return first, second, self.norm(second)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "param", "expected"),
+    [
+        ("", "bfloat16", torch.bfloat16),
+        ("", "float32", torch.float32),
+        ("fsdp_enabled", "bfloat16", torch.float32),
+        ("tp_enabled", "bfloat16", torch.float32),
+    ],
+)
+def test_hidden_states_are_narrow_where_training_is_under_autocast(
+    parallel: str, param: str, expected: torch.dtype
+) -> None:
+    model, names = Model(), ("fsdp_enabled", "tp_enabled", "pp_enabled")
+    dims = SimpleNamespace(**{name: name == parallel for name in names})
+    narrow_hidden_states(model, dims, SimpleNamespace(mixed_precision_param=param))
+    with torch.autocast("cpu", torch.bfloat16, enabled=param == "bfloat16"):
+        hidden = model(torch.arange(16))
+    # FSDP and TP cast what they gather themselves.
+    assert [one.dtype for one in hidden] == [expected] * 3
+    hidden[2].float().square().sum().backward()
+    assert all(
+        one.grad is not None and one.grad.dtype == torch.float32 for one in model.parameters()
+    )
+
+
+def test_experts_weights_are_copied_once_until_they_change_and_gradients_are_added() -> None:
+    weights = [nn.Parameter(torch.randn(2, 8, 16)) for _ in range(2)]
+    owner, made = nn.Module(), []
+
+    def copy() -> Any:
+        made.append(weight_copies.joined(torch.bfloat16, *weights))
+        return made[-1]
+
+    for step in range(2):
+        for _ in range(2):
+            kept = weight_copies.kept(owner, "copy", weights, copy)
+            weight_copies.copy_of(kept, *weights).sum().backward()
+        assert len(made) == step + 1 and torch.equal(made[-1][:, 8:], weights[1].bfloat16())
+        for weight in weights:
+            assert torch.equal(weight.grad, torch.full_like(weight, 2.0))  # type: ignore[arg-type]
+            weight.grad = None
+            with torch.no_grad():
+                weight.mul_(2)
