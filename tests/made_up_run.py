@@ -45,6 +45,23 @@ def metrics_line(
     )
 
 
+_STEP = re.compile(r"(?m)^\[rank(\d+)\]:\[titan\] (.{23}) - root - INFO - (step: .*)")
+_SHOWN = {"step": "step", "loss": "loss", "memory": "memory_gib", "tps": "tokens_per_second"}
+_SHOWN |= {"grad_norm": "grad_norm", "tflops": "tflops", "mfu": "mfu"}
+
+
+def steps_of(log: str) -> str:
+    """What the hooks write of the steps that a console shows."""
+    lines = []
+    for rank, time, text in _STEP.findall(log):
+        when = datetime.fromisoformat(time).timestamp()
+        line: dict[str, Any] = {"rank": int(rank), "time": when}
+        for name, value in re.findall(r"(\w+): +([\d.,]+|nan|inf)", text):
+            line[_SHOWN[name]] = value.replace(",", "")
+        lines.append(json.dumps(line) + "\n")
+    return "".join(lines)
+
+
 class Run:
     """A run folder under construction."""
 
@@ -77,6 +94,8 @@ class Run:
             attempt = folder / f"attempt-{number}"
             attempt.mkdir()
             (attempt / "train.log").write_text(log)
+            if lines := steps_of(log):
+                (attempt / "metrics.jsonl").write_text(lines)
             # The hooks log this, and write the same into the attempt's folder.
             if active := re.findall(r"cookbook active: (.*)", log):
                 (attempt / "environment.json").write_text(active[-1])

@@ -138,10 +138,9 @@ def test_a_refused_attempt_has_excluded_nodes(cell: CellFolder, reason: str, cau
 
 
 def test_a_step_with_a_gradient_that_is_no_number_is_no_good_one(cell: CellFolder) -> None:
-    head = "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - "
-    norms = {3: "1.5", 4: "nan", 5: "inf"}
-    lines = [f"{head}step: {step}  loss: 7.0  grad_norm: {norm}" for step, norm in norms.items()]
-    cell.attempt(0).log.write_text("\n".join(lines) + "\n")
+    norms = {3: 1.5, 4: "nan", 5: "inf"}
+    lines = [{"step": step, "loss": 7.0, "grad_norm": norm} for step, norm in norms.items()]
+    cell.attempt(0).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     end = ended(cell, 1)
     assert (end.first_step, end.last_step, end.last_good_step) == (3, 5, 3)
 

@@ -22,7 +22,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.run import read_run
 from cookbook.run.slurm import JobInfo
 from cookbook.run.status import write_job
-from tests.made_up_run import Run, metrics_line
+from tests.made_up_run import Run, metrics_line, steps_of
 
 
 @pytest.fixture
@@ -151,10 +151,10 @@ def looked(watcher: Watcher) -> CellProgress:
     return progress
 
 
-def test_the_newest_attempt_on_the_rank_with_the_loss_counts(tmp_path: Path) -> None:
+def test_the_newest_attempt_counts(tmp_path: Path) -> None:
     first = "".join(metrics_line(step, loss="3.5") for step in (1, 2, 3))
-    # Resumed from an earlier step; rank 1 has the loss, and is not the last to speak.
-    second = metrics_line(2, rank=1, loss="2.5") + metrics_line(2, rank=0, loss="-4.0")
+    # Resumed from an earlier step.
+    second = metrics_line(2, loss="2.5")
     run = Run(tmp_path)
     run.add("a", first, second, "no step yet\n", options=PP)
     found = looked(watcher_of(run))
@@ -162,9 +162,9 @@ def test_the_newest_attempt_on_the_rank_with_the_loss_counts(tmp_path: Path) -> 
 
 
 def test_the_time_left_is_of_the_newest_steps(tmp_path: Path) -> None:
-    def line(step: int, seconds: int, tps: str = "500", rank: int = 0) -> str:
+    def line(step: int, seconds: int, tps: str = "500") -> str:
         when = datetime(2026, 11, 20, tzinfo=UTC) + timedelta(seconds=seconds)
-        return metrics_line(step, rank, tps=tps, when=when)
+        return metrics_line(step, tps=tps, when=when)
 
     run = Run(tmp_path)
     options = {"training.steps": 100}
@@ -174,13 +174,12 @@ def test_the_time_left_is_of_the_newest_steps(tmp_path: Path) -> None:
     cell = run.add("a", early, state="running", options=options)
     watcher = watcher_of(run)
     assert looked(watcher).left == 88 * 12 / 11
-    log = cell / "attempt-1" / "train.log"
-    log.write_text(early + "".join(lines) + line(32, 999, "7", rank=1))
+    (cell / "attempt-1" / "metrics.jsonl").write_text(steps_of(early + "".join(lines)))
     found = looked(watcher)
     assert (found.tokens_per_second, found.left) == (500.0, 68 * 2)
     (cell / "attempt-2").mkdir()
     assert looked(watcher).left is None
-    (cell / "attempt-2" / "train.log").write_text("".join(lines[:3]))
+    (cell / "attempt-2" / "metrics.jsonl").write_text(steps_of("".join(lines[:3])))
     assert (looked(watcher).step, looked(watcher).left) == (15, None)
 
 

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.slurm
 # Makes steps; $FAULT is what happens after them in the first attempt.
 SCRIPT = """
 A="${COOKBOOK_ATTEMPT_DIR}"; K="${A##*-}"; exec >>"${A}/train.log" 2>&1
-step() { echo "[rank0]:[titan] $(date '+%F %T,%3N') - root - INFO - step: $1  loss: 7  x: 1"; }
+M="${A}/metrics.jsonl"
+step() { printf '{"step": %s, "loss": 7, "time": %s}\\n' "$1" "$(date '+%s.%N')" >>"${M}"; }
 for i in 1 2 3 4 5; do step "${i}"; sleep 0.5; done
 ((K)) && exit 0
 srun --job-name="attempt-${K}" --kill-on-bad-exit=1 bash -c "$FAULT"
@@ -99,7 +100,7 @@ def test_a_node_that_slurm_takes_back_after_a_failure_is_left(
 STEPS = """
 A="${COOKBOOK_ATTEMPT_DIR}"; exec >>"${A}/train.log" 2>&1
 [[ "${A}" == *-0 ]] && for i in 1 4 6; do
-  echo "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: ${i}  loss: 7  x: 1"
+  printf '{"step": %s, "loss": 7}\\n' "${i}" >>"${A}/metrics.jsonl"
 done
 echo waits; exec sleep 300
 """

@@ -27,7 +27,10 @@ from tests.started import lives, start_marked
 HEAD = """
 set +eu
 A="${COOKBOOK_ATTEMPT_DIR}"; K="${A##*-}"; exec >>"${A}/train.log" 2>&1
-step() { echo "[rank0]:[titan] $(date '+%F %T,%3N') - root - INFO - step: $1  loss: $2  x: 1"; }
+step() {
+  printf '{"step": %s, "loss": "%s"}\\n' "$1" "$2" >>"${A}/metrics.jsonl"
+  echo "[rank0]:[titan] $(date '+%F %T,%3N') - root - INFO - step: $1  loss: $2  x: 1"
+}
 torchrun_says() { echo "E1120 18:40:01.1 api.py:1] failed (exitcode: $1) local_rank: 1 (pid: 9)"; }
 raises() { echo "Traceback (most recent call last):"; echo "$1"; exit 1; }
 """
@@ -243,9 +246,9 @@ echo "local 1" >"${{A}}/stopped"
 
 def test_an_attempt_whose_supervisor_was_killed_is_noted_and_ended(tmp_path: Path) -> None:
     cell = make(tmp_path)
-    log = cell.attempt(0).log
-    log.parent.mkdir(parents=True)
-    log.write_text("[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: 4  loss: 7  x\n")
+    metrics = cell.attempt(0).metrics
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text('{"step": 4, "loss": 7}\n')
     status.write_status(cell, Status(RUNNING, 0, started=time.time() - 60))
     left = start_marked(300, {**os.environ, **marks(cell)})
     assert run(cell) == 0

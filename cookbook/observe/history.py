@@ -73,7 +73,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     if not attempts:
         return History()
     ends = [read_attempt_end(attempt) for attempt in attempts]
-    times = [_step_times(attempt, record) for attempt in attempts]
+    times = [_step_times(attempt) for attempt in attempts]
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
     # The step that each attempt resumed from. If it is not recorded, assume the step before the
     # first logged one, or -1 if the attempt logged no step.
@@ -127,8 +127,8 @@ def usual_step_time(attempts: Sequence[Attempt]) -> float | None:
     return next((seconds for seconds in found if seconds is not None), None)
 
 
-def _step_times(attempt: Attempt, record: CellRecord) -> list[tuple[int, float]]:
-    times = [(one.step, one.time) for one in read_steps(attempt, record) if one.time is not None]
+def _step_times(attempt: Attempt) -> list[tuple[int, float]]:
+    times = [(one.step, one.time) for one in read_steps(attempt) if one.time is not None]
     before = seconds_to_first_step(attempt.log)
     # Console times have no time zone and may come from another node: use only differences.
     return [(0, times[0][1] - before), *times] if times and before is not None else times

@@ -1,4 +1,4 @@
-"""Read a training job's metrics and router load from our hooks' files or the console output."""
+"""Read a training job's metrics and router load from our hooks' files, and its console output."""
 
 import contextlib
 import enum
@@ -10,28 +10,23 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.record import CellRecord
 from cookbook.run.status import read_resumptions
 
 T = TypeVar("T")
 RANK = re.compile(r"\[rank([0-9]{1,7})\]:")
 COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)"
-# A line with `validate step:` has the metrics of a validation, not of a training step.
-_STEP = re.compile(r"(?<!validate )\bstep:\s*([0-9]{1,12})(?=\s)")
-_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "memory": "memory_gib"}
-_NAMES |= {"tps": "tokens_per_second", "tflops": "tflops", "mfu": "mfu"}
-_VALUE = re.compile(rf"\b({'|'.join(_NAMES)}):\s*({_NUMBER})(?=[\sG%]|$)")
 _PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
 _TIME = re.compile(rb"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ")
 _SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
 _SAVED_LAST = re.compile(rb"Saving a (?:full|model only) checkpoint .*at last step")
 _START = b"Training starts at step "
+# Not `validate step:`, which a validation logs.
+_STEP = re.compile(rb" - INFO - (?:\x1b\[[0-9;]*m)?step:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +45,7 @@ class StepMetrics:
     lr: float | None = None  # learning rate
     tokens_seen: float | None = None  # of all ranks, since the start
     skipped_steps: float | None = None  # steps with non-finite gradients in this attempt so far
-    rank: int | None = None  # global rank; None for a console line without a `[rank0]:` prefix
+    rank: int | None = None  # global rank
     attempt: int = 0
 
 
@@ -84,27 +79,6 @@ _PHASES = {
 _PHASE = re.compile(rf"\[titan\] [^\[\]]* - INFO - ({'|'.join(map(re.escape, _PHASES))})")
 
 
-def parse_step(line: bytes) -> StepMetrics | None:
-    """Return the metrics in a console line; None if it has none."""
-    if b"step:" not in line or b"loss:" not in line:
-        return None
-    text = COLOURS.sub("", line.decode("utf-8", "replace")).rstrip()
-    found = _STEP.search(text)
-    if found is None:
-        return None
-    ranks = RANK.findall(text, 0, found.start())
-    own, *others = re.split(r"\[rank[0-9]+\]:|\[titan\]", text[found.end() :])
-    values: dict[str, Any] = {}
-    for key, value in _VALUE.findall(own):
-        values.setdefault(_NAMES[key], float(value.replace(",", "")))
-    # Another rank's output may interrupt this line and cut off its end. Accept an interrupted line
-    # only if `mfu`, its last value, is complete.
-    if "loss" not in values or (others and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", own)):
-        return None
-    values |= {"time": _time_of(line), "rank": int(ranks[-1]) if ranks else None}
-    return StepMetrics(int(found[1]), **values)
-
-
 def read_peak_memory(logs: Iterable[Path]) -> float | None:
     """Return the highest memory in GiB in these logs, over all ranks and steps."""
     shown = {text for log in logs for line in lines_of(log) for text in _PEAK_MEMORY.findall(line)}
@@ -118,8 +92,8 @@ def seconds_to_first_step(log: Path) -> float | None:
     for line in lines_of(log):
         if _START in line:
             start = _time_of(line)
-        elif start is not None and (metrics := parse_step(line)) and metrics.time:
-            return max(0.0, metrics.time - start)
+        elif start is not None and _STEP.search(line) and (logged := _time_of(line)):
+            return max(0.0, logged - start)
     return None
 
 
@@ -167,7 +141,7 @@ _LOOK_BACK_BYTES = 16 << 20
 _NUM_RECENT = 20
 
 
-def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepMetrics]:
+def read_steps(attempt: Attempt) -> list[StepMetrics]:
     """Return the logged steps of the rank that computes the loss, in order."""
     steps: list[StepMetrics] = []
     for metrics in _parse(_METRICS, lines_of(attempt.metrics)):
@@ -175,19 +149,7 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
             steps.append(replace(metrics, attempt=attempt.number))
         elif steps and steps[-1].step == metrics.step:
             steps[-1] = replace(steps[-1], validation_loss=metrics.validation_loss)
-    if steps:
-        return steps
-    whole = (line for line in lines_of(attempt.log) if line.endswith(b"\n"))
-    shown = [found for line in whole if (found := parse_step(line))]
-    rank = (record or CellRecord()).loss_rank
-    own = [one for one in shown if one.rank == rank]
-    # If the console hides the rank that computes the loss, use the first rank that it shows.
-    # Outside the last PP stage, ranks print a negative loss, which is dropped below.
-    own = own or [one for one in shown if one.rank == shown[0].rank]
-    return [
-        replace(one, attempt=attempt.number, loss=None if one.loss and one.loss < 0 else one.loss)
-        for one in own
-    ]
+    return steps
 
 
 def step_seconds(steps: Iterable[StepMetrics]) -> float | None:
@@ -197,7 +159,7 @@ def step_seconds(steps: Iterable[StepMetrics]) -> float | None:
     return statistics.median(seconds) if len(seconds) >= 3 else None
 
 
-def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
+def collect_steps(cell: CellFolder) -> list[StepMetrics]:
     """Return the cell's loss curve: the steps of all attempts, in increasing order.
 
     An attempt that has logged a step replaces all steps after the one that it resumed from.
@@ -205,7 +167,7 @@ def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
     steps, attempts = list[StepMetrics](), cell.attempts()
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
     for attempt in attempts:
-        if own := read_steps(attempt, record):
+        if own := read_steps(attempt):
             start = resumed.get(attempt.number, own[0].step - 1)
             steps = [one for one in steps if one.step <= start] + own
     return steps
@@ -256,7 +218,6 @@ class Tail:
         steps = _parse(_METRICS, self._metrics.lines())
         for step in steps:
             self.validation_loss = step.validation_loss or self.validation_loss
-        has_metrics = self._metrics.offset > 0
         lines = self._console.lines()
         for line in lines:
             # The first phase message comes after the imports; before it, any line means LOADING.
@@ -266,11 +227,10 @@ class Tail:
                 ranks = RANK.findall(text, 0, found.start())
                 if ranks[-1:] == [str(self._rank)]:
                     self.phase = _PHASES[found[1]]
-            if (shown := parse_step(line)) is not None and shown.rank == self._rank:
-                self.phase = Phase.TRAINING
-                if not has_metrics:
-                    steps.append(shown)
-        self.recent.extend(step for step in steps if step.loss is not None)
+        trained = [step for step in steps if step.loss is not None]
+        if trained and self.phase not in (Phase.SAVING_CHECKPOINT, Phase.FINISHING):
+            self.phase = Phase.TRAINING
+        self.recent.extend(trained)
         self.step = self.recent[-1] if self.recent else None
         return lines
 

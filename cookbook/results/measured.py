@@ -90,7 +90,7 @@ def measure_cell(
 ) -> Measured:
     """Measure the cell in `folder`; `reasons` are known reasons for its status, or None."""
     attempts, why = folder.attempts(), list(reasons)
-    curve, loads = metrics.collect_steps(folder, record), metrics.collect_router_load(folder)
+    curve, loads = metrics.collect_steps(folder), metrics.collect_router_load(folder)
     records = attempt_records(folder, record)
     asked = speed_facts(asked_facts(record))
     newest = [one for one in attempts if speed_facts(asked_facts(records[one.number])) == asked]

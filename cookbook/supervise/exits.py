@@ -133,7 +133,7 @@ def classify_exit(
     cell: CellFolder, attempt: Attempt, record: CellRecord, started: float, code: int | None
 ) -> AttemptEnd:
     """Return how and why an attempt ended."""
-    end = _with_steps(_end(attempt, Cause.FINISHED, None, code, started), attempt, record)
+    end = _with_steps(_end(attempt, Cause.FINISHED, None, code, started), attempt)
     if (step := _read_stopped(attempt)).isdecimal():
         reason = f"asked to stop, it saved step {step} and ended"
         return replace(end, cause=Cause.SAVED, reason=reason)
@@ -163,9 +163,9 @@ def _end(
     return replace(end, job_id=own_job.job_id(), left_out=excluded)
 
 
-def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
+def _with_steps(end: AttemptEnd, attempt: Attempt) -> AttemptEnd:
     first = last = good = None
-    for metrics in read_steps(attempt, record):
+    for metrics in read_steps(attempt):
         first = first or metrics.step
         last = metrics.step
         values = (metrics.loss, metrics.grad_norm)
@@ -211,4 +211,4 @@ def note_killed_attempt(cell: CellFolder, record: CellRecord) -> None:
     by_slurm, _ = stopped_end(end, "")
     if by_slurm.reason:
         end = replace(by_slurm, decision="started again by Slurm")
-    status.write_attempt_end(attempt, _with_steps(end, attempt, record))
+    status.write_attempt_end(attempt, _with_steps(end, attempt))
