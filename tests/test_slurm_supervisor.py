@@ -100,7 +100,7 @@ def test_a_node_that_slurm_takes_back_after_a_failure_is_left(
 STEPS = """
 A="${COOKBOOK_ATTEMPT_DIR}"; exec >>"${A}/train.log" 2>&1
 [[ "${A}" == *-0 ]] && for i in 1 4 6; do
-  printf '{"step": %s, "loss": 7}\\n' "${i}" >>"${A}/metrics.jsonl"
+  printf '{"step": %s, "loss": 7, "time": 1}\\n' "${i}" >>"${A}/metrics.jsonl"
 done
 echo waits; exec sleep 300
 """

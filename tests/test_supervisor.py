@@ -28,7 +28,8 @@ HEAD = """
 set +eu
 A="${COOKBOOK_ATTEMPT_DIR}"; K="${A##*-}"; exec >>"${A}/train.log" 2>&1
 step() {
-  printf '{"step": %s, "loss": "%s"}\\n' "$1" "$2" >>"${A}/metrics.jsonl"
+  local now; now="$(date +%s.%N)"
+  printf '{"step": %s, "loss": "%s", "time": %s}\\n' "$1" "$2" "${now}" >>"${A}/metrics.jsonl"
   echo "[rank0]:[titan] $(date '+%F %T,%3N') - root - INFO - step: $1  loss: $2  x: 1"
 }
 torchrun_says() { echo "E1120 18:40:01.1 api.py:1] failed (exitcode: $1) local_rank: 1 (pid: 9)"; }
