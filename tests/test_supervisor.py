@@ -378,6 +378,7 @@ def test_all_attempts_are_one_run_of_weights_and_biases_up_to_a_roll_back(
     cell.wandb_id.write_text("of an earlier job")
     options = {"checkpoint.load_step": 4, "checkpoint.enable": True}
     replace(read_record(cell.record), options=options).write(cell.record)
+    save(cell.path / "checkpoint", 4, readers=1)
     assert run(cell) == 0
     ids = (tmp_path / "run/cell/ids").read_text()
     assert re.fullmatch(r"([0-9a-f]{12} allow\n)\1(?!\1)[0-9a-f]{12} allow\n", ids), ids
