@@ -171,7 +171,7 @@ def verdict(case: Case, folder: Path) -> Outcome:
     _quiet(folder / "verdict.log")
     try:
         cell = cell_of(case)
-        if errors := judge(cell, is_submitted=True).errors:
+        if errors := judge(cell).errors:
             return Outcome(str(errors[0]), errors[0].rule)
         read = parse_argv(argv_of(cell.options.stack, cell.options.settings), "x", load_stack())
         if read.values != {n: v for n, v in cell.options.values.items() if v != []}:
