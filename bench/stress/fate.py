@@ -22,67 +22,65 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.stress.fate_files import FILES, write_files
+from bench.stress.fate_files import FILES, write_files, write_weights
 from cookbook.base.errors import InputError
 from cookbook.check.check import _request
 from cookbook.config.cell import Cell, train_argv
 from cookbook.config.dialect.argv import argv_of, parse_argv
-from cookbook.config.dialect.names import OVERRIDES, SET_BY_SCRIPTS, TEXTS, Names, options_that
+from cookbook.config.dialect.classes import REFUSED, class_of
+from cookbook.config.dialect.names import DEGREES, OVERRIDES, TEXTS, Names, options_that
 from cookbook.config.options import command_line_settings
-from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
-from cookbook.config.resolve import merge_config, this_machine
+from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.stack import Option, load_stack
 from cookbook.config.validate import judge
 
-_SECONDS, _STEPS = 60, 2
+_SECONDS, _STEPS = 120, 2
+_OPTIONS = load_stack().options
 # A model so small that a step takes no time; the options under test override these.
 _BASE = {
-    **{
-        f"{OVERRIDES}{size}": str(n)
-        for size, n in {"n_layers": 2, "dim": 64, "vocab_size": 64}.items()
-    },
+    **{f"{OVERRIDES}{size}": "64" for size in ("dim", "vocab_size")},
     **{f"{OVERRIDES}{size}": "32" for size in ("inter_dim", "moe_inter_dim")},
-    Names.steps: str(_STEPS),
+    f"{OVERRIDES}n_layers": "2",
+    Names.ep: "1",
     Names.seq_len: "32",
+    Names.steps: str(_STEPS),
     Names.warmup_steps: "1",
-    "metrics.enable_tensorboard": "false",
+    Names.profile_freq: "2",
+    Names.profile_warmup: "1",
+    Names.is_tensorboard_on: "false",
+    Names.validation_steps: "1",
 }
-# Stricter than TorchTitan on purpose, by rule.
-_ON_PURPOSE = {
-    "refused_options",
-    "texts",
-    "names",
-    "unused",
-    "routing",
-    "c4_test",
-    "vocabulary",
-    "addresses",
-}
-_BATCH = {Names.local_batch, Names.global_batch, Names.seq_len, Names.dp_shard, Names.data_workers}
+# Rules that refuse what TorchTitan would take: it ignores a typo, or has no use for a value.
+_STRICTER = {"refused_options", "names", "bounds", "selected", "unused", "routing", "c4_test"}
+_STRICTER |= {"vocabulary", "addresses", "texts", "needs_gpus", "formats", "without_workers"}
+_STRICTER |= {"parse", "kept_checkpoints", "profiled_steps", "validation"}
+# Options that change a rank's batches, beside those that decide the texts.
+_BATCH = {Names.local_batch, Names.global_batch, Names.data_workers, *DEGREES.values()}
+_FEW = ("model.name", "compile.", "model.overrides.vocab_size")  # slow, or another model
 
 
 @dataclass(frozen=True)
 class Case:
-    """Options as a user writes them after `--set`, on some ranks."""
+    """Options as a user writes them after `--set`, and a number of ranks."""
 
-    ranks: int
-    options: Mapping[str, str]
+    ranks: int = 1
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        words = [f"{name}={value}" for name, value in self.options.items()]
-        return f"{self.ranks} rank(s): " + " ".join(f"--set {shlex.quote(word)}" for word in words)
+        words = [f"--set {shlex.quote(f'{name}={one}')}" for name, one in self.options.items()]
+        return f"{self.ranks} rank(s): {' '.join(words)}"
 
 
 @dataclass
 class Outcome:
-    """What happened in a fork: `died` says why it did not reach its end."""
+    """What happened in a fork; `died` says why it did not reach its end."""
 
     died: str = ""
-    rule: str = ""
+    rule: str = ""  # what refused it: a rule, `build`, `parse` or `TRACEBACK`
     values: dict[str, Any] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)  # a checksum before and after each step
@@ -90,34 +88,35 @@ class Outcome:
 
 
 def draw(chance: random.Random, files: Path) -> Case:
-    """Return a case with one to three options that the base does not need."""
-    known = [
-        option
-        for name, option in load_stack().options.items()
-        if name not in SET_BY_SCRIPTS
-        and not name.startswith(("model.name", "compile.", "comm.", "fault_", "memory_"))
-    ]
-    chosen = chance.sample(known, chance.choice((1, 1, 2, 2, 3)))
+    """Return a case of one to three options, with those that turn them on."""
+    known = [one for name, one in _OPTIONS.items() if class_of(name) != REFUSED]
+    known = [one for one in known if not one.name.startswith(_FEW)]
+    ranks = chance.choice((1, 1, 1, 1, 2, 4))
+    likely = [_OPTIONS[name] for name in (*FILES, *(DEGREES.values() if ranks > 1 else ()))]
+    pool = likely if chance.random() < 0.4 else known
+    chosen = chance.sample(pool, chance.choice((1, 1, 2, 2, 3)))
     options = {option.name: _value(option, chance, files) for option in chosen}
-    for name, other in _TOGETHER.items():
-        if name in options and chance.random() < 0.8:
-            options |= {other: "true"}
-    if Names.text_files in options and chance.random() < 0.9:
-        options[Names.dataset] = "text"
-    return Case(chance.choice((1, 1, 1, 2)), options)
-
-
-# Options without effect unless another one is on.
-_TOGETHER = {
-    name: f"{name.partition('.')[0]}.{'enable_profiling' if 'profiling' in name else 'enable'}"
-    for name in load_stack().options
-    if name.startswith(("profiling.", "validation.", "checkpoint."))
-}
+    for name in [*options]:
+        switch = f"{name.partition('.')[0]}.enable"
+        switch = Names.profiles if name.startswith("profiling.") else switch
+        if switch in _OPTIONS and chance.random() < 0.8:
+            options |= {switch: "true"}
+    for files_of, dataset in (
+        (Names.text_files, Names.dataset),
+        (Names.validation_files, Names.validation_dataset),
+    ):
+        if files_of in options and chance.random() < 0.9:
+            options |= {dataset: "text"}
+    if "/weights/hf" in options.get(Names.initial_load_path, ""):
+        options |= {Names.initial_load_in_hf: chance.choice(("true", "true", "false"))}
+    return Case(ranks, options)
 
 
 def _value(option: Option, chance: random.Random, files: Path) -> str:
     if option.name in FILES and chance.random() < 0.9:
         return str(files / chance.choice(FILES[option.name]))
+    if option.name in DEGREES.values():
+        return chance.choice(("1", "2", "4", "-1", "3"))
     pools = {
         "bool": ["true", "false", "yes", ""],
         "int": ["0", "1", "-1", "2", "3", "4", "100", "null", "1e3", ""],
@@ -138,16 +137,14 @@ def forked(function: Callable[..., Outcome], *arguments: Any) -> Callable[[], Ou
         os.setsid()
         signal.alarm(_SECONDS)
         with contextlib.suppress(BaseException):
-            found = function(*arguments)
-            os.write(answer, json.dumps(vars(found)).encode())
+            os.write(answer, json.dumps(vars(function(*arguments))).encode())
         os._exit(0)
 
     def wait() -> Outcome:
         _, status = os.waitpid(child, 0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
-        size = os.fstat(answer).st_size
-        said = os.pread(answer, size, 0)
+        said = os.pread(answer, os.fstat(answer).st_size, 0)
         os.close(answer)
         return Outcome(**json.loads(said)) if said else Outcome(f"ended with status {status}")
 
@@ -156,12 +153,10 @@ def forked(function: Callable[..., Outcome], *arguments: Any) -> Callable[[], Ou
 
 def cell_of(case: Case) -> Cell:
     """Merge the case into a cell without a verdict; raise InputError for what cannot be read."""
-    cluster = this_machine(case.ranks, None)
-    given = command_line_settings([f"{name}={one}" for name, one in case.options.items()])
-    base = command_line_settings([f"{name}={one}" for name, one in _BASE.items()])
-    ep = command_line_settings([f"{Names.ep}=1"])
-    overlays = load_precision("bf16"), load_ep_backend("standard")
-    return merge_config(load_recipe("debug"), *overlays, cluster, overrides={**base, **ep, **given})
+    words = [f"{name}={one}" for name, one in {**_BASE, **case.options}.items()]
+    options = {name: one.value for name, one in command_line_settings(words).items()}
+    machine = this_machine(case.ranks, None)
+    return cell_on(machine, "debug", "bf16", "standard", options)
 
 
 def verdict(case: Case, folder: Path) -> Outcome:
@@ -173,8 +168,8 @@ def verdict(case: Case, folder: Path) -> Outcome:
         cell = cell_of(case)
         if errors := judge(cell).errors:
             return Outcome(str(errors[0]), errors[0].rule)
-        read = parse_argv(argv_of(cell.options.stack, cell.options.settings), "x", load_stack())
-        if read.values != {n: v for n, v in cell.options.values.items() if v != []}:
+        read = parse_argv(argv_of(load_stack(), cell.options.settings), "argv", load_stack())
+        if read.values != {name: one for name, one in cell.options.values.items() if one != []}:
             return Outcome(f"argv is read back otherwise: {read.values}", "TRACEBACK")
         built = _build_rank(_request(cell), 0, folder)
         return Outcome(built.get("error", ""), "build" if "error" in built else "")
@@ -196,7 +191,7 @@ def train(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> Ou
 
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(number) for name, number in place.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "MASTER_ADDR": "127.0.0.1"}
     _quiet(folder / f"rank{rank}.log")
     found, trainer = Outcome(), titan.Trainer
     step, batches = trainer.train_step, trainer.batch_generator
@@ -204,7 +199,7 @@ def train(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> Ou
     def checksum(self: Any) -> float:
         tensors = [one for part in self.model_parts for one in part.parameters()]
         local = (getattr(one, "_local_tensor", one).detach() for one in tensors)
-        return sum(float(one.double().abs().sum()) for one in local)
+        return sum(float(getattr(one, "_data", one).double().abs().sum()) for one in local)
 
     def noted_step(self: Any, data: Any) -> None:
         found.weights.append(checksum(self))
@@ -223,17 +218,17 @@ def train(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> Ou
 
     trainer.train_step, trainer.batch_generator = noted_step, noted_batches
     trainer.should_continue_training = goes_on
-    titan.time = argparse.Namespace(**vars(time) | {"sleep": lambda seconds: None})
+    vars(titan)["time"] = argparse.Namespace(**vars(time) | {"sleep": lambda seconds: None})
     titan.ConfigManager.parse_args.__defaults__ = (argv,)
     try:
         config = titan.ConfigManager().parse_args(argv)
-        found.values = {name: _at(config, name) for name in load_stack().options}
+        found.values = {name: _at(config, name) for name in _OPTIONS}
         titan.main(trainer)
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (0, None)):
             log = (folder / f"rank{rank}.log").read_text(errors="replace").strip()
-            words = " ".join(str(error).split()) or log.rpartition("\n")[2]
-            found.died = f"{type(error).__name__}: {words[:300]}"
+            words = log if isinstance(error, SystemExit) else " ".join(str(error).split())
+            found.died = f"{type(error).__name__}: {words[-300:]}"
     return found
 
 
@@ -245,11 +240,7 @@ def _at(config: Any, name: str) -> Any:
 
 def truth(case: Case, folder: Path) -> list[Outcome]:
     """Train the case whatever the rules say; return the outcome of each rank."""
-    try:
-        argv = train_argv(cell_of(case))
-    except InputError:
-        own = [f"--{name}={value}" for name, value in case.options.items()]
-        argv = [*train_argv(cell_of(Case(case.ranks, {}))), *own]
+    argv = train_argv(cell_of(case))
     argv = [*argv, f"--job.dump_folder={folder}", f"--checkpoint.folder={folder}/saved"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -264,14 +255,13 @@ def silent(case: Case, ranks: list[Outcome], usual: list[Outcome]) -> str:
     for one, plain in zip(ranks, usual, strict=True):
         for name, value in cell.options.values.items():
             said = "inf" if name == Names.max_norm and value == 0 else value
-            if name not in (Names.checkpoint_folder,) and str(one.values[name]) != str(said):
+            if name != Names.checkpoint_folder and str(one.values[name]) != str(said):
                 return f"{name}: TorchTitan reads {one.values[name]!r}, the cell has {value!r}"
-        top, trains = cell.facts.lr, one.rates and max(one.rates) > 0
-        if any(not 0 <= rate <= top * 1.000001 for rate in one.rates):
-            return f"learning rates {one.rates} beside {top}"
+        if any(not 0 <= rate <= cell.facts.lr * 1.000001 for rate in one.rates):
+            return f"learning rates {one.rates} beside {cell.facts.lr}"
         if not all(map(math.isfinite, one.weights)):
             return "the weights are not finite"
-        if trains and one.weights[0] == one.weights[-1]:
+        if max(one.rates, default=0) > 0 and one.weights[0] == one.weights[-1]:
             return "the weights do not change"
         if len({*one.batches}) < len(one.batches):
             return "a batch is trained twice"
@@ -287,35 +277,24 @@ def disagreement(case: Case, usual: Mapping[int, list[Outcome]]) -> str:
         said = forked(verdict, case, Path(name))()
         if said.rule == "TRACEBACK" or (said.died and not said.rule):
             return f"TRACEBACK: {said.died}"
-        if said.rule in _ON_PURPOSE:
+        if said.rule in _STRICTER:
             return ""
         ranks = truth(case, Path(name))
-    died = next((one.died for one in ranks if one.died), "")
-    if died and not said.died:
-        return f"ACCEPTED, AND DIES: {died}"
-    if said.died and not died:
-        words = silent_words(case, ranks, usual)
-        return "" if words else f"REFUSED, AND TRAINS: {said.rule}: {said.died}"
-    if not died and (words := silent(case, ranks, usual[case.ranks])):
-        return f"SILENT: {words}"
-    return ""
-
-
-def silent_words(case: Case, ranks: list[Outcome], usual: Mapping[int, list[Outcome]]) -> str:
-    """As `silent`, for a case whose cell may not exist."""
-    with contextlib.suppress(InputError):
-        return silent(case, ranks, usual[case.ranks])
-    return ""
+        died = next((one.died for one in ranks if one.died), "")
+        if died:
+            return "" if said.died else f"ACCEPTED, AND DIES: {died}"
+        words = silent(case, ranks, usual[case.ranks])
+        if said.died:
+            return "" if words else f"REFUSED, AND TRAINS: {said.rule}: {said.died}"
+        return f"SILENT: {words}" if words else ""
 
 
 def shrink(case: Case, words: str, usual: Mapping[int, list[Outcome]]) -> tuple[Case, str]:
-    """Leave out options, and ranks, without which the case disagrees in the same way."""
-    smaller = [Case(1, case.options)] if case.ranks > 1 else []
-    smaller += [
-        Case(case.ranks, {k: v for k, v in case.options.items() if k != name})
-        for name in case.options
-        if len(case.options) > 1
-    ]
+    """Leave out options and ranks without which the case disagrees in the same way."""
+    smaller = [replace(case, ranks=1)] if case.ranks > 1 else []
+    for name in case.options:
+        rest = {key: one for key, one in case.options.items() if key != name}
+        smaller += [replace(case, options=rest)] if rest else []
     for one in smaller:
         found = disagreement(one, usual)
         if found.partition(":")[0] == words.partition(":")[0]:
@@ -323,27 +302,37 @@ def shrink(case: Case, words: str, usual: Mapping[int, list[Outcome]]) -> tuple[
     return case, words
 
 
-def fate(cases: int, seed: int) -> list[str]:
-    """Return the disagreements of `cases` random cases, each shrunk."""
+@contextlib.contextmanager
+def prepared() -> Any:
+    """Import TorchTitan, write the files, and yield their folder and the usual outcomes."""
     import torch
 
-    from cookbook.titan.tt_0_2_2 import dry_build, job_config  # noqa: F401
+    from cookbook.titan.tt_0_2_2 import dry_build
 
     torch.set_num_threads(1)
     dry_build.warm_up()
     gc.collect()
     gc.freeze()
-    chance, found = random.Random(seed), list[str]()
     with tempfile.TemporaryDirectory(prefix="fate-files-") as name:
         files = Path(name)
         write_files(files)
         _BASE[Names.assets] = str(files / "tokenizer/good")
-        _BASE[Names.dataset_path] = str(files / "texts/good")
+        for option in (Names.dataset_path, Names.validation_path):
+            _BASE[option] = str(files / "texts/good")
+        _BASE[Names.validation_dataset] = "c4_test"
+        write_weights(files, lambda options, to: truth(Case(options=options), to))
         usual = {}
-        for ranks in (1, 2):
-            with tempfile.TemporaryDirectory() as folder:
-                usual[ranks] = truth(Case(ranks, {}), Path(folder))
+        for ranks in (1, 2, 4):
+            (files / f"{ranks}").mkdir()
+            usual[ranks] = truth(Case(ranks), files / f"{ranks}")
             assert not any(one.died for one in usual[ranks]), usual
+        yield files, usual
+
+
+def fate(cases: int, seed: int) -> list[str]:
+    """Return the disagreements of `cases` random cases, each shrunk."""
+    chance, found = random.Random(seed), list[str]()
+    with prepared() as (files, usual):
         for number in range(cases):
             case = draw(chance, files)
             if words := disagreement(case, usual):
@@ -359,10 +348,10 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    began = time.monotonic()
-    found = fate(arguments.cases, arguments.seed)
+    began, cases, seed = time.monotonic(), arguments.cases, arguments.seed
+    found = fate(cases, seed)
     took = time.monotonic() - began
-    print(f"{len(found)} of {arguments.cases} cases disagree, seed {arguments.seed}, {took:.0f} s")
+    print(f"{len(found)} of {cases} cases disagree, seed {seed}, {took:.0f} s")
     return 1 if found else 0
 
 

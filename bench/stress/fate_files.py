@@ -1,18 +1,18 @@
-"""Write the files that random cases name: tokenizers and texts, whole and damaged."""
+"""Write the files that random cases name, whole and damaged: tokenizers, texts and weights."""
 
 import gzip
 import json
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cookbook.config.dialect.names import Names
 
 _LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 _TOKENIZERS = ("good", "no-config", "no-eos", "one-token", "large", "truncates", "broken", "absent")
+_WORDS = ("".join(_LETTERS[i * i * k % 26] for i in range(90 + k)) for k in range(1, 80))
 _TEXTS = {
-    "good/a.jsonl": "".join(
-        json.dumps({"text": "".join(_LETTERS[i * i * k % 26] for i in range(90 + k))}) + "\n"
-        for k in range(1, 80)
-    ),
+    "good/a.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in _WORDS),
     "one/a.jsonl": '{"text": "abc"}\n',
     "empty/a.jsonl": "",
     "blank/a.jsonl": "\n\n",
@@ -20,60 +20,79 @@ _TEXTS = {
     "number/a.jsonl": '{"text": 5}\n' * 9,
     "half/a.jsonl": '{"text": "x\\ud83d"}\n' * 9,
     "broken/a.jsonl": '{"text": "abc"}\n{"text"\n',
+    "no-text/a.jsonl": '{"text": ""}\n' * 9,
     "txt/a.txt": "abc def\n" * 400,
-    "empty-text/a.jsonl": '{"text": ""}\n' * 9,
 }
-_NAMES = [*{name.partition("/")[0] for name in _TEXTS}]
-# Options that name files, and what they may name; most draw from these.
+_FOLDERS = sorted(f"texts/{name.partition('/')[0]}" for name in _TEXTS)
+_WEIGHTS = ("native", "native/step-2", "bare/step-2", "cut/step-2", "hf/step-2", "hf-cut/step-2")
+_WEIGHTS += ("hf-gap/step-2", "absent")
+# Options that name files, and what they may name.
 FILES = {
     Names.assets: [f"tokenizer/{name}" for name in _TOKENIZERS],
-    Names.dataset_path: sorted(f"texts/{name}" for name in (*_NAMES, "absent")),
-    Names.validation_path: sorted(f"texts/{name}" for name in _NAMES),
-    Names.text_files: sorted(f"texts/{name}" for name in _TEXTS),
-    Names.validation_files: sorted(f"texts/{name}" for name in _TEXTS),
-    Names.initial_load_path: ["texts/good", "tokenizer/good", "absent"],
+    Names.dataset_path: [*_FOLDERS, "texts/absent", "texts/cut", "texts/good/a.jsonl"],
+    Names.validation_path: _FOLDERS,
+    Names.text_files: [*_FOLDERS, "texts/cut/a.jsonl.gz", "texts/good/*", "texts/absent"],
+    Names.validation_files: _FOLDERS,
+    Names.initial_load_path: [*(f"weights/{name}" for name in _WEIGHTS), "texts/good"],
 }
 
 
 def write_files(folder: Path) -> None:
-    """Write all of them below `folder`."""
+    """Write tokenizers and texts below `folder`."""
     for name in _TOKENIZERS[:-1]:
         _write_tokenizer(folder / "tokenizer" / name, name)
     for name, text in _TEXTS.items():
         path = folder / "texts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    cut = gzip.compress(_TEXTS["good/a.jsonl"].encode(), mtime=0)[:-9]
     (folder / "texts/cut").mkdir()
-    (folder / "texts/cut/a.jsonl.gz").write_bytes(cut)
+    whole = gzip.compress(_TEXTS["good/a.jsonl"].encode(), mtime=0)
+    (folder / "texts/cut/a.jsonl.gz").write_bytes(whole[:-9])
+
+
+def write_weights(folder: Path, train: Callable[[Mapping[str, str], Path], object]) -> None:
+    """Save a checkpoint, and an export, by training; damage copies of both."""
+    for name, more in (
+        ("native", {}),
+        ("hf", {Names.last_save_in_hf: "true", Names.last_save_model_only: "true"}),
+    ):
+        own = folder / "weights" / name
+        own.mkdir(parents=True)
+        done = train({Names.checkpoints: "true", **more}, own)
+        assert (own / "saved/step-2").is_dir(), done
+        (own / "saved/step-2").rename(own / "step-2")
+    for name, source in (("bare", "native"), ("cut", "native"), ("hf-cut", "hf"), ("hf-gap", "hf")):
+        shutil.copytree(folder / "weights" / source / "step-2", folder / f"weights/{name}/step-2")
+    (folder / "weights/bare/step-2/.metadata").unlink()
+    for path in ("weights/cut/step-2/__0_0.distcp", *_shards(folder)[:1]):
+        data = (folder / path).read_bytes()
+        (folder / path).write_bytes(data[:-100])
+    index = folder / "weights/hf-gap/step-2/model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"].pop("model.norm.weight")
+    index.write_text(json.dumps(content))
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted((folder / "weights/hf-cut/step-2").glob("*.safetensors"))
 
 
 def _write_tokenizer(folder: Path, kind: str) -> None:
     words = ["<bos>", "<eos>", "<unk>", *_LETTERS]
-    if kind == "large":
-        words += [f"w{number}" for number in range(5000)]
-    model = {"type": "WordLevel", "vocab": {w: n for n, w in enumerate(words)}}
+    words += [f"w{number}" for number in range(5000)] if kind == "large" else []
+    vocabulary = {word: number for number, word in enumerate(words)}
+    splits = {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False}
     content = {
         "version": "1.0",
-        "model": model | {"unk_token": "<unk>"},
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"String": ""},
-            "behavior": "Isolated",
-            "invert": False,
-        },
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+        "pre_tokenizer": splits,
     }
     if kind == "truncates":
-        content["truncation"] = {
-            "direction": "Right",
-            "max_length": 9,
-            "strategy": "LongestFirst",
-            "stride": 0,
-        }
+        how = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+        content["truncation"] = how
     special = {"bos_token": "<bos>", "eos_token": "<eos>"}
     special |= {"bos_token": "<eos>"} if kind == "one-token" else {}
-    if kind == "no-eos":
-        del special["eos_token"]
+    special = {} if kind == "no-eos" else special
     folder.mkdir(parents=True)
     text = json.dumps(content)
     (folder / "tokenizer.json").write_text(text[:-9] if kind == "broken" else text)

@@ -121,10 +121,26 @@ def _request(cell: Cell) -> dict[str, Any]:
         "pp": cell.layout.pp,
         "ranks_per_node": cell.cluster.ranks_per_node,
         "compute_capability": gpu.compute_capability if gpu else None,
+        "reads_texts": _reads_texts(cell),
         "stand_ins": {exchange.title: exchange.modules} if exchange.modules else {},
     }
 
 
+def _reads_texts(cell: Cell) -> bool:
+    """Whether tokenizer and texts are on this machine, and their first batch costs little."""
+    assets = ROOT / (cell.facts.assets or "") / "tokenizer.json"
+    for reader in cell.facts.readers:
+        if any("hub:" in name for name in reader.files) or not (reader.files or reader.path):
+            return False
+        # `datasets` converts a whole folder before it reads the first text.
+        folder = ROOT / reader.path if reader.path else None
+        sizes = (file.stat().st_size for file in folder.rglob("*")) if folder else ()
+        if not reader.files and sum(sizes) > _FOLDER_BYTES:
+            return False
+    return assets.is_file()
+
+
+_FOLDER_BYTES = 32 * 2**20
 _MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
 # Ignore TorchTitan's warnings that start with these words. They do not matter here, or the
 # cookbook's own checks report the same problem.

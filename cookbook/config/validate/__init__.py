@@ -85,10 +85,17 @@ def files(cell: Cell) -> Problems:
         elif remedy == a_folder and not path.is_dir():
             yield option, f"{shown} is a file, allowed: a folder", remedy
     for reader in facts.readers:
-        if reader.dataset == TEXT and reader.files:
-            count, option = facts.layout.replicas * max(reader.workers, 1), reader.options[1]
+        is_own, folder = reader.dataset == TEXT, ROOT / (reader.path or "")
+        patterns, key = (reader.files, facts.text_key) if is_own else ([], "text")
+        if reader.dataset == "c4_test" and reader.path and folder.is_dir():
+            patterns = [reader.path]
+        if patterns:
+            count, option = (
+                facts.layout.replicas * max(reader.workers, 1),
+                reader.options[2 - is_own],
+            )
             try:
-                check_sources(reader.files, facts.text_key, ROOT, count)
+                check_sources(patterns, key, ROOT, count)
             except InputError as error:
                 place = "" if error.place == Facts.text_files else f"{error.place}: "
                 yield option, f"{place}{error.found}", error.remedy

@@ -104,12 +104,15 @@ def kept_checkpoints(cell: Cell) -> Problems:
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
-def pinned_memory(cell: Cell) -> Problems:
-    """Refuse `async_with_pinned_mem` without GPUs, because the first save would fail."""
-    pinned = cell.facts.async_mode == "async_with_pinned_mem"
-    if cell.facts.checkpoints and pinned and cell.cluster.gpu is None:
-        reason = f"async_with_pinned_mem needs GPUs, cluster {cell.cluster.name} runs on the CPU"
-        yield Facts.async_mode, reason, "set it to async"
+def needs_gpus(cell: Cell) -> Problems:
+    """Refuse what asks CUDA for memory where there is no GPU: its first use would fail."""
+    facts, where = cell.facts, f"needs GPUs, cluster {cell.cluster.name} runs on the CPU"
+    if cell.cluster.gpu is not None:
+        return
+    if facts.checkpoints and facts.async_mode == "async_with_pinned_mem":
+        yield Facts.async_mode, f"async_with_pinned_mem {where}", "set it to async"
+    if facts.memory_snapshots:
+        yield Facts.memory_snapshots, f"a snapshot {where}", "set it to false"
 
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)

@@ -35,6 +35,7 @@ from torchtitan.train import Trainer
 from cookbook.titan.common.varlen_attention import FLASH_ATTENTION_4
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.families.parts import chosen_attention
+from cookbook.titan.tt_0_2_2.rehearsal import rehearse
 
 _LIMIT_S = 240.0
 # A warning with one of these words concerns the dry build itself, not the cell.
@@ -46,9 +47,10 @@ Answer = dict[str, Any]
 def build_cell(request: Answer) -> Answer:
     """Build the first rank of every pipeline stage, each rank in a child process.
 
-    `request` has `argv`, `world`, `pp`, `ranks_per_node`, `compute_capability` (null for CPU ranks)
-    and `stand_ins` (titles of packages, and the modules of each to replace by empty ones). Return
-    `seconds` and `ranks`: for each rank the result of `describe` or an `error`.
+    `request` has `argv`, `world`, `pp`, `ranks_per_node`, `compute_capability` (null for CPU),
+    `reads_texts` (whether they are here, and small) and `stand_ins` (titles of packages, and the
+    modules of each to replace by empty ones). Return `seconds` and `ranks`: for each rank the
+    result of `describe` or an `error`.
     """
     start = time.monotonic()
     ranks = [stage * request["world"] // request["pp"] for stage in range(request["pp"])]
@@ -215,17 +217,21 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
     if config.model.attention == FLASH_ATTENTION_4:
         notes.append("FlashAttention-4: its package was not imported, its kernels did not run")
     spec = get_train_spec(config.model.name)
+    build_tokenizer = spec.build_tokenizer_fn
     spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(config.model.name) is not spec:
         # `get_train_spec` returns a new spec each time, so register the one changed above.
         register_train_spec(config.model.name, spec)
-    notes.append("data loader: not built")
     if config.metrics.enable_wandb:
         notes.append("W&B: not contacted")
     config.metrics.enable_wandb = config.metrics.enable_tensorboard = False
     if config.checkpoint.enable:
         notes.append("checkpoint: options read, nothing loaded or saved")
-    return Build(Trainer(config), warnings, notes)
+    trainer = Trainer(config)
+    if rank == 0:
+        reads = bool(request["reads_texts"])
+        notes += rehearse(trainer, build_tokenizer, reads_texts=reads)
+    return Build(trainer, warnings, notes)
 
 
 def _keep_parameters_on_meta() -> None:
