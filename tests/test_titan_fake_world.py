@@ -48,7 +48,14 @@ def request(capability: float | None, options: tuple[str, ...]) -> dict[str, Any
     argv = [*(*JOB, *EP2, "--training.seq_len=64", "--metrics.enable_tensorboard", *options)]
     pp = 2 if PP2[0] in options else 1
     gpu = {"compute_capability": capability}
-    return {"argv": argv, "world": 4, "pp": pp, "ranks_per_node": 4, "stand_ins": {}} | gpu
+    return {
+        "argv": argv,
+        "world": 4,
+        "pp": pp,
+        "ranks_per_node": 4,
+        "stand_ins": {},
+        "reads_texts": False,
+    } | gpu
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,6 @@ CELLS: list[tuple[str, str, str, list[str], bool]] = [
     (BIG, "bf16", "standard", ["compile.components=modle"], False),
     (BIG, "bf16", "standard", ["checkpoint.enable=true", "checkpoint.keep_latest_k=1"], False),
     (SMALL, "mxfp8_linear", "deepep", [], True),
-    (SMALL, "bf16", "standard", ["parallelism.context_parallel_degree=2"], False),
 ]
 
 
@@ -164,6 +163,7 @@ def test_the_default_cluster_is_the_one_that_slurm_has(
 def test_paths_are_those_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").write_text('{"text": "x"}\n' * 2)
     (tmp_path / "tokenizer").mkdir()
     load = "checkpoint.initial_load_path"
 

@@ -38,7 +38,7 @@ from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.stack import Option, load_stack
 from cookbook.config.validate import judge
 
-_SECONDS, _STEPS = 120, 2
+_SECONDS, _STEPS, _ENDED = 120, 2, "ended with status"
 _OPTIONS = load_stack().options
 # A model so small that a step takes no time; the options under test override these.
 _BASE = {
@@ -146,7 +146,7 @@ def forked(function: Callable[..., Outcome], *arguments: Any) -> Callable[[], Ou
             os.killpg(child, signal.SIGKILL)
         said = os.pread(answer, os.fstat(answer).st_size, 0)
         os.close(answer)
-        return Outcome(**json.loads(said)) if said else Outcome(f"ended with status {status}")
+        return Outcome(**json.loads(said)) if said else Outcome(f"{_ENDED} {status}")
 
     return wait
 
@@ -263,11 +263,11 @@ def silent(case: Case, ranks: list[Outcome], usual: list[Outcome]) -> str:
             return "the weights are not finite"
         if max(one.rates, default=0) > 0 and one.weights[0] == one.weights[-1]:
             return "the weights do not change"
-        if len({*one.batches}) < len(one.batches):
-            return "a batch is trained twice"
         is_same = not case.options.keys() & {*options_that(TEXTS), *_BATCH}
-        if is_same and one.batches[:1] != plain.batches[:1]:
+        if is_same and one.batches[:_STEPS] != plain.batches[:_STEPS]:
             return "the batches differ from those without the options"
+        if not case.options.keys() & {*options_that(TEXTS)} and len({*one.batches}) < _STEPS:
+            return "a batch is trained twice"
     return ""
 
 
@@ -277,9 +277,12 @@ def disagreement(case: Case, usual: Mapping[int, list[Outcome]]) -> str:
         said = forked(verdict, case, Path(name))()
         if said.rule == "TRACEBACK" or (said.died and not said.rule):
             return f"TRACEBACK: {said.died}"
-        if said.rule in _STRICTER:
+        # No model may have the sizes that the layout's rule refuses, though some are ignored.
+        if said.rule in _STRICTER or said.died.startswith(OVERRIDES):
             return ""
         ranks = truth(case, Path(name))
+        if any(one.died.startswith(_ENDED) for one in ranks):  # gloo aborts now and then
+            ranks = truth(case, Path(name))
         died = next((one.died for one in ranks if one.died), "")
         if died:
             return "" if said.died else f"ACCEPTED, AND DIES: {died}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.base.text_files import check_sources
+from cookbook.base.text_files import SUFFIXES, check_sources
 from cookbook.base.tokenizer import TokenizerFiles
 from cookbook.config.cell import WARNING, Cell, CellRule, Finding, Problems, Verdict, rule
 from cookbook.config.cluster import runs_here
@@ -88,12 +88,13 @@ def files(cell: Cell) -> Problems:
         is_own, folder = reader.dataset == TEXT, ROOT / (reader.path or "")
         patterns, key = (reader.files, facts.text_key) if is_own else ([], "text")
         if reader.dataset == "c4_test" and reader.path and folder.is_dir():
-            patterns = [reader.path]
+            inside = [file.name for file in folder.iterdir()]
+            # `datasets` reads more kinds of files, and folders, which are not judged.
+            if not inside or any(name.endswith(SUFFIXES) for name in inside):
+                patterns = [reader.path]
         if patterns:
-            count, option = (
-                facts.layout.replicas * max(reader.workers, 1),
-                reader.options[2 - is_own],
-            )
+            count = facts.layout.replicas * max(reader.workers, 1)
+            option = reader.options[1 if is_own else 2]
             try:
                 check_sources(patterns, key, ROOT, count)
             except InputError as error:
