@@ -91,7 +91,7 @@ def draw(chance: random.Random, files: Path) -> Case:
     """Return a case of one to three options, with those that turn them on."""
     known = [one for name, one in _OPTIONS.items() if class_of(name) != REFUSED]
     known = [one for one in known if not one.name.startswith(_FEW)]
-    ranks = chance.choice((1, 1, 1, 1, 2, 4))
+    ranks = chance.choice((1, 1, 1, 1, 1, 1, 1, 2, 2, 4))
     likely = [_OPTIONS[name] for name in (*FILES, *(DEGREES.values() if ranks > 1 else ()))]
     pool = likely if chance.random() < 0.4 else known
     chosen = chance.sample(pool, chance.choice((1, 1, 2, 2, 3)))
@@ -155,7 +155,7 @@ def cell_of(case: Case) -> Cell:
     """Merge the case into a cell without a verdict; raise InputError for what cannot be read."""
     words = [f"{name}={one}" for name, one in {**_BASE, **case.options}.items()]
     options = {name: one.value for name, one in command_line_settings(words).items()}
-    machine = this_machine(case.ranks, None)
+    machine = replace(this_machine(case.ranks, None), scheduler="local")
     return cell_on(machine, "debug", "bf16", "standard", options)
 
 

@@ -24,8 +24,8 @@ _TEXTS = {
     "txt/a.txt": "abc def\n" * 400,
 }
 _FOLDERS = sorted(f"texts/{name.partition('/')[0]}" for name in _TEXTS)
-_WEIGHTS = ("native", "native/step-2", "bare/step-2", "cut/step-2", "hf/step-2", "hf-cut/step-2")
-_WEIGHTS += ("hf-gap/step-2", "absent")
+_WEIGHTS = ["native", "absent"]
+_WEIGHTS += [f"{name}/step-2" for name in ("native", "bare", "cut", "hf", "hf-cut", "hf-gap")]
 # Options that name files, and what they may name.
 FILES = {
     Names.assets: [f"tokenizer/{name}" for name in _TOKENIZERS],
@@ -52,29 +52,24 @@ def write_files(folder: Path) -> None:
 
 def write_weights(folder: Path, train: Callable[[Mapping[str, str], Path], object]) -> None:
     """Save a checkpoint, and an export, by training; damage copies of both."""
-    for name, more in (
-        ("native", {}),
-        ("hf", {Names.last_save_in_hf: "true", Names.last_save_model_only: "true"}),
-    ):
+    alone = {Names.last_save_in_hf: "true", Names.last_save_model_only: "true"}
+    for name in ("native", "hf"):
         own = folder / "weights" / name
         own.mkdir(parents=True)
-        done = train({Names.checkpoints: "true", **more}, own)
+        done = train({Names.checkpoints: "true", **(alone if name == "hf" else {})}, own)
         assert (own / "saved/step-2").is_dir(), done
         (own / "saved/step-2").rename(own / "step-2")
     for name, source in (("bare", "native"), ("cut", "native"), ("hf-cut", "hf"), ("hf-gap", "hf")):
         shutil.copytree(folder / "weights" / source / "step-2", folder / f"weights/{name}/step-2")
     (folder / "weights/bare/step-2/.metadata").unlink()
-    for path in ("weights/cut/step-2/__0_0.distcp", *_shards(folder)[:1]):
-        data = (folder / path).read_bytes()
-        (folder / path).write_bytes(data[:-100])
+    cut = [folder / "weights/cut/step-2/__0_0.distcp"]
+    cut += [*(folder / "weights/hf-cut/step-2").glob("*.safetensors")][:1]
+    for path in cut:
+        path.write_bytes(path.read_bytes()[:-100])
     index = folder / "weights/hf-gap/step-2/model.safetensors.index.json"
     content = json.loads(index.read_text())
     content["weight_map"].pop("model.norm.weight")
     index.write_text(json.dumps(content))
-
-
-def _shards(folder: Path) -> list[Path]:
-    return sorted((folder / "weights/hf-cut/step-2").glob("*.safetensors"))
 
 
 def _write_tokenizer(folder: Path, kind: str) -> None:

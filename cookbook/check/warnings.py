@@ -3,7 +3,6 @@
 import math
 
 from cookbook.base.paths import ROOT
-from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import HINT, WARNING, Cell, CellRule, Problems, rule
 from cookbook.config.cluster import seconds_of
 from cookbook.config.dialect.classes import not_judged
@@ -50,7 +49,7 @@ def passed_on(cell: Cell) -> Problems:
 @rule(ADVICE, level=WARNING)
 def without_effect(cell: Cell) -> Problems:
     """Warn of options that another one turns off, unless the recipe's own file has both."""
-    facts, own = cell.facts, shown_path(cell.recipe.path)
+    facts = cell.facts
     off = {
         "deepep.": f"{Facts.comm_backend} {facts.comm_backend}" * (facts.comm_backend != "deepep"),
         "validation.": f"{Facts.validates} false" * (not facts.validates),
@@ -64,7 +63,7 @@ def without_effect(cell: Cell) -> Problems:
     for option, setting in cell.options.settings.items():
         why = next((why for prefix, why in off.items() if option.startswith(prefix)), "")
         is_default = setting.value == cell.options.stack.options[option].default
-        if why and not is_default and not setting.origin.startswith(own):
+        if why and not is_default and cell.recipe.settings.get(option) != setting:
             yield option, f"has no effect with {why}", "leave it out"
     if facts.validates and facts.validation_freq > facts.steps:
         reason = f"{facts.validation_freq} is beyond the last step ({facts.steps}): only the first "
