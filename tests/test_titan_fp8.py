@@ -238,7 +238,10 @@ def test_two_ranks_train_in_fp8_as_in_bf16(
 
 
 def test_compiled_layers_quantize_a_shared_input_once_and_transpose_in_the_backward() -> None:
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from functorch.compile import (  # type: ignore[import-untyped]
+        make_boxed_func,
+        min_cut_rematerialization_partition,
+    )
     from torch._dynamo.backends.common import aot_autograd
 
     calls: list[list[str]] = []

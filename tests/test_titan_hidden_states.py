@@ -66,7 +66,7 @@ def test_experts_weights_are_copied_once_until_they_change_and_gradients_are_add
             weight_copies.copy_of(kept, *weights).sum().backward()
         assert len(made) == step + 1 and torch.equal(made[-1][:, 8:], weights[1].bfloat16())
         for weight in weights:
-            assert torch.equal(weight.grad, torch.full_like(weight, 2.0))  # type: ignore[arg-type]
+            assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
             weight.grad = None
             with torch.no_grad():
                 weight.mul_(2)
