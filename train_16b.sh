@@ -163,7 +163,6 @@ precision:
       converters: [quantize.linear.float8, quantize.grouped_mm.float8]
     quantize:
       linear.float8:
-        recipe_name: power_of_two
         filter_fqns: [output, router.gate]
       grouped_mm.float8:
         fqns: [experts]

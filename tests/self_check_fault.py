@@ -26,7 +26,6 @@ MXFP8 = (
 )
 FLOAT8 = (
     "--model.converters=quantize.linear.float8,quantize.grouped_mm.float8",
-    "--quantize.linear.float8.recipe_name=power_of_two",
     "--quantize.linear.float8.filter_fqns=output,router.gate",
     "--quantize.grouped_mm.float8.fqns=experts",
     "--cookbook.row_kernels",

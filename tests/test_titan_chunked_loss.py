@@ -204,12 +204,9 @@ def test_without_fsdp_it_multiplies_in_the_type_of_autocast() -> None:
 def test_an_output_layer_that_a_converter_replaced_is_refused(assets: Path, tmp_path: Path) -> None:
     options = (
         "--model.converters=quantize.linear.float8",
-        "--quantize.linear.float8.emulate",
-        "--quantize.linear.float8.recipe_name=rowwise",
         "--quantize.linear.float8.filter_fqns=moe",
-        # A CPU has no FP8 rowwise kernel to prove.
         "--cookbook.no_self_check",
         "--loss.num_chunks=3",
     )
     reason = refused(1, job(assets, tmp_path, *options))
-    assert "made it a Float8Linear; add output to their filter_fqns" in reason
+    assert "made it a FP8Linear; add output to their filter_fqns" in reason

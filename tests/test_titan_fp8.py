@@ -213,7 +213,6 @@ def test_kernels_compile_for_hopper_and_blackwell(capability: int) -> None:
 
 FP8 = (
     "--model.converters=quantize.linear.float8,quantize.grouped_mm.float8",
-    "--quantize.linear.float8.recipe_name=power_of_two",
     "--quantize.linear.float8.filter_fqns=output,router.gate",
     "--quantize.grouped_mm.float8.fqns=experts",
     "--cookbook.row_kernels",

@@ -122,8 +122,10 @@ def test_every_fault_was_found_on_gpus() -> None:
     content = json.loads(file.read_text(encoding="utf-8"))
     found, missed = content["found"], content["missed"]
     assert found and not missed and all(found.values())
-    # Those of FP8's own kernels have been found on a CPU alone.
-    assert set(found) == {fault.name for fault in FAULTS if fault.options != FLOAT8}
+    # Found on a CPU alone: those of FP8's own kernels, and the youngest.
+    young = {fault.name for fault in FAULTS if fault.options == FLOAT8}
+    young.add("the last microbatch's gradient alone")
+    assert set(found) == {fault.name for fault in FAULTS} - young
 
 
 class TestJob:
@@ -282,18 +284,6 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
 }
 
 
-# Of Float8 the recipe decides, and the bound of one scale for a tensor is wider.
-LINEAR = {"rowwise": "float8", "rowwise_with_gw_hp": "float8", "tensorwise": "float8 tensorwise"}
-
-
-def float8(recipe: str) -> tuple[str, ...]:
-    options = {"emulate": "", "filter_fqns": "=output,router.gate"}
-    if recipe != "tensorwise":
-        options["recipe_name"] = f"={recipe}"
-    words = (f"--quantize.linear.float8.{name}{value}" for name, value in options.items())
-    return ("--model.converters=quantize.linear.float8", *words)
-
-
 def uses(cases: dict[str, tuple[tuple[str, ...], int, str]]) -> dict[str, Uses]:
     """Kernel, shape, and whether all ranks prove it together, as the first of so many ranks."""
     from cookbook.titan.tt_0_2_2.self_check_cases import kernel_cases
@@ -312,7 +302,6 @@ def uses(cases: dict[str, tuple[tuple[str, ...], int, str]]) -> dict[str, Uses]:
 @pytest.fixture(scope="module")
 def found() -> dict[str, Uses]:
     cases = {name: case[:3] for name, case in CASES.items()}
-    cases |= {recipe: (float8(recipe), 1, "cpu") for recipe in LINEAR}
     (first,) = run_ranks(uses, 1, cases)
     of_all_cases: dict[str, Uses] = first
     return of_all_cases
@@ -327,12 +316,6 @@ def test_kernels_are_proved_at_the_cells_own_shapes(case: str, found: dict[str, 
         assert together == (kernel.startswith("dispatch") or kernel == "loss in chunks")
     assert shapes.pop("linear layer bf16")
     assert shapes == CASES[case][3]
-
-
-@pytest.mark.parametrize("recipe", LINEAR)
-def test_float8_is_held_to_the_bound_of_its_recipe(recipe: str, found: dict[str, Uses]) -> None:
-    kinds = {kernel for kernel, _, _ in found[recipe] if "linear" in kernel}
-    assert kinds == {"linear layer bf16", f"linear layer {LINEAR[recipe]}"}
 
 
 def test_every_kind_of_linear_layer_is_proved(found: dict[str, Uses]) -> None:

@@ -32,6 +32,8 @@ DEFAULT_ONLY: Mapping[str, tuple[str, str]] = {
     ),
     "quantize.linear.float8.enable_fsdp_float8_all_gather": (_UNPROVED, ""),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (_UNPROVED, ""),
+    "quantize.linear.float8.recipe_name": ("TorchAO's recipes were slower than BF16", ""),
+    "quantize.linear.float8.emulate": ("a device without FP8 emulates it by itself", ""),
     "comm.mode": ("the ranks would exchange nothing", "for a rehearsal, run: submit.py check"),
     "memory_estimation": ("the job would train nothing", "submit.py check predicts the memory"),
     "fault_tolerance": ("torchft is not part of the stack", "the supervisor restarts what fails"),

@@ -5,7 +5,6 @@ is a job's value, and `Facts.seq_len` the option's name, for messages and new se
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, overload
 
@@ -280,7 +279,6 @@ class Converter:
     format: str  # the active format as logs name it
     multiple: int  # every dimension of the weights must be a multiple of this
     recipe: str = ""  # the option whose value is the format instead; empty if there is none
-    by_recipe: Mapping[str, str] | None = None  # formats of some of its values, if not themselves
     emulate: str = ""  # the option that turns on emulation in software; empty if there is none
     filter: str = ""  # the option that lists modules to leave out; empty if there is none
 
@@ -290,8 +288,6 @@ class Converter:
 
     def format_of(self, options: Any) -> str:
         """Return the active format, as logs name it, under these options."""
-        if self.by_recipe is not None:
-            return self.by_recipe.get(str(options[self.recipe]), self.format)
         return str(options[self.recipe]) if self.recipe else self.format
 
 
@@ -310,10 +306,7 @@ CONVERTERS = {
         ),
         Converter("quantize.grouped_mm.float8", "grouped_gemms", "fp8", 16),
         Converter(
-            *("quantize.linear.float8", "linear_layers", "float8", 16),
-            recipe="quantize.linear.float8.recipe_name",
-            by_recipe={"power_of_two": "fp8"},
-            emulate="quantize.linear.float8.emulate",
+            *("quantize.linear.float8", "linear_layers", "fp8", 16),
             filter="quantize.linear.float8.filter_fqns",
         ),
     )

@@ -9,7 +9,7 @@ Linear layers and experts are compared per row and per column.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, cycle, pairwise
 
 import torch
@@ -172,12 +172,7 @@ BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "mxfp8": (FP8, FP8, FP8),
     "mxfp8_wgrad_with_hp": (FP8, FP8, BF16),
     "fp8": (FP8, FP8, FP8),
-    # Bounds for linear layers. Some `float8` recipes compute the weight gradient in BF16, so the
-    # smallest plausible error of this gradient (`least`) is 0.
     "mx": (FP8, FP8, FP8),
-    "float8": (FP8, FP8, replace(FP8, least=0)),
-    # Wider bounds: one scale per tensor, and gradients in E5M2, which has 2 mantissa bits.
-    "float8 tensorwise": (Bound(0.1, 0.5), Bound(0.1, 0.5), Bound(0.1, 0.5)),
 }
 NAMES = ("output", "input gradient", "weight gradient")
 # Logits are rounded to BF16. The rounding errors average out in the loss, a sum over thousands of

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torchao.float8.float8_linear import Float8Linear
 from torchao.prototype.moe_training.tensor import ScaledGroupedMMTensor
 from torchao.prototype.mx_formats.mx_linear import MXLinear
 from torchao.quantization.quantize_.common import KernelPreference
@@ -64,9 +63,6 @@ def observe_model(model_parts: Iterable[nn.Module]) -> tuple[dict[str, frozenset
         elif isinstance(module, FP8Linear):
             linear.add("fp8")
             emulated |= not fp8.has_kernels()
-        elif isinstance(module, Float8Linear):
-            linear.add("float8")
-            emulated |= bool(module.config.emulate)
         elif isinstance(module, GroupedExperts) and getattr(module, "cookbook_fp8", False):
             grouped.add("fp8")
             emulated |= not fp8.has_kernels()

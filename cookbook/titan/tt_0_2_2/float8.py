@@ -2,8 +2,8 @@
 
 TorchTitan's converter `quantize.grouped_mm.float8` wraps the experts' weights in TorchAO's tensor,
 which quantizes both operands of each grouped GEMM anew. Here it marks the experts instead, and the
-EP backends call `common/fp8.py` for them. `quantize.linear.float8` keeps TorchAO's recipes and gets
-another, `power_of_two`: `FP8Linear`, with the same scales as the experts.
+EP backends call `common/fp8.py` for them. Its `quantize.linear.float8` makes TorchAO's linear
+layers, here `FP8Linear`, with the same scales as the experts.
 """
 
 from functools import partial
@@ -14,7 +14,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.components.quantization import FP8_GROUP_ALIGNMENT_SIZE, QuantizationConverter
-from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.components.quantization.utils import module_filter_fn
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m
@@ -25,8 +24,6 @@ from cookbook.titan.common import fp8
 from cookbook.titan.common.fp8 import Quantized, Weights
 from cookbook.titan.common.weight_copies import kept
 from cookbook.titan.tt_0_2_2.versions import refuse
-
-POWER_OF_TWO = "power_of_two"
 
 
 class FP8GroupedMMConverter(QuantizationConverter):
@@ -56,28 +53,21 @@ class FP8GroupedMMConverter(QuantizationConverter):
 
 
 class FP8LinearConverter(QuantizationConverter):
-    """Makes linear layers `FP8Linear`, or TorchAO's for its own recipes."""
+    """Makes linear layers `FP8Linear`, except those that match `filter_fqns`."""
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
         super().__init__(job_config, parallel_dims)
         options = job_config.quantize.linear.float8
-        self.titan = None
-        if options.recipe_name != POWER_OF_TWO:
-            self.titan = Float8LinearConverter(job_config, parallel_dims)
         self.is_wanted = partial(module_filter_fn, filter_fqns=options.filter_fqns)
 
     def convert(self, model: nn.Module) -> None:
-        if self.titan is not None:
-            self.titan.convert(model)
-            return
         for name, module in model.named_modules():
             if self.is_wanted(module, name):
                 module.__class__ = FP8Linear
         logger.info("Linear layers use FP8 with power-of-two scales")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        if self.titan is not None:
-            self.titan.post_optimizer_hook(model)
+        """Do nothing: each forward quantizes the weights."""
 
 
 def replace_float8_converters() -> None:

@@ -232,12 +232,9 @@ class MXGroupedMM:
 
 @dataclass
 class Float8Linear:
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "power_of_two"] | None = (
-        None
-    )
-    """TorchAO's recipes for FP8 in linear layers, or the cookbook's: `power_of_two` quantizes a
-    tensor once, with a scale a row; the weight gradient reads a transposed copy of the same rows
-    with one scale. null means `tensorwise`."""
+    recipe_name: Literal["power_of_two"] = "power_of_two"
+    """A tensor is quantized once, with a power-of-two scale a row; the weight gradient reads a
+    transposed copy of the same rows with one scale. TorchAO's recipes were slower than BF16."""
 
 
 @dataclass

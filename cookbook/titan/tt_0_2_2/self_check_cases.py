@@ -50,7 +50,7 @@ _AVOID = {
     "grouped GEMM bf16": _NO_OPTION,
     "grouped GEMM mxfp8": "use precision mxfp8_wgrad_hp (for weight gradients) or bf16",
     "linear layer mx": "use precision mxfp8 or bf16",
-    "linear layer float8": "use precision bf16",
+    "linear layer fp8": "use precision bf16",
     "loss in chunks": "leave out loss.num_chunks",
 }
 
@@ -227,13 +227,11 @@ def _linear_layers(cell: CheckedCell) -> Iterator[KernelCase]:
     args.n_layers, args.n_dense_layers = 2, 1
     with torch.device("meta"):
         model = cell.convert(cell.parts.model(args))
-    is_rowwise = (cell.job_config.quantize.linear.float8.recipe_name or "").startswith("rowwise")
     found: dict[tuple[str, int, int], nn.Linear] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name != "output":
             quantization, _ = observe_model([layer])
             (kind,) = quantization["linear_layers"]
-            kind += " tensorwise" if kind == "float8" and not is_rowwise else ""
             found.setdefault((kind, layer.out_features, layer.in_features), layer)
     by_size = sorted(found, key=lambda one: one[1] * one[2])
     if cell.device == "cpu":
