@@ -42,7 +42,7 @@ def test_a_whole_node_is_ready(node: Node) -> None:
     count = sum(not pin.extra for pin in read_pins())
     assert findings["pins"].found == f"stack {stack_name()}, {count} packages as pinned"
     assert "never-shown" not in render_findings(list(findings.values()))
-    assert node.problems(deepep_between_nodes=True) == {}
+    assert node.problems(needs_ibgda=True) == {}
 
 
 Break = Callable[[Node], object]
@@ -331,7 +331,7 @@ class TestHealth:
     def test_a_job_asks_for_what_only_it_needs(self, node: Node) -> None:
         node.write("root/proc/driver/nvidia/params", "EnableStreamMemOPs: 0\n")
         assert node.problems() == {}
-        assert "DeepEP stays within a node" in node.problems(deepep_between_nodes=True)["ibgda"]
+        assert "DeepEP stays within a node" in node.problems(needs_ibgda=True)["ibgda"]
 
     def test_a_full_memory_and_a_missing_folder(self, node: Node) -> None:
         node.write("root/proc/meminfo", "MemTotal: 1879048192 kB\nMemAvailable: 18790481 kB\n")

@@ -26,7 +26,7 @@ from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise import network_test
 from cookbook.supervise import preflight as module
 from cookbook.supervise.network_test import Network
-from cookbook.supervise.node_report import Reader, Report, format_report, report_node
+from cookbook.supervise.node_report import Report, ReportReader, format_report, report_node
 from cookbook.supervise.preflight import JobNodes
 
 ECC = Fault("gpu memory", "GPU 3: 1 uncorrectable ECC error(s)", 24.0)
@@ -101,7 +101,7 @@ def test_reports_of_many_nodes_come_through_mixed_lines() -> None:
     lines = [line + "\n" for report in reports for line in format_report(report)]
     assert all(len(line.encode()) < 1024 for line in lines) and len(lines) > 10
     random.Random(1).shuffle(lines)
-    reader, found = Reader(), {}
+    reader, found = ReportReader(), {}
     for line in ["srun: warning: something else\n", *lines]:
         if report := reader.read(line):
             found[report.node] = report
@@ -147,7 +147,7 @@ def test_nodes_are_asked_for_what_their_job_needs(
         "cluster": "soperator-b200",
         "profile": dict(job.record.profile),
         "folder": str(job.cell.path),
-        "deepep_between_nodes": expected,
+        "needs_ibgda": expected,
         "files": {"tokenizer": "assets/hf/A"} | ({"validation data": "c4"} if expected else {}),
         "texts": {"texts": ["0.7:web/*.jsonl", "0.3:code"]}
         | ({"validation texts": ["held-out.jsonl"]} if expected else {}),

@@ -62,6 +62,7 @@ class Exchange:
     is_quantized: bool = False  # whether tokens travel in MXFP8
     modules: tuple[str, ...] = ()  # Python modules with its kernels; empty for PyTorch's own
     kernels: str = ""  # pattern of its kernels' names in a trace; empty for NCCL's
+    needs_ibgda: bool = False  # whether a GPU must ring the network card's doorbell, between nodes
 
 
 STANDARD = Exchange("standard", "the all-to-all", "standard")
@@ -79,6 +80,7 @@ _DEEPEP = Exchange(
     has_own_layer=True,
     sends_once_per_rank=True,
     modules=("deep_ep", "deep_ep.utils"),
+    needs_ibgda=True,
     # deep_ep::intranode, internode, internode_ll, layout; also NVSHMEM's barrier.
     kernels=r"\bdeep_ep::|\bnvshmem",
 )

@@ -56,7 +56,7 @@ class Surroundings:
     run: Callable[[Sequence[str]], Answer] = ask
     which: Callable[[str], str | None] = shutil.which
     job_folder: Path | None = None
-    deepep_between_nodes: bool = False
+    needs_ibgda: bool = False
 
     def __post_init__(self) -> None:
         self.answer = functools.cache(self.run)

@@ -220,7 +220,7 @@ def ibgda(here: Surroundings) -> Outcome:
     options = f"options nvidia {' '.join(missing)}"
     remedy = f"set in /etc/modprobe.d and reload the driver: {options}; or load gdrdrv"
     found = "neither the driver's options nor GDRCopy: DeepEP stays within a node"
-    return "problem" if here.deepep_between_nodes else "warning", found, remedy
+    return "problem" if here.needs_ibgda else "warning", found, remedy
 
 
 @check("memlock", node_hours=HARDWARE_H)

@@ -52,7 +52,7 @@ def report_node(
     cluster: str,
     profile: dict[str, Any],
     folder: str,
-    deepep_between_nodes: bool,
+    needs_ibgda: bool,
     files: Mapping[str, str],
     texts: Mapping[str, Sequence[str]],
 ) -> Report:
@@ -69,7 +69,7 @@ def report_node(
         read_gpus=functools.partial(read_gpus, _COMMAND_S),
         run=functools.partial(ask, timeout_s=_COMMAND_S),
         job_folder=Path(folder),
-        deepep_between_nodes=deepep_between_nodes,
+        needs_ibgda=needs_ibgda,
     )
     facts = {"Python": platform.python_version()}
     for pin in read_pins():
@@ -123,7 +123,7 @@ def format_report(report: Report) -> list[str]:
     return [f"{head} {number}/{total} {piece}" for number, piece in enumerate(pieces)]
 
 
-class Reader:
+class ReportReader:
     """Reassemble the reports from the mixed lines of many nodes."""
 
     def __init__(self) -> None:

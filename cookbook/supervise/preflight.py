@@ -29,7 +29,7 @@ from cookbook.run.slurm import StepEnd, retry_while_busy, run_step
 from cookbook.run.status import read_json
 from cookbook.supervise.exits import RULES, Action, Decision, job_ends
 from cookbook.supervise.network_test import check_links
-from cookbook.supervise.node_report import Reader, Report
+from cookbook.supervise.node_report import Report, ReportReader
 
 # Time limit for a node's report, in seconds. Each command that it runs has half of that.
 REPORT_S = 30.0
@@ -152,7 +152,7 @@ def ask_nodes(job: JobNodes) -> None:
     asked, reports, ahead = job.healthy, dict[str, Report](), dict[str, float]()
     if not asked:
         return
-    reader = Reader()
+    reader = ReportReader()
 
     def on_line(line: str, moment: float) -> None:
         if (report := reader.read(line)) is not None:
@@ -166,8 +166,7 @@ def ask_nodes(job: JobNodes) -> None:
         "cluster": job.cluster.name,
         "profile": dict(record.profile),
         "folder": str(job.cell.path),
-        "deepep_between_nodes": facts.exchange.name == "deepep"
-        and facts.layout.ep > record.ranks_per_node,
+        "needs_ibgda": facts.exchange.needs_ibgda and facts.layout.ep > record.ranks_per_node,
         "files": {name: path for name, path in paths.items() if path},
         "texts": {name: files for name, files in texts.items() if files},
     }
