@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo setup-local setup-dev test test-slurm nightly mutants chaos fate check golden docs
+.PHONY: help demo setup-local setup-dev test test-slurm nightly mutants chaos fate lifecycle check golden docs
 
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
@@ -34,6 +34,7 @@ nightly: setup-dev ## what is too slow for each push: slow tests, all faults, ch
 	.venv/bin/python -m tests.random_mutants --seed "$$(date +%j)"
 	.venv/bin/python -m bench.stress.chaos
 	.venv/bin/python -m bench.stress.fate --seed "$$(date +%j)"
+	$(MAKE) lifecycle
 	.venv/bin/python -m bench.proofs.gradients build/gradients
 
 mutants: setup-dev ## put faults in one at a time and see the tests find them (MUTANTS_ARGS=--quick: a part)
@@ -46,6 +47,9 @@ chaos: setup-dev ## 20 random faults in a run on a Slurm cluster started here; C
 FATE_ARGS ?= --cases 200
 fate: setup-dev ## random options and files: is the verdict what TorchTitan does? FATE_ARGS="--seed 7"
 	.venv/bin/python -m bench.stress.fate $(FATE_ARGS)
+
+lifecycle: setup-dev ## 300 random histories of jobs against a model; LIFECYCLE_HISTORIES=1000
+	LIFECYCLE_HISTORIES=$${LIFECYCLE_HISTORIES:-300} .venv/bin/python -m pytest tests/test_lifecycle.py --timeout 0 $(PYTEST_ARGS)
 
 check: setup-dev ## lint, format, types, shell scripts
 	$(in_venv) ruff check .

@@ -56,6 +56,8 @@ DOWN = "Unable to contact slurm controller (connect failure)"
     [
         f"Unable to confirm allocation for job 7: {DOWN}",
         "Unable to create step for job 7: Socket timed out on send/recv operation",
+        # In its first minutes back the controller takes the memory of ended steps for used.
+        "Unable to create step for job 7: Memory required by task is not available",
         'Munge encode failed: Failed to access "/run/munge/munge.socket.2"',
     ],
 )

@@ -254,8 +254,11 @@ def end_step(process: subprocess.Popen[bytes], attempt: Attempt) -> None:
 
 def end_orphan_step(cell: CellFolder) -> None:
     """End the processes that the newest attempt left behind when its supervisor was killed."""
+    deadline = time.monotonic() + _STEP_S
     for attempt in cell.attempts()[-1:]:
-        _kill_slurm_step(attempt)
+        # Slurm ends the tasks on other nodes after it has answered.
+        while _kill_slurm_step(attempt) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
     end_orphan_processes(cell)
 
 
