@@ -2,9 +2,10 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress import track
 
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
@@ -15,7 +16,7 @@ from cookbook.config.resolve import merge_config
 from cookbook.config.sweep import requested_pair
 from cookbook.config.validate import validation_errors
 from cookbook.plan import render
-from cookbook.plan.search import SearchResult, evaluate, search
+from cookbook.plan.search import evaluate, search
 from cookbook.plan.space import rejected_values, space_of
 from cookbook.predict.hardware import documents_of, hardware_of, parse_documents
 from cookbook.predict.rank import model_of
@@ -48,15 +49,13 @@ def plan(arguments: argparse.Namespace) -> int:
         raise InputError("--vary", "leaves no layout that the rules allow", first)
     own = None if validation_errors(base) else evaluate(base, documents)
     stderr = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "Ctrl-C keeps these")
-    is_hidden = not stderr.is_terminal
-    with Progress(*columns, console=stderr, transient=True, disable=is_hidden) as progress:
-        task = progress.add_task("", total=len(cells))
-
-        def show(found: SearchResult) -> None:
-            progress.update(task, completed=len(found.candidates) + found.larger)
-
-        found = search(cells, documents, show)
+    shown: dict[str, Any] = {
+        "console": stderr,
+        "transient": True,
+        "disable": not stderr.is_terminal,
+    }
+    shown["disable"] = not stderr.is_terminal
+    found = search(track(cells, "Ctrl-C keeps these", **shown), documents)
     ranked = found.ranked()
     if arguments.json:
         print(render.render_json(found, base, own, arguments.best, refused), end="")
@@ -69,4 +68,4 @@ def plan(arguments: argparse.Namespace) -> int:
         write_whole(path, render.render_recipe(path, ranked[0], base))
         if not arguments.json:
             print(f"wrote {shown_path(path)}")
-    return 0 if ranked and not found.interrupted else 1
+    return 0 if ranked else 1

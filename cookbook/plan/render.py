@@ -82,7 +82,6 @@ def render_json(
     content = {
         "cluster": base.cluster.name,
         "nodes": base.nodes,
-        "interrupted": found.interrupted,
         "layouts": found.counts(),
         "left_out": [*rejected],
         "recipe": as_mapping(recipe) if recipe else None,
@@ -102,12 +101,11 @@ def render_text(
 ) -> str:
     """Return a table of the recipe's layout and the fastest layouts, at most `best` of them."""
     counts, ranked = found.counts(), found.ranked()
-    cut = " (interrupted)" if found.interrupted else ""
     rows = [_HEAD, *([_row("recipe", recipe, None)] if recipe else [])]
     rows += [_row(str(place), one, recipe) for place, one in enumerate(ranked[:best], 1)]
     lines = [
         f"{base.recipe.short_name} on {base.nodes} node(s) x {base.cluster.ranks}: "
-        f"{counts['looked_at']:,} of {total:,} layouts{cut}; {counts['fit']:,} fit, "
+        f"{counts['looked_at']:,} of {total:,} layouts; {counts['fit']:,} fit, "
         f"{counts['tight']:,} are tight, {counts['too_large']:,} do not fit",
         f"attention: {attended_text(documents, base.facts.seq_len)}",
         "predicted, not measured (docs/evidence/prediction.md)",

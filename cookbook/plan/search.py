@@ -1,7 +1,7 @@
 """Predict the memory and speed of layouts."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -43,7 +43,6 @@ class SearchResult:
 
     candidates: list[Candidate] = field(default_factory=list)
     larger: int = 0
-    interrupted: bool = False
 
     def ranked(self) -> list[Candidate]:
         """Return the candidates with a known speed, fastest first."""
@@ -75,11 +74,7 @@ def recomputation(cell: Cell) -> str:
     return f"{mode}; keeps {kept} layers" if kept else mode
 
 
-def search(
-    cells: Iterable[Cell],
-    documents: Documents | None = None,
-    on_progress: Callable[[SearchResult], None] = lambda found: None,
-) -> SearchResult:
+def search(cells: Iterable[Cell], documents: Documents | None = None) -> SearchResult:
     """Predict memory and speed of every cell; Ctrl-C returns the results so far.
 
     If a cell does not fit, do not predict those that differ from it only in options with which they
@@ -99,9 +94,8 @@ def search(
             if candidate.verdict == TOO_LARGE:
                 too_large[structure, mode] = batch
             found.candidates.append(candidate)
-            on_progress(found)
     except KeyboardInterrupt:
-        found.interrupted = True
+        pass
     return found
 
 
