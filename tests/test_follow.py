@@ -29,6 +29,7 @@ from tests.made_up_run import Run, metrics_line, steps_of
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path))
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr(slurm, "own_jobs", list)
     return Run(tmp_path)
 
 

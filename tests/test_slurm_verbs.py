@@ -1,4 +1,4 @@
-"""Verbs beside a real Slurm: orphaned jobs are found, of resumes at once one submits."""
+"""Verbs beside a real Slurm: waiting and orphaned jobs are found."""
 
 import shutil
 import subprocess
@@ -26,6 +26,17 @@ pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("two_nodes")]
 def held_cell(folder: Path) -> Cell:
     cell = one_node_cell(folder)
     return replace(cell, cluster=replace(cell.cluster, sbatch=Words({"hold": True})))
+
+
+def test_status_shows_what_waits_for_plain_sbatch(
+    slurm: SlurmCluster, checkout: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = checkout / "train_16b.sh"
+    job = slurm.submit(script, "--training.steps=5", options=["--hold"], cwd=tmp_path)
+    slurm.run("sbatch", "--hold", "--wrap=sleep 9", cwd=tmp_path)
+    assert main(["status"]) == 0
+    expected = f"pending, submitted by sbatch {script} --training.steps=5: job {job}: JobHeldUser\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_a_job_whose_run_was_deleted_is_cancelled(

@@ -14,6 +14,7 @@ from cookbook.base.paths import runs_folder
 from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.display import CellProgress, Progress
+from cookbook.config.request import HANDED_OVER
 from cookbook.observe.history import collect_history
 from cookbook.observe.metrics import Phase, Tail
 from cookbook.results import compare
@@ -35,12 +36,16 @@ _PATIENCE_S = 20.0  # seconds that `status --watch` waits for Slurm; plain `stat
 
 def show_status(arguments: argparse.Namespace) -> int:
     """Print each cell's state, job, step and reason; with --watch, show progress as `run` does."""
+    if arguments.run is None and not run_names() and (pending := _pending_scripts()):
+        print("\n".join(pending))
+        return 0
     run = find_run(arguments.run)
     if arguments.watch:
         return wait_for(run)
     print(f"{run.name} ({run.scheduler})")
+    looks = Watcher(run).look()
     rows = []
-    for state, progress in Watcher(run).look():
+    for state, progress in looks:
         step = f"step {progress.step}/{progress.total_steps or '?'}" if progress.step else ""
         if progress.validation_loss is not None:
             step += f", validation loss {progress.validation_loss:.4f}"
@@ -60,7 +65,26 @@ def show_status(arguments: argparse.Namespace) -> int:
                 print(f"left out of new jobs: {node}")
         except InputError as error:
             print(error, file=sys.stderr)
+    # Do not ask Slurm again if it has not answered.
+    if arguments.run is None and all(state.is_known for state, _ in looks):
+        for line in _pending_scripts():
+            print(line)
     return 0
+
+
+def _pending_scripts() -> list[str]:
+    jobs, lines = list[slurm.JobInfo](), []
+    with contextlib.suppress(JobError):
+        jobs = slurm.own_jobs()
+    for job in jobs:
+        # Slurm's text is the script's path and then the arguments; both may hold spaces.
+        words = job.script.split(" ")
+        paths = (Path(" ".join(words[:end])) for end in range(1, len(words) + 1))
+        script = next((path for path in paths if path.is_file()), None)
+        if job.state in slurm.WAITING and script and HANDED_OVER in script.read_text():
+            why = f": {job.reason}" if job.reason else ""
+            lines.append(f"pending, submitted by sbatch {job.script}: job {job.job_id}{why}")
+    return lines
 
 
 def show_logs(arguments: argparse.Namespace) -> int:
