@@ -28,7 +28,6 @@ from cookbook.cli.main import main
 from cookbook.observe.metrics import collect_steps, read_steps
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import read_record
 from cookbook.run.run import find_run
 from cookbook.run.states import cell_states
 from cookbook.run.status import Cause, read_attempt_end, read_job, read_status
@@ -256,7 +255,7 @@ class Histories(RuleBasedStateMachine):
                 assert not (has_saved and loaded == {"0"}), f"{attempt.path} begins anew"
                 has_saved |= attempt.log.exists() and "Finished saving" in attempt.log.read_text()
             assert not loaded or cell.latest.readlink().name == cell.attempts()[-1].path.name
-            made = collect_steps(cell, read_record(cell.record))
+            made = collect_steps(cell)
             kept = [(one.step, one.loss) for one in made if not math.isnan(one.loss or 0)]
             assert kept == [(step, float(step)) for step in range(1, len(kept) + 1)], cell
         assert self.slurm.is_away or until(lambda: not self.lies(), 5), self.lies()
@@ -299,7 +298,7 @@ class Histories(RuleBasedStateMachine):
         self.settle()
         self.nothing_is_wrong()
         for cell in self.cells:
-            made = collect_steps(cell, read_record(cell.record))
+            made = collect_steps(cell)
             assert (read_status(cell).state, made[-1].step) == ("finished", STEPS), cell
         assert all(job.state not in ("RUNNING", "PENDING") for job in self.slurm.jobs[1:])
 
