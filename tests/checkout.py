@@ -30,7 +30,9 @@ def copy_checkout(folder: Path, assets: bool = False) -> Path:
             tokenizer.parent.mkdir(parents=True)
             tokenizer.write_text("{}")
             tokenizer.with_name("tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
-        (folder / "assets/local/corpus").mkdir()
+        text = folder / "assets/local/corpus/some.jsonl"
+        text.parent.mkdir()
+        text.write_text('{"text": "some"}\n' * 64)
     return folder
 
 
