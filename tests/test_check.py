@@ -227,6 +227,26 @@ def test_the_best_interval_is_young_and_dalys(
     assert finding.remedy.startswith(f"set it to about {round(best)} (")
 
 
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [
+        ({}, True),
+        ({"lr_scheduler.warmup_steps": 100}, False),
+        (
+            {"checkpoint.initial_load_in_hf": False, "checkpoint.initial_load_model_only": False},
+            False,
+        ),
+    ],
+)
+def test_a_cold_adam_is_warned_of(options: dict[str, Any], is_warned: bool) -> None:
+    loads = {"checkpoint.enable": True, "checkpoint.initial_load_path": "x"}
+    cell = cell_of("debug", loads | {"checkpoint.initial_load_in_hf": True} | options)
+    assert bool([*warnings.cold_optimizer(cell)]) is is_warned
+    assert not [*warnings.cold_optimizer(dataclasses.replace(cell, resumes=True))]
+    lower = cell_of("debug", loads | options | {"optimizer.lr": 1e-5})
+    assert not [*warnings.cold_optimizer(lower)]
+
+
 def test_no_hint_near_the_best_interval_or_where_nothing_is_known_or_saved() -> None:
     for near in (3.0, 6.0, 15.0):
         assert not hints(ASYNC | {MINUTES: near})

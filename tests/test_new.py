@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -11,16 +11,19 @@ import yaml
 from tests.checkout import copy_checkout
 from tests.submit import ROOT, environment, listing
 
+RENDER = ("render", "debug-2", "--cluster", "soperator-b200")
+
 
 @dataclass(frozen=True)
 class Checkout:
     """A checkout of one's own, whose recipes a test may add to."""
 
     folder: Path
+    variables: dict[str, str] = field(default_factory=dict)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(self.folder / "submit.py"), *words]
-        env = environment(self.folder / "runs")
+        env = environment(self.folder / "runs") | self.variables
         return subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
 
 
@@ -40,6 +43,21 @@ def test_a_recipe_is_copied_with_its_comments(own: Checkout) -> None:
     assert text.count("#") > 10 and "published:" not in text and "651" not in text
     shown = own.run("show", "mine", "--cluster", "soperator-b200")
     assert yaml.safe_load(shown.stdout)["name"] == "mine-bf16-standard"
+
+
+def test_a_checkout_for_a_group_is_only_read(own: Checkout, tmp_path: Path) -> None:
+    before = listing(own.folder)
+    own.variables["COOKBOOK_RECIPES"] = str(tmp_path / "mine")
+    assert own.run("new", "debug-2", "--from", "debug").returncode == 0
+    assert own.run("new", "box", "--from", "local").returncode == 0
+    shown = own.run("run", "debug-2", "--cluster", "box", "--dry-run")
+    assert "debug-2 on cluster box" in shown.stdout, shown.stderr
+    found = f"{tmp_path}/mine/debug-2.yaml: exists already"
+    assert found in own.run("new", "debug-2", "--from", "debug").stderr
+    assert "debug-2 " in own.run("list").stdout
+    # What is rendered names the file wherever it lies.
+    assert str(tmp_path / "mine/debug-2.yaml") in own.run(*RENDER).stdout
+    assert listing(own.folder) == before
 
 
 @pytest.mark.nightly

@@ -30,6 +30,11 @@ def runs_folder() -> Path:
     return ROOT / (os.environ.get("COOKBOOK_RUNS") or "runs")
 
 
+def own_recipes() -> Path:
+    """Return the folder of the user's own recipes: COOKBOOK_RECIPES, or `recipes/` by default."""
+    return ROOT / (os.environ.get("COOKBOOK_RECIPES") or "recipes")
+
+
 def python_path(code: Path = CODE) -> str:
     """Return PYTHONPATH with `code` first, for a process that imports the cookbook from there."""
     others = (os.environ.get("PYTHONPATH") or "").split(os.pathsep)

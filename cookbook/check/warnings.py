@@ -18,6 +18,8 @@ BUILT_ADVICE: list[CellRule] = []
 
 # Runs of at most this many steps only measure throughput; in longer runs the loss matters.
 _LONG_RUN = 200
+# Adam's second moments average over 20 steps and more.
+_LEAST_WARM_UP = 100
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
 _BLOG = (
     "https://pytorch.org/blog/enabling-up-to-41-faster-pre-training-mxfp8-and-deepep-"
@@ -139,6 +141,20 @@ def warm_up_ends(cell: Cell) -> Problems:
     if facts.warmup_steps > total and not (is_published or facts.is_balance_forced):
         reason = f"{facts.warmup_steps} steps are longer than the run, whose {total} steps all "
         yield Facts.warmup_steps, f"{reason}warm up", f"try {max(1, total // 10)}"
+
+
+@rule(ADVICE, level=WARNING, reference=_CHECKPOINT)
+def cold_optimizer(cell: Cell) -> Problems:
+    """Warn of weights that are loaded without Adam's moments, and then trained at the full rate."""
+    facts = cell.facts
+    if cell.resumes or not (facts.checkpoints and facts.initial_load_path):
+        return
+    is_lowered = cell.options.origin(Facts.lr).startswith("--set")
+    is_cold = facts.initial_load_in_hf or facts.initial_load_model_only
+    if is_cold and not is_lowered and facts.warmup_steps < _LEAST_WARM_UP:
+        reason = f"Adam starts without moments, at the full rate after {facts.warmup_steps} steps"
+        remedy = f"set it to {_LEAST_WARM_UP} or more, or lower {Facts.lr} by --set"
+        yield Facts.warmup_steps, f"{reason}: the loss may rise at first", remedy
 
 
 @rule(ADVICE, level=HINT, reference=_CHECKPOINT)

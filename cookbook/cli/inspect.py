@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError, named_at, unknown_name
 from cookbook.base.files import write_whole
-from cookbook.base.paths import RECIPES
+from cookbook.base.paths import RECIPES, own_recipes
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
@@ -140,12 +140,12 @@ def new(arguments: argparse.Namespace) -> int:
     kind = _kind(arguments.source)
     *folders, name = re.sub(r"\.ya?ml$", "", arguments.name).split("/")
     if folders:
-        remedy = f"write {name}: the copy goes to {shown_path(RECIPES / kind)}"
+        remedy = f"write {name}: the copy goes to {shown_path(own_recipes() / kind)}"
         raise InputError("NAME", f"found {arguments.name!r}, a path", remedy)
     check_name("NAME", name)
-    target = RECIPES / kind / f"{name}.yaml"
-    if target.exists():
-        raise InputError(shown_path(target), "exists already", "choose another name")
+    target = own_recipes() / kind / f"{name}.yaml"
+    if name in names_in(kind):
+        raise InputError(shown_path(find_file(kind, name)), "exists already", "choose another name")
     text = find_file(kind, arguments.source).read_text(encoding="utf-8")
     if kind == "":
         # Quote the new name: without quotes, YAML would read the name `true` as a boolean.
@@ -155,7 +155,7 @@ def new(arguments: argparse.Namespace) -> int:
     try:
         write_whole(target, re.sub(block, "", text, count=1))
     except OSError as error:
-        remedy = f"copy the file yourself, and run it by its path: python submit.py run {name}.yaml"
+        remedy = "set COOKBOOK_RECIPES to a folder of your own"
         found = f"cannot be written: {error.strerror}"
         raise InputError(shown_path(target), found, remedy) from None
     print(f"wrote {shown_path(target)}; edit it, then:")
@@ -166,7 +166,8 @@ def new(arguments: argparse.Namespace) -> int:
 def _kind(source: str) -> str:
     path, folders = Path(source), [shown_path(RECIPES / kind) for kind in KINDS]
     if is_file := path.suffix in (".yaml", ".yml"):
-        found = [kind for kind in KINDS if path.resolve().parent == RECIPES / kind]
+        folder, roots = path.resolve().parent, (RECIPES, own_recipes().resolve())
+        found = [kind for kind in KINDS if folder in (root / kind for root in roots)]
     else:
         found = [kind for kind in KINDS if source in names_in(kind)]
     if not (found or is_file):

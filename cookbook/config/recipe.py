@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from cookbook.base.errors import InputError, named_at, unknown_name
 from cookbook.base.gpus import Gpu
-from cookbook.base.paths import RECIPES
+from cookbook.base.paths import RECIPES, own_recipes
 from cookbook.base.yamlfile import (
     Count,
     Flag,
@@ -78,7 +78,8 @@ def word_of(value: Any) -> str:
 
 def names_in(kind: str) -> list[str]:
     """Return the names of the files of `kind`, without editors' backup files."""
-    stems = (path.stem for path in (RECIPES / kind).glob("*.yaml"))
+    folders = {RECIPES / kind, own_recipes() / kind}
+    stems = {path.stem for folder in folders for path in folder.glob("*.yaml")}
     return sorted(filter(_NAME.fullmatch, stems))
 
 
@@ -94,7 +95,8 @@ def find_file(kind: str, name: str) -> Path:
         check_name(f"{name}: the file's name", path.stem)
         return path
     if name in names_in(kind):
-        return RECIPES / kind / f"{name}.yaml"
+        own = own_recipes() / kind / f"{name}.yaml"
+        return own if own.is_file() else RECIPES / kind / f"{name}.yaml"
     error = unknown_name(title, title, name, names_in(kind))
     others = [remedy for other, (_, remedy) in KINDS.items() if name in names_in(other)]
     raise InputError(title, error.found, others[0].format(name)) if others else error
