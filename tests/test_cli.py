@@ -1,6 +1,7 @@
 """How `submit.py` starts, what it prints and writes, and its exit status."""
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -30,6 +31,7 @@ def start(
 
 VERBS = ["list", "show", "render", "new", "run", "sweep", "status", "logs", "cancel", "report"]
 VERBS += ["check", "doctor", "profile", "plan", "compare", "export", "data"]
+PP = "parallelism.pipeline_parallel_degree=1"
 RENDER = ("render", "debug", "--cluster", "soperator-b200")
 
 
@@ -136,6 +138,30 @@ def test_a_cluster_that_the_environment_names(runs: Path) -> None:
     wrong = {"COOKBOOK_CLUSTER": "locl"}
     answer = submit("run", "debug", "--dry-run", runs=runs, variables=wrong)
     assert answer.status == 2 and "COOKBOOK_CLUSTER: unknown cluster 'locl'" in answer.stderr
+
+
+NARROW = [
+    ["list"],
+    ["sweep", "matrix", "--dry-run", "--cluster", "soperator-b200"],
+    ["check", "matrix", "--rules-only", "--cluster", "soperator-b200"],
+    ["plan", "deepseek_v3_16b_fast", "--vary", "training.local_batch_size=2", "--set", PP],
+]
+
+
+@pytest.mark.parametrize("words", NARROW, ids=lambda words: words[0])
+def test_at_80_columns_no_line_breaks_inside_a_word(words: list[str], runs: Path) -> None:
+    terminal, slave = os.openpty()
+    env = environment(runs, COLUMNS="80", TERM="dumb")
+    with subprocess.Popen([sys.executable, "submit.py", *words], stdout=slave, env=env, cwd=ROOT):
+        os.close(slave)
+        printed = b""
+        with contextlib.suppress(OSError):  # once the other end is closed
+            while part := os.read(terminal, 65536):
+                printed += part
+    os.close(terminal)
+    lines = printed.decode().splitlines()
+    # But for a word that is longer, such as an address.
+    assert lines and not [line for line in lines if len(line) > 80 and " " in line.strip()]
 
 
 @pytest.mark.parametrize("words", [["list"], ["--help"], ["doctor", "--cluster", "local"]])

@@ -188,6 +188,13 @@ def test_a_relative_folder_starts_at_the_cookbooks(
     script = carried(job.script.read_text())
     monkeypatch.setenv("CELL_DIR", "runs/mine/try")
     assert chosen_cell(script, ())[1].path == (ROOT / "runs/mine/try").resolve()
+    # As in scripts that read it.
+    monkeypatch.setenv("NNODES", "2")
+    assert chosen_cell(script, ())[0].nodes == 2
+    monkeypatch.setenv("NNODES", "16")
+    with pytest.raises(InputError, match=r"has 2 node\(s\); write: sbatch --nodes=16 train.sh"):
+        chosen_cell(script, ())
+    monkeypatch.delenv("NNODES")
     # Without one it is the cell's, the same each time.
     monkeypatch.setenv("CELL_DIR", "")
     for place in ("runs", str(job.folder / "elsewhere")):

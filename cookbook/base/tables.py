@@ -11,6 +11,19 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
+def fitted(text: str) -> str:
+    """Return `text` for standard output, wrapped between words if that is a terminal."""
+    if (width := terminal_width()) is None:
+        return text
+    wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.split("\n"):
+        start = len(line) - len(line.lstrip(" "))
+        wrap.subsequent_indent = " " * (start + 4)
+        lines += [line] if len(line) <= width else wrap.wrap(line)
+    return "\n".join(lines)
+
+
 def text_table(
     rows: Iterable[Sequence[str]], *, align: str = "", width: int | None = None, indent: int = 0
 ) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.paths import runs_folder
-from cookbook.base.tables import terminal_width, text_table
+from cookbook.base.tables import fitted, terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.display import CellProgress, Progress
 from cookbook.config.request import HANDED_OVER
@@ -288,7 +288,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
     from cookbook.results.summary import render_markdown
 
     if form == "md":
-        print(render_markdown(results), end="", flush=True)
+        print(fitted(render_markdown(results)), end="", flush=True)
     try:
         save_report(run, results)
     except OSError as error:
@@ -320,6 +320,6 @@ def show_comparison(arguments: argparse.Namespace) -> int:
         reasons = [reason for reason in found if reason] or ["no cell is in both"]
         place = f"compare {' and '.join(run.name for run in runs)}"
         raise InputError(place, f"there is nothing to compare: {reasons[0]}")
-    render = compare.comparison_json if arguments.json else compare.comparison_markdown
-    print(render(comparison), end="")
+    as_text = "" if arguments.json else fitted(compare.comparison_markdown(comparison))
+    print(as_text or compare.comparison_json(comparison), end="")
     return 1 if comparison.slower else 0

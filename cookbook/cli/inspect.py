@@ -11,6 +11,7 @@ from pathlib import Path
 from cookbook.base.errors import InputError, named_at, unknown_name
 from cookbook.base.files import write_whole
 from cookbook.base.paths import RECIPES, own_recipes
+from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
@@ -73,12 +74,13 @@ _TRY = {
 def list_all(arguments: argparse.Namespace) -> int:
     problems: dict[str, None] = {}
     for kind, (title, _) in KINDS.items():
-        print(f"{title}s:")
+        rows = []
         for name in names_in(kind):
             try:
-                print(f"  {name:28}  {_description(kind, name)}")
+                rows.append([f"{name:28}", _description(kind, name)])
             except InputError as error:
                 problems[str(error)] = None  # one unreadable file must not hide the others
+        print("\n".join([f"{title}s:", text_table(rows, width=terminal_width(), indent=2)]))
     for problem in problems:
         print(f"submit.py: left out: {problem}", file=sys.stderr)
     return 2 if problems else 0

@@ -9,6 +9,7 @@ from rich.progress import track
 
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
+from cookbook.base.tables import fitted
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.inspect import cell_request
 from cookbook.config.recipe import load_recipe
@@ -61,7 +62,7 @@ def plan(arguments: argparse.Namespace) -> int:
         print(render.render_json(found, base, own, arguments.best, refused), end="")
     else:
         text = render.render_text(found, base, own, arguments.best, documents, len(cells), refused)
-        print(text, end="")
+        print(fitted(text), end="")
     # Write after printing: if the file cannot be written, the table is already on the screen.
     if arguments.output and ranked:
         path = Path(arguments.output)

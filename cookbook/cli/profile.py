@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from cookbook.base.errors import InputError, JobError, unknown_name
-from cookbook.base.tables import terminal_width
+from cookbook.base.tables import fitted, terminal_width
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.follow import watch_run
 from cookbook.cli.inspect import requested_cell
@@ -74,7 +74,7 @@ def profile(arguments: argparse.Namespace) -> int:
         if arguments.ranks and Path(name).is_file():
             raise InputError("--ranks", f"{name} is one rank's trace", "name its folder")
     found = make_profile(source, choose_ranks(traces, arguments.ranks))
-    text = render_json(found) if arguments.json else render_text(found, terminal_width())
+    text = render_json(found) if arguments.json else fitted(render_text(found, terminal_width()))
     print(text, end="", flush=True)
     return 0
 

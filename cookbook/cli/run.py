@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cookbook.base.errors import InputError, unknown_name
-from cookbook.base.tables import terminal_width, text_table
+from cookbook.base.tables import fitted, terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.check.check import check_cells
 from cookbook.check.report import render_json, render_text
@@ -56,7 +56,7 @@ def show_check(arguments: argparse.Namespace) -> int:
         name = cells[0].recipe.short_name
     checks = check_cells(cells, build=not arguments.rules_only)
     as_text = "" if arguments.json else render_text(name, checks, terminal_width())
-    print(as_text or render_json(checks), end="")
+    print(fitted(as_text) or render_json(checks), end="")
     return 0 if all(one.may_run for one in checks) else 1
 
 
@@ -110,7 +110,7 @@ def _train(name: str, cells: Sequence[Cell], arguments: argparse.Namespace, aske
         return run
     status = wait_for(run)
     if any(cell.stand_in_for for cell in cells):
-        print(f"\n{_in_full(asked)}")
+        print(fitted(f"\n{_in_full(asked)}"))
     return status
 
 

@@ -39,6 +39,10 @@ def chosen_cell(file: YamlFile, words: Sequence[str]) -> tuple[Cell, CellFolder]
         raise InputError(name, "runs inside a Slurm job", f"start it with: sbatch {name}")
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or 1) if scheduler == "slurm" else 1
     cell = cell_of_script(file, words, os.environ, nodes)
+    if (asked := os.environ.get("NNODES", str(cell.nodes))) != str(cell.nodes):
+        found = f"is not read, and the job has {cell.nodes} node(s)"
+        remedy = f"write: sbatch --nodes={asked} {file.path.name}, or unset NNODES"
+        raise InputError(f"NNODES={asked}", found, remedy)
     given = os.environ.get("CELL_DIR") or run / script.run / cell.name
     return cell, CellFolder(Path(os.path.realpath(ROOT / given)))
 
