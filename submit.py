@@ -26,6 +26,9 @@ def start() -> int:
     # `python submit.py` works without activating what setup.sh made.
     # A link that is there, wherever it leads: its target may be in another user's private home.
     has_python = os.path.lexists(str(python))
+    if not chosen and (venv / ".cookbook/unfinished").exists():
+        # A set-up that failed; this Python may have all that is needed.
+        has_python = False
     if has_python and Path(sys.prefix).resolve() != venv.resolve():
         if AGAIN in sys._xoptions:
             found = f"does not run in this environment, but in {sys.prefix}"

@@ -283,6 +283,16 @@ class TestEnvironment:
         (found,) = (one["found"] for one in json.loads(done.stdout) if one["name"] == "python")
         assert Path(found.partition(" in ")[2]).resolve() == venv
 
+    def test_a_set_up_that_failed_blocks_no_other_python(self, tmp_path: Path) -> None:
+        checkout = copy_checkout(tmp_path / "mine")
+        (checkout / ".venv/.cookbook").mkdir(parents=True)
+        (checkout / ".venv/.cookbook/unfinished").touch()
+        (checkout / ".venv/bin").mkdir()
+        write_program(checkout / ".venv/bin/python", "#!/bin/sh\nexit 7\n")
+        command = [sys.executable, str(checkout / "submit.py"), "list"]
+        done = start(command, tmp_path, {"VENV": ""}, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+
     @pytest.mark.parametrize("content", ["no program at all", "#!/no/such/interpreter\n"])
     def test_a_python_that_does_not_start(self, tmp_path: Path, venv: Path, content: str) -> None:
         write_program(venv / "bin/python", content)

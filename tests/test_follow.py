@@ -66,6 +66,20 @@ def test_logs_shows_the_cell_that_runs(run: Run, capfd: pytest.CaptureFixture[st
     assert printed(capfd, str(run.folder)) == ["of the second"]
 
 
+def test_status_shows_the_last_line_of_a_log_that_is_silent(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cell = CellFolder(run.add("first", "of the first\nwaits for a name\n\n", state="running"))
+    run.write()
+    log = cell.newest_log()
+    assert log
+    for silent_s, is_told in ((50, False), (70, True)):
+        os.utime(log, (time.time() - silent_s,) * 2)
+        assert show_status(Namespace(run=None, watch=False)) == 0
+        told = "silent for over a minute; last: waits for a name" in capfd.readouterr().out
+        assert told is is_told
+
+
 def test_a_log_is_followed_through_a_new_attempt_to_the_end(
     run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ from cookbook.run.status import FAILED, OPEN, RUNNING, read_resumptions
 
 _LEAST_STEPS = 4  # logged steps needed to estimate the time left
 POLL_S = {"local": 1.0, "slurm": 5.0}
+_SILENT_S = 60.0
 _PATIENCE_S = 20.0  # seconds that `status --watch` waits for Slurm; plain `status` waits less
 
 
@@ -50,7 +51,7 @@ def show_status(arguments: argparse.Namespace) -> int:
         if progress.validation_loss is not None:
             step += f", validation loss {progress.validation_loss:.4f}"
         job = f"job {state.job_id}" if state.job_id else ""
-        step = step or progress.phase or ""
+        step = ", ".join(filter(None, [step, progress.phase]))
         rows.append([state.cell, state.state, job, step, state.reason or ""])
     if rows:
         print(text_table(rows, width=terminal_width()))
@@ -193,6 +194,9 @@ class Watcher:
         step, phase = (tails[-1].step, tails[0].phase) if tails else (None, None)
         recent = list(tails[-1].recent) if tails else []
         is_starting = phase and phase != Phase.TRAINING and state.state == RUNNING
+        shown = phase.value if phase and is_starting else None
+        if state.state == RUNNING:
+            shown = _silence(self.run.cell(state.cell).newest_log()) or shown
         left, times = None, [(one.step, one.time) for one in recent if one.time is not None]
         if record.steps and len(tails) == 1 and len(times) >= _LEAST_STEPS:
             (first, began), (last, now) = times[0], times[-1]
@@ -206,11 +210,23 @@ class Watcher:
             loss=step.loss if step else None,
             validation_loss=next(filter(None, (one.validation_loss for one in tails)), None),
             elapsed=(state.ended or time.time()) - state.started if state.started else None,
-            phase=phase.value if phase and is_starting else None,
+            phase=shown,
             is_known=state.is_known,
             left=left,
             emulated=record.emulated,
         )
+
+
+def _silence(log: Path | None) -> str | None:
+    """Return the last line of a log to which nothing was written for a minute."""
+    with contextlib.suppress(OSError):
+        if log and time.time() - log.stat().st_mtime >= _SILENT_S:
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - 4096))
+                lines = file.read().decode(errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "no line")
+            return f"silent for over a minute; last: {last[:120]}"
+    return None
 
 
 def watch_run(run: Run) -> bool:
