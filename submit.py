@@ -3,6 +3,7 @@
 
 Pythons that are too old for the cookbook also read this file, so it has no newer syntax.
 """
+# PYTHON_ARGCOMPLETE_OK
 
 import sys
 

@@ -134,6 +134,26 @@ def test_a_dry_run_submits_nothing_and_shows_the_plan(runs: Path) -> None:
     assert listing(runs) == before
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("submit.py ru", ["run"]),
+        ("submit.py run deepseek_v3_671", ["deepseek_v3_671b", "deepseek_v3_671b_fast"]),
+        ("submit.py run debug --cluster h2", ["h200-node"]),
+        ("submit.py run debug --set training.seq", ["training.seq_len="]),
+        ("submit.py report --format j", ["json"]),
+    ],
+)
+def test_a_shell_completes_words(line: str, found: list[str], runs: Path, tmp_path: Path) -> None:
+    own = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_SUPPRESS_SPACE": "1"}
+    own |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    # argcomplete answers on descriptor 8.
+    shell = ["bash", "-c", 'exec "$@" 8>"$0" 9>/dev/null', str(tmp_path / "answer")]
+    command = [*shell, sys.executable, "submit.py"]
+    subprocess.run(command, cwd=ROOT, env=environment(runs, **own), capture_output=True)
+    assert set((tmp_path / "answer").read_text().split()) >= {*found}
+
+
 def test_a_cluster_that_the_environment_names(runs: Path) -> None:
     wrong = {"COOKBOOK_CLUSTER": "locl"}
     answer = submit("run", "debug", "--dry-run", runs=runs, variables=wrong)

@@ -6,6 +6,7 @@ Exit status: 0, success; 1, the work failed; 2, wrong input: nothing was submitt
 import argparse
 import importlib
 import io
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -153,7 +154,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    arguments, unknown = build_parser().parse_known_args(words or ["--help"])
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:
+        from cookbook.cli.complete import complete
+
+        complete(parser)
+    arguments, unknown = parser.parse_known_args(words or ["--help"])
     if unknown:
         word, *rest = unknown
         settings = getattr(arguments, "set", None)
