@@ -31,6 +31,7 @@ from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
 from cookbook.supervise.script import cell_environment, write_script
 from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, Point, walked
+from tests.check_cells import with_options
 from tests.golden import GOLDEN, LAUNCHERS, golden_scripts, launchers
 from tests.programs import write_program
 from tests.script_run import ScriptRunner, Start, carried
@@ -337,3 +338,13 @@ def test_texts_reach_torchrun_unchanged_and_none_is_executed(
     lines = script.read_text(encoding="utf-8").split("\n")
     expected = [f"#SBATCH {line}" for line in sbatch_lines(cell)]
     assert [line for line in lines if line[:7] == "#SBATCH"] == expected
+
+
+def test_what_a_recipe_says_of_wandb_counts_after_the_environments_variables() -> None:
+    named = {"wandb.project": "ours", "wandb.group": "first", "wandb.tags": ["a", "b"]}
+    record = with_options(Point("debug", "bf16", "standard", "local").cell(), named).job_record()
+    found = cell_environment(record, {"WANDB_API_KEY": "key", "WANDB_RUN_GROUP": "second"})
+    names = ("PROJECT", "RUN_NAME", "RUN_GROUP", "TAGS")
+    values = ["ours", "debug-bf16-standard", "second", "a,b"]
+    assert [found[f"WANDB_{name}"] for name in names] == values
+    assert "WANDB_TAGS" not in cell_environment(record, {"HOME": "/nowhere"})

@@ -60,8 +60,16 @@ def cell_environment(record: CellRecord, job: Mapping[str, str]) -> dict[str, st
         # Ranks get this environment also under `sbatch --export=NONE`.
         found["SLURM_EXPORT_ENV"] = "ALL"
     if _has_wandb_key(found):
-        found["WANDB_PROJECT"] = found.get("WANDB_PROJECT") or "moe-cookbook"
-        found["WANDB_RUN_NAME"] = found.get("WANDB_RUN_NAME") or record.name or ""
+        for variable, option, default in (
+            ("WANDB_PROJECT", Facts.wandb_project, "moe-cookbook"),
+            ("WANDB_RUN_NAME", Facts.wandb_name, record.name or ""),
+            ("WANDB_RUN_GROUP", Facts.wandb_group, ""),
+            ("WANDB_TAGS", Facts.wandb_tags, ""),
+        ):
+            own = record.options.get(option) or ""
+            own = ",".join(own) if isinstance(own, list) else own
+            if value := found.get(variable) or own or default:
+                found[variable] = str(value)
     return found
 
 

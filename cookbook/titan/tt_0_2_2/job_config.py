@@ -255,8 +255,25 @@ class Quantize:
 
 
 @dataclass
+class Wandb:
+    project: str | None = None
+    """The project in Weights & Biases; unset: moe-cookbook. Where the environment has the variable
+    of one of these options (WANDB_PROJECT, WANDB_RUN_NAME, WANDB_RUN_GROUP, WANDB_TAGS), that
+    counts."""
+
+    name: str | None = None
+    """The run's name; unset: the cell's."""
+
+    group: str | None = None
+    """The group of runs to which this one belongs."""
+
+    tags: list[str] = field(default_factory=list)
+    """The run's tags."""
+
+
+@dataclass
 class JobConfig:
-    """Options added to TorchTitan's sections, and new sections: cookbook, data, deepep and loss."""
+    """Options added to TorchTitan's sections, and new sections, from cookbook to wandb."""
 
     cookbook: Cookbook = field(default_factory=Cookbook)
     model: Model = field(default_factory=Model)
@@ -269,6 +286,7 @@ class JobConfig:
     data: Data = field(default_factory=Data)
     parallelism: Parallelism = field(default_factory=Parallelism)
     quantize: Quantize = field(default_factory=Quantize)
+    wandb: Wandb = field(default_factory=Wandb)
 
 
 def option_table() -> dict[str, dict[str, Any]]:
