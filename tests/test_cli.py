@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -31,6 +32,7 @@ def start(
 
 VERBS = ["list", "show", "render", "new", "run", "sweep", "status", "logs", "cancel", "report"]
 VERBS += ["check", "doctor", "profile", "plan", "compare", "export", "data"]
+SET_UP = shlex.quote(str(ROOT / "setup.sh"))
 PP = "parallelism.pipeline_parallel_degree=1"
 RENDER = ("render", "debug", "--cluster", "soperator-b200")
 
@@ -236,7 +238,7 @@ class TestWithoutPackages:
         assert (done.returncode, done.stdout) == (2, "")
         assert re.fullmatch(
             rf"submit.py: {sys.executable}: \w+ is not installed, and VENV={tmp_path}/none holds "
-            rf"no Python; run: bash {ROOT}/setup.sh, with VENV unset\n",
+            rf"no Python; run: bash {re.escape(SET_UP)}, with VENV unset\n",
             done.stderr,
         )
 

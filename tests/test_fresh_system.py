@@ -34,7 +34,9 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for folder in ("dev/shm", "tmp"):
         (root / folder).mkdir(exist_ok=True)
         (root / folder).chmod(0o1777)
-    subprocess.run(["mount", "-t", "proc", "proc", str(root / "proc")], check=True)
+    mounts = {"proc": root / "proc", "devpts": root / "dev/pts"}
+    for kind, folder in mounts.items():
+        subprocess.run(["mount", "-t", kind, kind, str(folder)], check=True)
     try:
         subprocess.run(["chroot", root, "useradd", "-m", "-d", HOME, "me"], check=True)
         clone = root / HOME[1:] / "moe cookbook"
@@ -42,7 +44,8 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         subprocess.run(["chroot", root, "chown", "-R", "me:", HOME], check=True)
         yield root
     finally:
-        subprocess.run(["umount", "--lazy", str(root / "proc")], check=True)
+        for folder in mounts.values():
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
         shutil.rmtree(root)
 
 
