@@ -69,6 +69,8 @@ def main() -> int:
             return 1
         if nodes[0] != NODE or "hang" in [said(LIFE / f"fault-{node}") for node in nodes]:
             continue
+        if not all((ATTEMPT / f"loads-{node}").exists() for node in nodes):
+            continue  # ranks meet before the first step
         if (ATTEMPT / "stop").exists() and (ATTEMPT / "metrics.jsonl").exists():
             save(folder, step)
             (ATTEMPT / "stopped").write_text(f"{os.environ['SLURM_JOB_ID']} {step}\n")
