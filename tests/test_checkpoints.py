@@ -1,7 +1,6 @@
 """The start of a script's run: its record, and the checkpoint that it resumes at."""
 
 import json
-import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise.resume_point import prepare
 from cookbook.supervise.start import take_over
 from cookbook.supervise.supervisor import SignalReceivedError
-from tests.cells import CLUSTER_FILES, Point
+from tests.cells import Point
 from tests.saved import FILES, cut, save
 from tests.script_run import carried
 from tests.submit import listing, submit
@@ -38,7 +37,6 @@ class Started:
 
     path: Path
     capture: pytest.CaptureFixture[str]
-    cluster: str = "local"
 
     @property
     def folder(self) -> CellFolder:
@@ -49,7 +47,7 @@ class Started:
         return self.path / "checkpoint"
 
     def take_over(self, *own: str) -> None:
-        cell = Point("debug", "bf16", "standard", self.cluster).cell()
+        cell = Point("debug", "bf16", "standard", "local").cell()
         text = render_script(cell)
         take_over(carried(text), [*OPTIONS, *own], text)
 
@@ -103,22 +101,14 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "has no .metadata, so it was never finished",
     ),
     "cut metadata": (lambda path: cut(path / ".metadata", 100), ".metadata cannot be read: "),
-    "foreign": (
-        lambda path: (path / ".metadata").write_bytes(pickle.dumps([1, 2])),
-        ".metadata cannot be read: ",
-    ),
 }
-
-
-def damage(path: Path, kind: str) -> None:
-    DAMAGES[kind][0](path)
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_one_is_moved_aside_whole_and_named(cell: Started, kind: str) -> None:
     save(cell.saved, 4)
     newest = save(cell.saved, 6)
-    damage(newest, kind)
+    DAMAGES[kind][0](newest)
     content = {path.name: path.read_bytes() for path in newest.iterdir()}
     words = cell.start()
     assert cell.step() == 4
@@ -145,7 +135,7 @@ def test_a_signal_while_one_is_read_is_no_damage(
 
 def test_status_and_report_say_what_was_passed_over(cell: Started) -> None:
     save(cell.saved, 4)
-    damage(save(cell.saved, 6), "gone")
+    DAMAGES["gone"][0](save(cell.saved, 6))
     cell.start()
     runs, words = cell.path.parent.parent, f"{NAME}: attempt 0 passed over step-6: __0_0.distcp is"
     assert words in submit("status", "mine", runs=runs).stdout
@@ -188,19 +178,9 @@ def test_a_nan_right_after_a_resume_costs_one_checkpoint_at_most(cell: Started) 
     assert [path.name for path in cell.saved.iterdir()] == ["step-4"]
 
 
-def test_a_second_one_of_the_same_step_takes_no_place(cell: Started) -> None:
-    save(cell.saved, 4)
-    for attempt in range(3):
-        cut(save(cell.saved, 6) / FILES[0], 10 + attempt)
-        cell.start(attempt=attempt)
-    aside = cell.path / "checkpoint-damaged"
-    sizes = {path.name: (path / FILES[0]).stat().st_size for path in aside.iterdir()}
-    assert sizes == {"step-6": 10, "step-6-2": 11, "step-6-3": 12}
-
-
 def test_where_none_is_whole_the_cell_starts_from_its_initial_weights(cell: Started) -> None:
     cut(save(cell.saved, 4) / FILES[0])
-    damage(save(cell.saved, 6), "unfinished")
+    DAMAGES["unfinished"][0](save(cell.saved, 6))
     with pytest.raises(InputError, match="gone is not there"):
         cell.start(*GONE)
     assert cell.start().endswith("starts at the beginning: no checkpoint is whole\n")
@@ -214,31 +194,27 @@ def test_where_none_is_whole_the_cell_starts_from_its_initial_weights(cell: Star
     assert not cell.saved.exists()
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_cell_whose_checkpoints_are_out_of_sight_does_not_begin_anew(
-    cell: Started, mode: str
-) -> None:
-    own = f"--checkpoint.async_mode={mode}"
+def test_a_cell_whose_checkpoints_are_out_of_sight_does_not_begin_anew(cell: Started) -> None:
+    own = "--checkpoint.async_mode=async"
     cell.start(own)
-    # It died in its first save, or before: it begins anew.
+    # It died in its first save, which is logged before its files are there: it begins anew.
     log, line = (
         cell.folder.attempt(0).log,
         "[rank0]:Finished saving the checkpoint in 0.1 seconds\n",
     )
-    log.parent.mkdir(exist_ok=True)
-    log.write_text(line.replace("rank0", "rank1") + line * (mode == "async"))
+    log.write_text(f"[rank1]:{line[8:]}\n{line}\n")
     cell.start(own, attempt=1)
-    with log.open("a") as file:
-        file.write(line)
-    save(cell.saved, 6)
-    away = cell.path / "away"
-    cell.saved.rename(away)
+    log.write_text(f"{line}\n" * 2)
+    save(cell.saved, 6).parent.rename(away := cell.path / "away")
     words = "holds no checkpoint, and attempt 0 had or saved one; mount its disk, move it back, or"
-    for _ in range(2):
-        with pytest.raises(InputError, match=words):
-            cell.start(own)
-        cell.saved.mkdir(exist_ok=True)
-        (cell.saved / "step-7-keep").mkdir(exist_ok=True)
+    with pytest.raises(InputError, match=words):
+        cell.start(own)
+    # Nor is another folder in its place a checkpoint.
+    (cell.saved / "step-7-keep").mkdir(parents=True)
+    with pytest.raises(InputError, match=words):
+        cell.start(own)
+    with pytest.raises(InputError, match=r"step-7-keep, for which .* ignore checkpoint.initial_l"):
+        cell.start(own, *GONE)
     shutil.rmtree(cell.saved)
     away.rename(cell.saved)
     assert "continues after step 6" in cell.start(own, attempt=2)
@@ -247,15 +223,9 @@ def test_a_cell_whose_checkpoints_are_out_of_sight_does_not_begin_anew(
     with pytest.raises(InputError, match="attempt 2 had or saved one"):
         cell.start(own, f"--checkpoint.folder={away}")
     # Where all are damaged the supervisor itself begins anew, and the next attempt again.
-    damage(cell.saved / "step-6", "gone")
+    DAMAGES["gone"][0](cell.saved / "step-6")
     for attempt in (3, 4):
         assert "continues" not in cell.start(own, attempt=attempt)
-
-
-def test_what_hides_the_initial_weights_is_refused(cell: Started) -> None:
-    (cell.saved / "step-2-keep").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"step-2-keep, for which .* ignore checkpoint.initial_l"):
-        cell.start(*GONE)
 
 
 def test_the_model_alone_is_refused_with_the_way_around(cell: Started) -> None:
@@ -385,6 +355,8 @@ def test_a_step_that_is_asked_for_is_judged_alone(cell: Started) -> None:
     save(cell.saved, 8)
     cell.start(back, attempt=1)
     assert cell.step(1) == 4 and (cell.path / "checkpoint-damaged/step-8-2").is_dir()
+    save(cell.saved, 20)
+    assert "all 20 steps are done, so nothing is left to train; for more" in cell.start(attempt=2)
 
 
 def test_a_new_run_does_not_continue_another_checkouts_checkpoints(cell: Started) -> None:
@@ -404,12 +376,6 @@ def test_a_new_run_does_not_continue_another_checkouts_checkpoints(cell: Started
     assert cell.step() == 0
 
 
-def test_no_checkpoint_is_judged_where_none_is_loaded(cell: Started) -> None:
-    cut(save(cell.saved, 6) / FILES[0])
-    assert cell.start("--checkpoint.no_enable") == ""
-    assert [path.name for path in cell.saved.iterdir()] == ["step-6"]
-
-
 def test_a_refused_start_writes_nothing(cell: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     script = carried(render_script(Point("debug", "bf16", "standard", "local").cell()))
     save(cell.saved, 4)
@@ -425,18 +391,11 @@ def test_a_refused_start_writes_nothing(cell: Started, monkeypatch: pytest.Monke
     assert listing(cell.path) == before
 
 
-def test_a_run_that_has_made_its_steps_says_so(cell: Started) -> None:
-    save(cell.saved, 20)
-    words = cell.start()
-    assert "all 20 steps are done, so nothing is left to train; for more: --training." in words
-    assert f"for a run of its own: CELL_DIR={cell.path.parent.parent}/another/{NAME}" in words
-
-
 def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell: Started) -> None:
     # A cell of a sweep, never started before.
     of_sweep: dict[str, Any] = {"stand_in_for": "671b", "baseline": "base", "prediction": "fast"}
     of_sweep |= {"repeat_of": "debug", "repeat": 2}
-    submitted = replace(Point("debug", "bf16", "standard", cell.cluster).cell(), **of_sweep)
+    submitted = replace(Point("debug", "bf16", "standard", "local").cell(), **of_sweep)
     record = submitted.job_record()
     record.options["checkpoint.enable"] = True
     record.write(cell.folder.record)
@@ -487,26 +446,3 @@ def test_other_steps_of_a_resumed_run_keep_the_schedule_of_the_learning_rate(
             save(cell.saved, saved)
         cell.take_over(*words)
         assert read_record(cell.folder.record).options.get(total[2:-1]) == kept
-
-
-def test_a_restarted_job_reads_its_record(cell: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cookbook.run.slurm.job_infos", lambda jobs: {})
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
-    (cell.cluster,) = (str(file) for file in CLUSTER_FILES if file.stem == "cpu-nodes")
-    cell.start()
-    files = [cell.folder.record, cell.folder.job, cell.folder.script, cell.folder.status]
-    before = [file.read_bytes() for file in files]
-    assert json.loads(cell.folder.job.read_text())["job_id"] == "77"
-    # By now another checkpoint is whole, and other options would be judged anew.
-    other = "--training.steps=99"
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    cell.take_over(other)
-    assert [file.read_bytes() for file in files] == before
-    monkeypatch.setenv("SLURM_JOB_ID", "78")
-    cell.start(other, attempt=1)
-    assert json.loads(cell.folder.job.read_text())["job_id"] == "78"
-    # In a run of Slurm jobs, a local cell's process is not taken for one.
-    cell.cluster = "local"
-    cell.start(attempt=2)
-    assert not cell.folder.job.exists()
