@@ -227,17 +227,25 @@ def test_what_training_waits_for_is_said_before_it(
     ]
 
 
-def load_from(folders: list[str], steps: list[int], starts: list[int]) -> str:
+def load_from(folders: list[str], steps: list[int], starts: list[int], places: str = "aab") -> str:
     """Load in ranks that are each alone on a node, with a view of its own; the error."""
     from cookbook.titan.tt_0_2_2 import checkpoint
 
     rank = int(os.environ["RANK"])
     os.environ |= {"LOCAL_RANK": "0", "SLURMD_NODENAME": f"worker-{rank}"}
     state = SimpleNamespace(step=starts[rank], ntokens_seen=0)
+
+    class Loader:
+        _rank_id = f"dp_rank_{rank // 2}"
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    loader: Any = Loader()
     manager = SimpleNamespace(
         folder=folders[rank],
-        states={"train_state": state},
-        load=lambda step: True,
+        states={"train_state": state, "dataloader": loader},
+        load=lambda step: loader.load_state_dict({loader._rank_id: places[rank]}) or True,
         initial_load_path=None,
         initial_load_in_hf=False,
     )
@@ -262,6 +270,9 @@ def test_nodes_that_see_different_checkpoints_load_none(tmp_path: Path) -> None:
         assert all(words.startswith("load failed: worker-2 would load ") for words in said), said
     said = run_ranks(load_from, 3, [now] * 3, [4] * 3, [4, 2, 4])
     assert all("worker-1 would start after step 2 and 0 tokens" in words for words in said), said
+    # Two ranks of one data-parallel rank, which read on at two places.
+    said = run_ranks(load_from, 3, [now] * 3, [4] * 3, [4] * 3, "abb")
+    assert all("would read the texts at position " in words for words in said), said
 
 
 def saved_state() -> dict[str, Any]:

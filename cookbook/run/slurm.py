@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -251,13 +251,10 @@ def _field_of(job_id: str, name: str) -> str:
     return found[1] if found else ""
 
 
-def _run(
-    command: list[str], timeout: float = _COMMAND_S, variables: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    environment = {**submit_environment(), **(variables or {})}
+def _run(command: list[str], timeout: float = _COMMAND_S) -> subprocess.CompletedProcess[str]:
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout}
     try:
-        return subprocess.run(command, env=environment, **options)
+        return subprocess.run(command, env=submit_environment(), **options)
     except (FileNotFoundError, PermissionError):  # a folder in PATH may be unreadable
         remedy = "log in to the cluster, or use --cluster local"
         raise JobError(f"{command[0]} is not on PATH; {remedy}") from None

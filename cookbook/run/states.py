@@ -120,8 +120,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
             state = replace(state, state=status.FAILED, reason=words)
         elif job is not None and state.state not in SETTLED:
             if info := _settle_end(cell, job, state, infos.get(job)):
-                merge = merge_shared_job_state if num_cells[job] > 1 else merge_slurm_state
-                found, reason = merge(state, info)
+                found, reason = merge_slurm_state(state, info, num_cells[job] > 1)
                 state = replace(state, state=found, reason=reason or None)
             elif silence is not None:
                 words = f"Slurm does not answer ({silence}); this is what the job wrote last"
@@ -169,9 +168,20 @@ def _settle_end(
     return info
 
 
-def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """Combine what Slurm and the job say into a state and a reason."""
+def merge_slurm_state(
+    written: Status, info: slurm.JobInfo, is_shared: bool = False
+) -> tuple[str, str | None]:
+    """Combine what Slurm and the job say into a state and a reason.
+
+    `is_shared`: the job trains several cells, of which some end, or wait, while it runs.
+    """
     said = _since_start(written, info)
+    with_job = said.state == status.CANCELLED or (said.reason or "").startswith("Slurm: ")
+    # Slurm may still requeue a job that is ending, and with it what ended for that.
+    if is_shared and said.state in status.ENDED and not (with_job and info.state == "COMPLETING"):
+        return said.state, said.reason
+    if is_shared and said.state == status.QUEUED and info.state in slurm.ACTIVE:
+        return status.QUEUED, "waits for its turn in the allocation"
     if info.state in slurm.WAITING:
         return status.QUEUED, info.reason
     if info.state == "COMPLETING" and said is not written:
@@ -188,32 +198,11 @@ def merge_slurm_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | 
     if said.state == status.FAILED and info.state == "FAILED" and said.reason:
         return status.FAILED, said.reason
     # TIMEOUT, NODE_FAIL, OUT_OF_MEMORY...: Slurm knows the reason better than the job.
-    return status.FAILED, _in_slurms_words(info)
-
-
-def merge_shared_job_state(written: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """Like `merge_slurm_state`, for a cell that shares its job with other cells."""
-    said = _since_start(written, info)
-    if said.state in status.ENDED:
-        ended_with_job = said.state == status.CANCELLED or (said.reason or "").startswith("Slurm: ")
-        if info.state == "COMPLETING" and ended_with_job:
-            # Slurm may still requeue a job that is ending, so the cell may run again.
-            return status.QUEUED if said.started is None else status.RUNNING, COMPLETING
-        return said.state, said.reason
-    if said.state == status.QUEUED and info.state in slurm.ACTIVE:
-        return status.QUEUED, "waits for its turn in the allocation"
-    if said.state == status.QUEUED and info.state not in slurm.WAITING | {"CANCELLED"}:
-        # This cell never started: the job's exit status comes from the cells before it.
-        return status.CANCELLED, f"the allocation ended before its turn ({_in_slurms_words(info)})"
-    return merge_slurm_state(written, info)
+    return status.FAILED, " ".join(["Slurm:", info.state, info.reason]).strip()
 
 
 def _since_start(written: Status, info: slurm.JobInfo) -> Status:
     return written if info.restarts <= written.restarts else replace(written, state=status.QUEUED)
-
-
-def _in_slurms_words(info: slurm.JobInfo) -> str:
-    return " ".join(["Slurm:", info.state, info.reason]).strip()
 
 
 def _local_state(run: Run, cell: CellFolder) -> CellState:

@@ -174,7 +174,15 @@ def load_the_same(manager: Any) -> None:
 
     The same holds if ranks would then start from different steps or positions in the data.
     """
-    load = manager.load
+    load, loader, position = manager.load, manager.states.get("dataloader"), [""]
+
+    def note_position(state: dict[str, Any]) -> None:
+        # Ranks of the same data-parallel rank read the same texts.
+        position[0] = hashlib.sha256(repr(sorted(state.items())).encode()).hexdigest()[:8]
+        type(loader).load_state_dict(loader, state)
+
+    if loader is not None:
+        loader.load_state_dict = note_position
 
     def load_and_compare(step: int = -1) -> bool:
         # The ranks of a node see the same.
@@ -183,6 +191,8 @@ def load_the_same(manager: Any) -> None:
         is_loaded = bool(load(step))
         state = manager.states["train_state"]
         _compare("would start", f"after step {state.step} and {state.ntokens_seen:,} tokens")
+        reader = getattr(loader, "_rank_id", "")
+        _compare("would read the texts", f"at position {position[0]}", reader)
         return is_loaded
 
     manager.load = load_and_compare
@@ -201,16 +211,20 @@ def _seen(manager: Any, step: int) -> str:
     return f"{source} ({len(files)} files, {sum(size for _, size in files):,} bytes, {digest})"
 
 
-def _compare(what: str, own: str | None) -> None:
+def _compare(what: str, own: str | None, reader: str = "") -> None:
+    """Raise CheckpointFailedError where ranks with the same `reader` differ; None has no say."""
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (node, own))
-    known = [(node, one) for node, one in found if one is not None]
-    (usual, _), *others = Counter(one for _, one in known).most_common() or [("", 0)]
-    if others:
-        different = sorted({f"{node} {what} {one}" for node, one in known if one != usual})
-        reason = f"{'; '.join(different)}; the other nodes {usual}. Its view of the files is old"
-        raise CheckpointFailedError(f"load failed: {reason}, or they changed; start it again")
+    dist.all_gather_object(found, (node, reader, own))
+    for reader in sorted({reader for _, reader, _ in found}):
+        known = [(node, one) for node, of, one in found if of == reader and one is not None]
+        (usual, _), *others = Counter(one for _, one in known).most_common() or [("", 0)]
+        if others:
+            different = sorted({f"{node} {what} {one}" for node, one in known if one != usual})
+            reason = (
+                f"{'; '.join(different)}; the other nodes {usual}. Its view of the files is old"
+            )
+            raise CheckpointFailedError(f"load failed: {reason}, or they changed; start it again")
 
 
 def plain(value: Any) -> Any:
