@@ -52,6 +52,8 @@ def main() -> int:
     step = max(seen, default=0) if step == -1 else step
     (ATTEMPT / f".{NODE}").write_text(str(step))
     (ATTEMPT / f".{NODE}").rename(ATTEMPT / f"loads-{NODE}")
+    while len([*ATTEMPT.glob("loads-*")]) < len(nodes) and os.getppid() == parent:
+        time.sleep(0.02)
     if step and said(folder / f"step-{step}" / "made") != str(step):
         wrong(f"loads step {step}, which is not whole")
     owner = f"{os.environ['SLURM_JOB_ID']} {os.environ.get('SLURM_RESTART_COUNT')}"
