@@ -17,7 +17,7 @@ from tests.waiting import HANG_S
 ROOT = paths.ROOT
 FORK_RANKS = ROOT / "tests/fork_ranks"
 # These train, submit or run scripts, which outlive the call.
-_STARTS = {"run", "sweep", "profile", "doctor"}
+_STARTS = {"run", "sweep", "profile", "doctor", "check-line"}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from cookbook.run.record import read_record
 from cookbook.run.states import RUN_VARIABLE
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise.resume_point import prepare
-from cookbook.supervise.start import take_over
+from cookbook.supervise.start import check, take_over
 from cookbook.supervise.supervisor import SignalReceivedError
 from tests.cells import Point
 from tests.saved import FILES, cut, save
@@ -376,19 +376,21 @@ def test_a_new_run_does_not_continue_another_checkouts_checkpoints(cell: Started
     assert cell.step() == 0
 
 
-def test_a_refused_start_writes_nothing(cell: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checked_line_writes_nothing(cell: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     script = carried(render_script(Point("debug", "bf16", "standard", "local").cell()))
     save(cell.saved, 4)
     cut(save(cell.saved, 6) / FILES[0])
-    save(cell.saved, 8, states=())
     before = listing(cell.path)
+    check(script, OPTIONS)
+    assert f"{NAME} may run: 1 node(s) x 2 CPU ranks\n" in cell.capture.readouterr().err
+    assert listing(cell.path) == before
+    save(cell.saved, 8, states=())
     with pytest.raises(InputError, match="step-8: holds the model without"):
-        take_over(script, OPTIONS, "")
+        check(script, OPTIONS)
     # The script has no other precision.
     monkeypatch.setenv("PRECISION", "mxfp8")
     with pytest.raises(InputError, match="PRECISION=mxfp8: this script trains bf16"):
-        take_over(script, OPTIONS, "")
-    assert listing(cell.path) == before
+        check(script, OPTIONS)
 
 
 def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell: Started) -> None:

@@ -31,7 +31,7 @@ def start(
 
 
 VERBS = ["list", "show", "render", "new", "run", "sweep", "status", "logs", "cancel", "report"]
-VERBS += ["check", "doctor", "profile", "plan", "compare", "export", "data"]
+VERBS += ["check", "check-line", "doctor", "profile", "plan", "compare", "export", "data"]
 SET_UP = shlex.quote(str(ROOT / "setup.sh"))
 PP = "parallelism.pipeline_parallel_degree=1"
 RENDER = ("render", "debug", "--cluster", "soperator-b200")
@@ -232,7 +232,7 @@ BARE = [sys.executable, "-S"]
 
 
 class TestWithoutPackages:
-    @pytest.mark.parametrize("words", ["list", "run debug --dry-run"])
+    @pytest.mark.parametrize("words", ["list", "run debug --dry-run", "check-line sbatch a.sh"])
     def test_a_verb_ends_with_the_sentence_about_setup(self, tmp_path: Path, words: str) -> None:
         done = start([*BARE, "submit.py", *words.split()], tmp_path)
         assert (done.returncode, done.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""Verbs beside a real Slurm: waiting and orphaned jobs are found."""
+"""Verbs beside a real Slurm: an sbatch line is validated, waiting and orphaned jobs are found."""
 
 import shutil
 import subprocess
@@ -18,6 +18,7 @@ from tests.saved import save
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_states import one_node_cell
 from tests.submit import ROOT
+from tests.test_check_line import check_line
 from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("two_nodes")]
@@ -26,6 +27,24 @@ pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("two_nodes")]
 def held_cell(folder: Path) -> Cell:
     cell = one_node_cell(folder)
     return replace(cell, cluster=replace(cell.cluster, sbatch=Words({"hold": True})))
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ([], ""),
+        (["--nodes=64"], "configuration is not available"),
+        (["--partition=nowhere"], "invalid partition"),
+    ],
+)
+def test_check_line_asks_slurm(
+    slurm: SlurmCluster, checkout: Path, options: list[str], refusal: str
+) -> None:
+    done = check_line(checkout, "sbatch", *options, "train_671b.sh")
+    assert done.returncode == (1 if refusal else 0), done.stderr
+    assert ("sbatch refuses it: " in done.stderr) == bool(refusal) and refusal in done.stderr
+    assert refusal or "checked: the rules, this environment, Slurm" in done.stderr
+    assert not slurm.run("squeue", "--noheader").stdout
 
 
 def test_status_shows_what_waits_for_plain_sbatch(

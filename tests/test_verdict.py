@@ -99,10 +99,11 @@ def test_every_asker_gives_the_same_verdict(
         values = {name: setting.value for name, setting in given.items()}
         cell = cell_of(recipe, values, precision=precision, ep_backend=ep_backend, cluster=B200)
         report = _is_reported(cell, capsys)
+    check_line = _starts(named)
     # In a job, whose environment has everything.
     monkeypatch.setattr("cookbook.config.validate.missing_here", lambda *_: [])
-    answers = [check == 0, dry_run == 0, _starts(named), report]
-    assert answers == [may_run] * 4
+    answers = [check == 0, dry_run == 0, check_line, _starts(named), report]
+    assert answers == [may_run] * 5
     assert {check, dry_run} <= ({0} if may_run else {1, 2}) and check == dry_run
 
 

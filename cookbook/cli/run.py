@@ -1,13 +1,22 @@
-"""The commands `check`, `run` and `sweep`."""
+"""The commands `check`, `run`, `sweep` and `check-line`.
+
+`check-line` validates an sbatch command without submitting it. It hands what the script carries to
+the supervisor, as the script's last line would. No line of the script is executed.
+"""
 
 import argparse
 import contextlib
+import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from cookbook.base.errors import InputError, unknown_name
+from cookbook.base.errors import InputError, nearest, unknown_name
+from cookbook.base.paths import python_path
 from cookbook.base.tables import fitted, terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.check.check import check_cells
@@ -19,6 +28,7 @@ from cookbook.config.cluster import load_cluster
 from cookbook.config.facts import Facts
 from cookbook.config.options import command_line_settings
 from cookbook.config.recipe import names_in
+from cookbook.config.request import HANDED_OVER
 from cookbook.config.resolve import cell_from_record
 from cookbook.config.sweep import (
     CellRequest,
@@ -38,6 +48,7 @@ from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder, saved_steps
 from cookbook.run.record import read_record
 from cookbook.run.run import Run, find_cell, release_submit_locks, take_submit_lock
+from cookbook.run.slurm import node_groups, refusal_of, submit_environment
 from cookbook.run.states import cell_states
 from cookbook.run.status import ENDED, FINISHED, OPEN, QUEUED, REFUSED, read_status
 from cookbook.supervise.resume_point import Found, find_checkpoint
@@ -282,3 +293,96 @@ def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
         remedy = f"ask for more: --set {Facts.steps}={2 * cell.steps}"
         raise InputError(shown_path(folder.path), f"has made all of its {cell.steps} steps", remedy)
     return found
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+# Accept environment variables with these prefixes: programs that a job starts may read them.
+_OF_OTHERS = re.compile("(NCCL|NVSHMEM|SLURM|WANDB)_")
+_SEEN = "checked: the rules, this environment"
+# Variables that a script or its supervisor reads, beside those that the script's own text names.
+_READ = {"CELL_DIR", "COOKBOOK_PREFLIGHT", "COOKBOOK_RUNS", "PRECISION", "RECIPE", "EP_BACKEND"}
+
+
+def check_line(arguments: argparse.Namespace) -> int:
+    """Validate an sbatch command line without submitting it; return 0 if its job may run."""
+    variables, runner, typed, script, words = _parse(arguments.line)
+    text = script.read_text(encoding="utf-8", errors="replace")
+    _, is_ours, below = text.partition(f"{HANDED_OVER}\n")
+    carried, is_whole, _ = below.partition("\nCELL\n")
+    if not (text.startswith("#!/bin/bash\n") and is_ours and is_whole):
+        remedy = "name train_671b.sh, train_16b.sh, a script of `submit.py render`, or a copy"
+        found = "is no script of the cookbook, and was not run"
+        raise InputError(f"check-line: {script}", found, remedy)
+    options = _options([*_header(script, text.splitlines()), *typed])
+    exports = filter(_VARIABLE.match, options.export.split(","))
+    variables |= dict(item.split("=", 1) for item in exports)
+    known = {*re.findall(r"\$\{([A-Z_]+):?-", text), *_READ}
+    for name in variables:
+        is_known = name in known or _OF_OTHERS.match(name) or re.search(rf"\{{{name}\b", text)
+        if not is_known and (close := nearest(name, known)):
+            found = "is no variable that the script reads"
+            raise InputError(name, found, f"did you mean {close[0]}?")
+    nodes = options.nodes.partition("-")[0]
+    if not (nodes.isdecimal() and int(nodes)):
+        raise InputError("sbatch --nodes", f"found {nodes!r}, allowed: a whole number above 0")
+    environment = {**submit_environment(), "PYTHONPATH": python_path()}
+    environment |= {"SLURM_JOB_NUM_NODES": nodes} if runner == "sbatch" else {}
+    for counted, value in options.gpus:
+        if (gpus := value.rpartition(":")[2]).isdigit():
+            per_node = int(gpus) // (int(nodes) if counted == "in all" else 1)
+            environment["SLURM_GPUS_ON_NODE"] = str(per_node)
+    door = [sys.executable, "-m", "cookbook.supervise", "--check", f"--script={script}"]
+    status = subprocess.run(
+        [*door, "--", *words], env=environment | variables, input=f"{carried}\n", text=True
+    ).returncode
+    if status:
+        return status  # the reason was printed
+    if runner == "bash" or not node_groups():
+        print(f"{_SEEN}; not checked: TorchTitan's build, Slurm", file=sys.stderr)
+        return 0
+    if (refusal := refusal_of([*typed, str(script), *words], variables)) is not None:
+        print(f"submit.py: sbatch refuses it: {refusal}", file=sys.stderr)
+        return 1
+    print(f"{_SEEN}, Slurm; not checked: TorchTitan's build", file=sys.stderr)
+    return 0
+
+
+def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, list[str]]:
+    words = shlex.split(line[0]) if len(line) == 1 and not Path(line[0]).is_file() else list(line)
+    variables = {}
+    while words and _VARIABLE.match(words[0]):
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    runner = words.pop(0) if words and words[0] in ("sbatch", "bash") else "sbatch"
+    if words and not words[0].startswith("-") and not Path(words[0]).is_file():
+        found = f"found {words[0]!r}, which is no file; allowed: sbatch or bash, options, a script"
+        raise InputError("check-line", found)
+    # An option's value may be a separate word, so the script is the first word that is a file.
+    for position, word in enumerate(words):
+        if not word.startswith("-") and Path(word).is_file():
+            return variables, runner, words[:position], Path(word), words[position + 1 :]
+    remedy = "write: python submit.py check-line PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh"
+    raise InputError("check-line", "names no script that is here", remedy)
+
+
+def _header(script: Path, lines: Sequence[str]) -> list[str]:
+    is_command = [bool(text.strip()) and not text.lstrip().startswith("#") for text in lines]
+    command = is_command.index(True)
+    for number, text in enumerate(lines[command:], command + 1):
+        if text.startswith("#SBATCH "):
+            found = f"sbatch does not read `{text}`: it is below the command in line {command + 1}"
+            remedy = "move that command below all #SBATCH lines"
+            raise InputError(f"{script}:{number}", found, remedy)
+    head = [text for text in lines[:command] if text.startswith("#SBATCH ")]
+    return [word for text in head for word in text.split()[1:]]
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nodes", "-N", default="1")
+    parser.add_argument("--export", default="")
+    gpus: dict[str, Any] = {"dest": "gpus", "action": "append", "default": []}
+    parser.add_argument("--gpus", "-G", **gpus, type=lambda text: ("in all", text))
+    parser.add_argument("--gpus-per-node", **gpus, type=lambda text: ("a node", text))
+    parser.add_argument("--gres", **gpus, type=lambda text: ("a node", text.partition("gpu")[2]))
+    return parser.parse_known_args([word.replace("'", "").replace('"', "") for word in words])[0]

@@ -88,6 +88,12 @@ def submission_error(said: str) -> str:
     return f"sbatch refused it: {said}"
 
 
+def refusal_of(words: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """Return why sbatch would refuse these arguments, or None; nothing is submitted."""
+    answer = _run(["sbatch", "--test-only", *words], variables=variables)
+    return answer.stderr.strip() if answer.returncode else None
+
+
 def scancel(job_ids: Sequence[str]) -> None:
     """Cancel jobs; scancel ignores jobs that have already ended."""
     _output_of(["scancel", *job_ids])

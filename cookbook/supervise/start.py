@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -161,3 +162,10 @@ def _refuse_another_job(folder: CellFolder) -> None:
     another = f"CELL_DIR={shown_path(run.with_name('another') / folder.name)}"
     remedy = f"wait for its end, or {end}; for a run of its own: {another}"
     raise InputError(shown_path(folder.path), wrong, remedy)
+
+
+def check(file: YamlFile, words: Sequence[str]) -> None:
+    """Validate what a script would train, without a trace; raise InputError if it must not."""
+    cell, folder = chosen_cell(file, words)
+    cell = validated(cell, folder)
+    print(f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}", file=sys.stderr)
