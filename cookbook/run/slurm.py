@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -257,10 +257,13 @@ def _field_of(job_id: str, name: str) -> str:
     return found[1] if found else ""
 
 
-def _run(command: list[str], timeout: float = _COMMAND_S) -> subprocess.CompletedProcess[str]:
+def _run(
+    command: list[str], timeout: float = _COMMAND_S, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout}
+    env = submit_environment() if variables is None else variables
     try:
-        return subprocess.run(command, env=submit_environment(), **options)
+        return subprocess.run(command, env=env, **options)
     except (FileNotFoundError, PermissionError):  # a folder in PATH may be unreadable
         remedy = "log in to the cluster, or use --cluster local"
         raise JobError(f"{command[0]} is not on PATH; {remedy}") from None
