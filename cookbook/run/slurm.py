@@ -261,9 +261,8 @@ def _run(
     command: list[str], timeout: float = _COMMAND_S, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout}
-    env = submit_environment() if variables is None else variables
     try:
-        return subprocess.run(command, env=env, **options)
+        return subprocess.run(command, env={**submit_environment(), **(variables or {})}, **options)
     except (FileNotFoundError, PermissionError):  # a folder in PATH may be unreadable
         remedy = "log in to the cluster, or use --cluster local"
         raise JobError(f"{command[0]} is not on PATH; {remedy}") from None
