@@ -29,11 +29,23 @@ examples:
 """
 
 
+# Words of other tools for a verb.
+_MEANT = {
+    **dict.fromkeys(("train", "start", "submit", "launch", "resume", "continue"), "run"),
+    **dict.fromkeys(("stop", "kill", "abort"), "cancel"),
+    **dict.fromkeys(("watch", "ps", "jobs", "queue"), "status"),
+    **dict.fromkeys(("create", "init", "copy"), "new"),
+    "validate": "check",
+    "estimate": "check",
+    "results": "report",
+}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message)
         known = re.findall(r"[a-z-]+", wrong[2]) if wrong else []
-        if wrong and (close := nearest(wrong[1], known)):
+        if wrong and (close := [*filter(None, [_MEANT.get(wrong[1])]), *nearest(wrong[1], known)]):
             message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
         if message == "argument --set: expected one argument":
             message += ", such as --set training.steps=3"
