@@ -95,6 +95,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
             "profiling.enable_profiling=true profiling.profile_freq=9": "up to the 8 steps, or no",
             "training.dataloader.persistent_workers=true": "no effect with training.dataloader.num",
             "checkpoint.enable=true checkpoint.load_step=5": "a new run has no steps",
+            "model.hf_assets_path=": "names no folder",
+            "quantize.linear.mx.filter_fqns=null": "found null, allowed: a list of texts",
+            "data.text_key=null": "found null, allowed: a text",
+            "profiling.enable_memory_snapshot=true": "a snapshot needs GPUs",
+            "parallelism.context_parallel_degree=2": "context parallelism is unproved",
+            "validation.enable=true validation.steps=1 validation.dataset_path=null": "of the hub",
+            "training.dataset_path={}/other": "a.jsonl:1: has no key 'text', found: content",
         }.items()
     ],
     (DRY_RUN, {f"{C}.initial_load_in_hf": True}, "has no effect without checkpoints"),
@@ -255,6 +262,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "latin.txt": "caf\xe9",
         "half.jsonl": '{"text": "x\\ud83d"}\n' * 8,
         "hub/a.jsonl": good * 8,
+        "other/a.jsonl": '{"content": "x"}\n' * 8,
         "no-tokenizer/tokenizer.json": "{}",
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

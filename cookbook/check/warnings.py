@@ -67,9 +67,15 @@ def without_effect(cell: Cell) -> Problems:
         is_default = setting.value == cell.options.stack.options[option].default
         if why and not is_default and cell.recipe.settings.get(option) != setting:
             yield option, f"has no effect with {why}", "leave it out"
-    if facts.validates and facts.validation_freq > facts.steps:
-        reason = f"{facts.validation_freq} is beyond the last step ({facts.steps}): only the first "
-        yield Facts.validation_freq, f"{reason}step is validated", f"try {facts.steps}"
+    for option, found, what in (
+        (Facts.validation_freq, facts.validates and facts.validation_freq, "validated"),
+        (Facts.log_freq, facts.log_freq, "logged"),
+    ):
+        if found > facts.steps:
+            reason = f"{found} is beyond the last step ({facts.steps}): only the first is {what}"
+            yield option, reason, f"try {facts.steps}"
+    if not facts.lr:
+        yield Facts.lr, "is 0: no step changes a weight", ""
 
 
 @rule(ADVICE, level=HINT)

@@ -58,8 +58,9 @@ class Option:
         return value
 
     def parse(self, place: str, text: str) -> Any:
-        if self.optional and text in ("None", "null"):
-            return None
+        # As in YAML, where null is no text and no list either.
+        if text in ("None", "null") and (self.optional or self.kind in ("str", "list")):
+            return self.check(place, None)
         value: Any = text
         readers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "lists": json.loads}
         if self.kind == "bool":

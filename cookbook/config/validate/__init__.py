@@ -77,6 +77,8 @@ def files(cell: Cell) -> Problems:
     ):
         file = "tokenizer.json" if option == Facts.assets else ""
         if not value:
+            if file:
+                yield option, "names no folder", remedy
             continue
         path, shown = ROOT / value / file, Path(value) / file
         if not path.exists():

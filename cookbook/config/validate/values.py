@@ -189,12 +189,13 @@ def texts(cell: Cell) -> Problems:
             yield option, found, remedy
     # The default is C4, streamed from the hub.
     is_local = facts.dataset == TEXT or facts.dataset_path
-    asked = (Facts.validation_dataset, Facts.validation_path, Facts.validation_files)
-    if facts.validates and is_local and not any(name in cell.options for name in asked):
+    asked = (Facts.validation_dataset, Facts.validation_files)
+    is_asked = asked[0] in cell.options or facts.validation_path or facts.validation_files
+    if facts.validates and is_local and not is_asked:
         found = (
             f"is {facts.validation_dataset}, of the hub, and the recipe trains on texts of its own"
         )
-        remedy = f"set it to text, and {Facts.validation_files} to texts held out"
+        remedy = f"set it to text, and {asked[1]} to texts held out"
         yield asked[0], found, remedy
 
 
