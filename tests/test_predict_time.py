@@ -128,7 +128,6 @@ def test_every_measured_point_is_predicted() -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"parallelism.context_parallel_degree": 2}, "context parallelism"),
         ({"compile.enable": False}, "not compiled"),
         ({"compile.components": ["loss"]}, "not compiled"),
         ({"training.enable_cpu_offload": True}, "CPU offload"),

@@ -101,16 +101,15 @@ def test_a_pipeline_gives_each_microbatch_its_own_documents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cp", "v_head_dim", "why_not", "reason"),
+    ("v_head_dim", "why_not", "reason"),
     [
-        (1, 128, None, ""),
-        (2, 128, None, "set it to 1"),
-        (1, 128, "this one is SM80", "this one is SM80"),
-        (1, 64, None, "heads of 192/128 or 128/128 (queries and keys/values), this model has"),
+        (128, None, ""),
+        (128, "this one is SM80", "this one is SM80"),
+        (64, None, "heads of 192/128 or 128/128 (queries and keys/values), this model has"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_model_is_built(
-    cp: int, v_head_dim: int, why_not: str, reason: str, monkeypatch: Any, caplog: Any
+    v_head_dim: int, why_not: str, reason: str, monkeypatch: Any, caplog: Any
 ) -> None:
     from cookbook.titan.common import varlen_attention
     from cookbook.titan.tt_0_2_2.families.parts import choose_attention
@@ -118,8 +117,7 @@ def test_what_cannot_be_is_refused_before_the_model_is_built(
     monkeypatch.setattr(varlen_attention, "why_not", lambda: why_not)
 
     def chosen(attention: str) -> str:
-        parallelism = SimpleNamespace(context_parallel_degree=cp)
-        job = SimpleNamespace(model=SimpleNamespace(attention=attention), parallelism=parallelism)
+        job = SimpleNamespace(model=SimpleNamespace(attention=attention))
         sizes = SimpleNamespace(head_dims=(192, v_head_dim))
         args = SimpleNamespace(attn_type="sdpa", sizes=lambda: sizes)
         choose_attention(args, job)

@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def train(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> Ou
     titan.ConfigManager.parse_args.__defaults__ = (argv,)
     try:
         config = titan.ConfigManager().parse_args(argv)
-        found.values = {name: _at(config, name) for name in _OPTIONS}
+        found.values = {n: reduce(getattr, n.split("."), config) for n in _OPTIONS}
         titan.main(trainer)
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (0, None)):
@@ -230,12 +231,6 @@ def train(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> Ou
             words = log if isinstance(error, SystemExit) else " ".join(str(error).split())
             found.died = f"{type(error).__name__}: {words[-300:]}"
     return found
-
-
-def _at(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
 
 
 def truth(case: Case, folder: Path) -> list[Outcome]:

@@ -128,16 +128,13 @@ def _request(cell: Cell) -> dict[str, Any]:
 
 def _reads_texts(cell: Cell) -> bool:
     """Whether tokenizer and texts are on this machine, and their first batch costs little."""
-    assets = ROOT / (cell.facts.assets or "") / "tokenizer.json"
-    for reader in cell.facts.readers:
-        if any("hub:" in name for name in reader.files) or not (reader.files or reader.path):
-            return False
-        # `datasets` converts a whole folder before it reads the first text.
-        folder = ROOT / reader.path if reader.path else None
-        sizes = (file.stat().st_size for file in folder.rglob("*")) if folder else ()
-        if not reader.files and sum(sizes) > _FOLDER_BYTES:
-            return False
-    return assets.is_file()
+    readers = cell.facts.readers
+    is_local = all(one.path or "hub:" not in "".join(one.files or ["hub:"]) for one in readers)
+    # `datasets` converts a whole folder before it reads the first text.
+    folders = [ROOT / one.path for one in readers if one.path and not one.files]
+    size = sum(file.stat().st_size for folder in folders for file in folder.rglob("*"))
+    tokenizer = ROOT / (cell.facts.assets or "") / "tokenizer.json"
+    return is_local and size <= _FOLDER_BYTES and tokenizer.is_file()
 
 
 _FOLDER_BYTES = 32 * 2**20

@@ -177,7 +177,6 @@ def refuse_unmodelled(cell: Cell) -> None:
     is_eager, is_unfused = not facts.is_compiled, facts.optimizer != "fused"
     reshards = facts.pp > 1 and facts.fsdp_reshard == "always"
     for name, is_found, found, remedy in (
-        (Facts.cp, facts.cp > 1, "context parallelism", "set it to 1"),
         (Facts.fsdp_reshard, reshards, "gathering for each microbatch", "use default"),
         (param, is_fp32, "FP32, as with TP or PP and no FSDP", "use bfloat16 and FSDP"),
         (Facts.is_compile_on, is_eager, "a model that is not compiled", "compile the model"),

@@ -24,6 +24,7 @@ DEFAULT_ONLY: Mapping[str, tuple[str, str]] = {
     ),
     "optimizer.early_step_in_backward": ("it skips the clipping of gradients", ""),
     "parallelism.enable_async_tensor_parallel": (_UNPROVED, ""),
+    Names.cp: ("context parallelism is unproved: on CPU ranks it fails", "set it to 1"),
     "parallelism.context_parallel_load_balancer": (_UNPROVED, ""),
     "parallelism.context_parallel_rotate_method": (_UNPROVED, ""),
     "checkpoint.create_seed_checkpoint": (

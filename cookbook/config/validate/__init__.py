@@ -34,8 +34,8 @@ def judge(cell: Cell) -> Verdict:
 
 
 def validation_errors(cell: Cell) -> list[Finding]:
-    """Return the errors in the parallel layout or, if there are none, those of all other rules."""
-    if problems := layout.layout_findings(cell.facts):
+    """Return refused options and layouts or, if there are none, the errors of all other rules."""
+    if problems := [*values.refused_options(cell), *layout.layout_findings(cell.facts)]:
         return problems
     rules = (*values.RULES, *kernels.RULES, *layout.RULES)
     found = [finding for rule in rules for finding in rule(cell)]

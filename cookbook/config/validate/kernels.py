@@ -137,10 +137,3 @@ def flash_attention(cell: Cell) -> Problems:
     elif cell.cluster.gpu and cell.facts.param_dtype == "float32":
         reason = "FlashAttention-4 cannot compute in FP32, as TorchTitan does with TP or PP and no "
         yield option, f"{reason}FSDP", f"use bfloat16 and FSDP, or set {option}=flavor"
-
-
-@rule(RULES, reference=f"{TORCHTITAN}/distributed/context_parallel.py", is_input=True)
-def context_parallel(cell: Cell) -> Problems:
-    if cell.layout.cp > 1:
-        reason = "context parallelism is unproved: no test trains it, and on CPU ranks it fails"
-        yield Facts.cp, reason, "set it to 1"

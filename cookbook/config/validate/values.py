@@ -39,7 +39,7 @@ def bounds(cell: Cell) -> Problems:
             yield fact.option, f"found {value}, allowed: {allowed}", ""
 
 
-@rule(RULES, reference=_REFERENCE, is_input=True)
+@rule([], reference=_REFERENCE, is_input=True)
 def refused_options(cell: Cell) -> Problems:
     """Refuse what breaks a promise of the cookbook, or what nothing has shown right."""
     for option, setting in cell.options.settings.items():

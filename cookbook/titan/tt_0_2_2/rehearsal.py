@@ -6,7 +6,7 @@ training and validation, the learning rate of each step, the profiler's schedule
 tensors beside the model's.
 """
 
-import dataclasses
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -31,10 +31,9 @@ def rehearse(
         notes.append("data loader: not built")
     steps = config.training.steps
     for step in range(0, steps + 1, max(1, steps // _RATES)):
-        for scheduler in trainer.lr_schedulers:
-            for factor in scheduler.lr_lambdas:
-                if not 0 <= factor(step) <= 1:
-                    raise ValueError(f"the learning rate's factor in step {step} is {factor(step)}")
+        factors = [one(step) for each in trainer.lr_schedulers for one in each.lr_lambdas]
+        if not all(0 <= factor <= 1 for factor in factors):
+            raise ValueError(f"the learning rate's factor in step {step} is {factors[0]}")
     if (profiling := config.profiling).enable_profiling:
         warmup, active = profiling.profiler_warmup, profiling.profiler_active
         wait = profiling.profile_freq - warmup - active
@@ -46,21 +45,14 @@ def rehearse(
 
 
 def _read_batches(config: Any, tokenizer: Any, dims: Any) -> None:
+    config = copy.deepcopy(config)
+    training, validation = config.training, config.validation
+    validation.seq_len, validation.local_batch_size = training.seq_len, training.local_batch_size
+    # In this process: workers would be forked for one batch.
+    training.dataloader.num_workers = validation.dataloader.num_workers = 0
     ranks = {"dp_world_size": dims.dp_replicate * dims.dp_shard, "dp_rank": 0}
-    for validates in (False, True)[: 1 + config.validation.enable]:
-        # In this process: workers would be forked for one batch.
-        section = config.validation if validates else config.training
-        loading = dataclasses.replace(section.dataloader, num_workers=0)
-        section = dataclasses.replace(
-            section,
-            dataloader=loading,
-            seq_len=config.training.seq_len,
-            local_batch_size=config.training.local_batch_size,
-        )
-        own = {"validation" if validates else "training": section}
-        alone = dataclasses.replace(config, **own)
-        loader = build_dataloader(validates, job_config=alone, tokenizer=tokenizer, **ranks)
-        next(iter(loader))
+    for validates in (False, True)[: 1 + validation.enable]:
+        next(iter(build_dataloader(validates, job_config=config, tokenizer=tokenizer, **ranks)))
 
 
 def _compare_with_model(path: str, parts: list[Any]) -> None:

@@ -64,11 +64,6 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
     model_args.attention = job_config.model.attention
     if model_args.attention == FLAVOR:
         return
-    if job_config.parallelism.context_parallel_degree > 1:
-        raise refuse(
-            f"model.attention={FLASH_ATTENTION_4} computes a sequence on one rank, and "
-            "parallelism.context_parallel_degree > 1 cuts it over several; set it to 1"
-        )
     reason = varlen_attention.why_not()
     if (head_dims := model_args.sizes().head_dims) not in _HEAD_DIMS:
         allowed = " or ".join(f"{keys}/{values}" for keys, values in _HEAD_DIMS)
