@@ -19,6 +19,7 @@ from cookbook.config.recipe import (
     load_precision,
     load_recipe,
     names_in,
+    reference,
 )
 from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
@@ -257,3 +258,20 @@ def test_every_read_only_variable_of_bash_is_reserved() -> None:
     listed = subprocess.run(["bash", "-c", "readonly -p"], capture_output=True, text=True).stdout
     found = set(re.findall(r"(?m)^declare -\w+ (\w+)", listed))
     assert {"EUID", "SHELLOPTS"} <= found <= RESERVED
+
+
+def test_a_recipe_is_its_file_and_a_stand_in_lies_beside_it(tmp_path: Path) -> None:
+    text = (RECIPES / "debug.yaml").read_text(encoding="utf-8")
+    small = tmp_path / "small.yml"
+    small.write_text(text)
+    (tmp_path / "large.yaml").write_text(f"stand_in: small.yml\n{text}")
+    assert load_recipe(str(tmp_path / "large.yaml")).stand_in == str(small)
+    # The stem would be looked for with another suffix.
+    assert reference("", RECIPES / "debug.yml") == str(RECIPES / "debug.yml")
+
+
+def test_published_numbers_are_those_of_their_gpus() -> None:
+    recipe, b200 = load_recipe("deepseek_v3_671b"), load_cluster("soperator-b200").gpu
+    assert recipe.published_on(b200, 256)
+    assert not recipe.published_on(b200, 128)
+    assert not recipe.published_on(load_cluster("h200-node").gpu, 256)
