@@ -35,7 +35,7 @@ def save(folder: Path, step: int) -> None:
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(LIFE / "template", path, ignore=shutil.ignore_patterns(".metadata"))
     (path / "made").write_text(str(step))
-    while said(LIFE / "fault-save"):
+    while said(LIFE / "fault-save") == "slow":
         time.sleep(0.02)
     shutil.copy(LIFE / "template/.metadata", path)
     print("[rank0]:Finished saving the checkpoint (or staging)in 0.01 seconds.", flush=True)
@@ -75,6 +75,8 @@ def main() -> int:
             continue  # ranks meet before the first step
         if (ATTEMPT / "stop").exists() and (ATTEMPT / "metrics.jsonl").exists():
             save(folder, step)
+            while said(LIFE / "fault-save") and os.getppid() == parent:
+                time.sleep(0.02)
             (ATTEMPT / "stopped").write_text(f"{os.environ['SLURM_JOB_ID']} {step}\n")
             (ATTEMPT / "done").touch()
         elif step >= last:

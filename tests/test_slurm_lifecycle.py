@@ -17,9 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import psutil
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -204,8 +206,9 @@ class Histories(RuleBasedStateMachine):
             slow.write_text("slow" * (event == "slow save"))
             os.kill(batch, signal.SIGUSR2 if event == "USR2" else signal.SIGUSR1)
             time.sleep(2.2 * (event == "slow save"))
-            slow.write_text("")
+            slow.write_text("whole" * (event == "slow save"))  # and then slow to end
             assert until(lambda: job.restarts > 0 or job.state != "RUNNING", 10), "no requeue"
+            slow.write_text("")
         assert until(attempt.end.exists), f"{attempt.path} does not end:\n{self.slurm}"
         fault.unlink(missing_ok=True)
         self.settle()
@@ -313,3 +316,26 @@ Histories.TestCase.settings = settings(
     phases=[Phase.generate, *[Phase.shrink] * (os.environ.get("LIFECYCLE_SHRINK") != "no")],
 )
 test_histories = Histories.TestCase
+
+
+# Short histories that show a fault each time.
+_KEPT: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "stale": [("the_user_does", {"pick": 0, "what": "stale"}), ("happens", {"event": "requeue"})],
+    "slow": [("happens", {"event": "slow save"})],
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", _KEPT)
+def test_a_history_once_more(name: str) -> None:
+    state = Histories()
+    try:
+        state.begin()
+        state.submits_by_sbatch(array=False)
+        if name == "stale":
+            state.trains(steps=4)
+        for act, words in _KEPT[name]:
+            getattr(state, act)(**{"pick": 0, **words})
+            state.nothing_is_wrong()
+    finally:
+        state.teardown()
