@@ -35,8 +35,8 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (root / folder).mkdir(exist_ok=True)
         (root / folder).chmod(0o1777)
     mounts = {"proc": root / "proc", "devpts": root / "dev/pts"}
-    for kind, folder in mounts.items():
-        subprocess.run(["mount", "-t", kind, kind, str(folder)], check=True)
+    for kind, place in mounts.items():
+        subprocess.run(["mount", "-t", kind, kind, str(place)], check=True)
     try:
         subprocess.run(["chroot", root, "useradd", "-m", "-d", HOME, "me"], check=True)
         clone = root / HOME[1:] / "moe cookbook"
@@ -44,8 +44,8 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         subprocess.run(["chroot", root, "chown", "-R", "me:", HOME], check=True)
         yield root
     finally:
-        for folder in mounts.values():
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        for place in mounts.values():
+            subprocess.run(["umount", "--lazy", str(place)], check=True)
         shutil.rmtree(root)
 
 
