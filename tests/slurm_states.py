@@ -26,6 +26,8 @@ _LOST_NODE = "worker-2"
 _SPEAKS = f"""\
 mkdir -p "${{CELL_DIR}}/attempt-0"
 echo '{LOG_LINE}' >"${{CELL_DIR}}/attempt-0/train.log"
+step='{{"step": 3, "loss": 3.5, "grad_norm": 1.0, "time": %s}}\\n'
+printf "${{step}}" "$(date +%s)" >"${{CELL_DIR}}/attempt-0/metrics.jsonl"
 """
 _TRAINS = f"{_SPEAKS}exec sleep 600\n"
 # What a cluster does before and after a job, which takes long for those of these names.

@@ -74,7 +74,7 @@ def test_the_table(runs: Path) -> None:
         ),
         (
             ["debug", "--set", "profiling.profile_freq=9"],
-            "--set profiling.profile_freq: found 9, allowed: 5 to 8",
+            "--set profiling.profile_freq: found 9, allowed: up to the 8 steps",
         ),
     ],
 )
@@ -101,6 +101,7 @@ def test_of_several_traced_cells_one_is_to_be_named(runs: Path) -> None:
 def test_a_recipe_is_profiled_without_its_weights_and_validation(tmp_path: Path) -> None:
     recipe, text = tmp_path / "mine.yaml", (ROOT / "recipes/debug.yaml").read_text()
     options = ["enable: true", "initial_load_in_hf: true", "last_save_in_hf: true"]
+    options += ["last_save_model_only: true"]
     options += ["initial_load_in_hf_quantized: true", "initial_load_path: nowhere"]
     text += "validation: {enable: true, freq: 0}\ncheckpoint:"
     recipe.write_text("\n  ".join([text, *options]))
