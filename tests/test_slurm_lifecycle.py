@@ -318,10 +318,28 @@ Histories.TestCase.settings = settings(
 test_histories = Histories.TestCase
 
 
+def _event(name: str, pick: int = 0) -> tuple[str, dict[str, Any]]:
+    return "happens", {"event": name, "pick": pick}
+
+
+def _user(what: str) -> tuple[str, dict[str, Any]]:
+    return "the_user_does", {"what": what, "pick": 0}
+
+
 # Short histories that show a fault each time.
+_ONE, _ARRAY = ("submits_by_sbatch", {"array": False}), ("submits_by_sbatch", {"array": True})
+_TRAINS = ("trains", {"steps": 4})
 _KEPT: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "stale": [("the_user_does", {"pick": 0, "what": "stale"}), ("happens", {"event": "requeue"})],
-    "slow": [("happens", {"event": "slow save"})],
+    "stale": [_ONE, _TRAINS, _user("stale"), _event("requeue")],
+    "slow": [_ONE, _event("slow save")],
+    "moved": [_ONE, _TRAINS, _event("cancel"), _user("move"), _ONE],
+    "together": [_ONE, _TRAINS, _ONE],
+    "killed": [_ONE, _TRAINS, _event("kill")],
+    "asked": [_ONE, _TRAINS, _event("USR2")],
+    "grace": [_ONE, _TRAINS, _event("grace")],
+    "array": [_ARRAY, _TRAINS, _event("hang", pick=1)],
+    "pending": [_ARRAY, _ONE],
+    "cancelled": [_ONE, _event("cancel")],
 }
 
 
@@ -331,11 +349,8 @@ def test_a_history_once_more(name: str) -> None:
     state = Histories()
     try:
         state.begin()
-        state.submits_by_sbatch(array=False)
-        if name == "stale":
-            state.trains(steps=4)
         for act, words in _KEPT[name]:
-            getattr(state, act)(**{"pick": 0, **words})
+            getattr(state, act)(**words)
             state.nothing_is_wrong()
     finally:
         state.teardown()
