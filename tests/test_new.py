@@ -48,6 +48,8 @@ def test_a_recipe_is_copied_with_its_comments(own: Checkout) -> None:
 def test_a_checkout_for_a_group_is_only_read(own: Checkout, tmp_path: Path) -> None:
     before = listing(own.folder)
     own.variables["COOKBOOK_RECIPES"] = str(tmp_path / "mine")
+    # Who may only read cannot leave compiled modules either.
+    own.variables["PYTHONDONTWRITEBYTECODE"] = "1"
     assert own.run("new", "debug-2", "--from", "debug").returncode == 0
     assert own.run("new", "box", "--from", "local").returncode == 0
     shown = own.run("run", "debug-2", "--cluster", "box", "--dry-run")
