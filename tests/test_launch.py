@@ -112,7 +112,7 @@ def test_nothing_is_built_for_a_plan_or_for_this_machine(
     assert "checking" not in said.err and "submitted as process 7, 8" in said.out
     # What is emulated is announced.
     (line,) = [one for one in said.out.splitlines() if NAMES[2] in one]
-    assert line.endswith("MXFP8 emulated (numerics only)")
+    assert line.endswith("mxfp8 emulated (numerics only)")
 
 
 def test_after_stand_ins_stands_what_the_large_recipe_would_do(

@@ -23,7 +23,7 @@ from cookbook.config.dialect.classes import (
 from cookbook.config.dialect.names import DEGREES, FACTS
 from cookbook.config.facts import EXCHANGES, Facts, facts_of
 from cookbook.config.options import Options, Setting
-from cookbook.config.stack import Option
+from cookbook.config.stack import Option, load_stack
 from cookbook.config.validate.layout import layout_findings
 from tests.cells import STACK
 from tests.check_cells import cell_of
@@ -310,3 +310,18 @@ def test_nothing_is_compiled_where_compilation_is_off() -> None:
     for enabled in (False, True):
         facts = Facts(Options(STACK, {Facts.is_compile_on: Setting(enabled, "")}), 1)
         assert facts.is_compiled is facts.is_loss_compiled is enabled
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a,b", ["a", "b"]),
+        ("[a, b]", ["a", "b"]),
+        ("[experts]", ["experts"]),
+        ("[]", []),
+        ("[ab]*.jsonl", ["[ab]*.jsonl"]),
+    ],
+)
+def test_a_list_is_written_as_in_a_recipe_or_with_commas(text: str, value: list[str]) -> None:
+    option = load_stack().options["quantize.grouped_mm.mx.fqns"]
+    assert option.parse("--set", text) == value

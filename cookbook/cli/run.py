@@ -196,7 +196,8 @@ def describe_plan(name: str, cells: Sequence[Cell]) -> str:
     for cell in cells:
         layout = cell.layout
         text = f"{cell.steps} steps, TP {layout.tp} PP {layout.pp} DP {layout.dp_shard} "
-        text += f"EP {layout.ep}" + (", MXFP8 emulated (numerics only)" if cell.emulated else "")
+        emulated = "".join(f", {one.name} emulated" for one in cell.emulated_parts)
+        text += f"EP {layout.ep}{emulated}" + " (numerics only)" * bool(emulated)
         if cell.attends_by_reference:
             text += ", FlashAttention-4's reference (numerics only)"
         rows.append([cell.name, f"refused: {cell.refused}" if cell.refused else text])

@@ -8,10 +8,13 @@ import contextlib
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from cookbook.base.errors import InputError, described, nearest, quotes_remedy, unknown_name
 from cookbook.base.family import Family, Model
@@ -62,6 +65,10 @@ class Option:
         if text in ("None", "null") and (self.optional or self.kind in ("str", "list")):
             return self.check(place, None)
         value: Any = text
+        # As in a recipe, and as remedies write it; the text of a glob such as [ab]* is none.
+        if self.kind == "list" and re.fullmatch(r"\[.*\]", text):
+            with contextlib.suppress(yaml.YAMLError):
+                value = yaml.safe_load(text)
         readers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "lists": json.loads}
         if self.kind == "bool":
             value = {"true": True, "false": False}.get(text.lower(), text)

@@ -25,7 +25,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, attempt_records
 from cookbook.run.status import FAILED, FINISHED, REFUSED, Resumption, read_json, read_resumptions
 
-_EMULATED = "emulated numerics: the throughput says nothing about real MXFP8"
+_EMULATED = "emulated numerics: the throughput says nothing about real kernels"
 _BY_REFERENCE = "attention by a reference: the throughput says nothing about FlashAttention-4"
 
 

@@ -285,6 +285,7 @@ class Converter:
     recipe: str = ""  # the option whose value is the format instead; empty if there is none
     emulate: str = ""  # the option that turns on emulation in software; empty if there is none
     filter: str = ""  # the option that lists modules to leave out; empty if there is none
+    modules: str = ""  # the option that lists modules to convert; empty if there is none
 
     @property
     def is_mx(self) -> bool:
@@ -302,13 +303,17 @@ CONVERTERS = {
             *("quantize.grouped_mm.mx", "grouped_gemms", "mxfp8", 32),
             recipe="quantize.grouped_mm.mx.recipe_name",
             emulate="quantize.grouped_mm.mx.emulate",
+            modules=Names.mx_experts,
         ),
         Converter(
             *("quantize.linear.mx", "linear_layers", "mx", 32),
             emulate="quantize.linear.mx.emulate",
             filter="quantize.linear.mx.filter_fqns",
         ),
-        Converter("quantize.grouped_mm.float8", "grouped_gemms", "fp8", 16),
+        Converter(
+            *("quantize.grouped_mm.float8", "grouped_gemms", "fp8", 16),
+            modules=Names.float8_experts,
+        ),
         Converter(
             *("quantize.linear.float8", "linear_layers", "fp8", 16),
             filter="quantize.linear.float8.filter_fqns",

@@ -105,6 +105,27 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
         yield "", f"{reason} does not support it yet", remedy
 
 
+@rule(RULES, reference=f"{TORCHTITAN}/protocols/model_converter.py")
+def converted(cell: Cell) -> Problems:
+    """Refuse converters that would convert nothing, or not what the loss and the kernels need."""
+    facts, model = cell.facts, cell.options.model
+    for one in facts.quantizes:
+        parts = cell.options[one.modules or one.filter]
+        if one.modules and model is not None:
+            layers = range(model.n_dense_layers, model.n_layers)
+            experts = [f"layers.{layer}.moe.experts" for layer in layers]
+            if not any(part in name for part in parts for name in experts):
+                reason = f"found {parts}, which names no layer's experts: none would be quantized"
+                yield one.modules, reason, "set it to [experts]"
+        if one.filter and facts.loss_chunks and not any(part in "output" for part in parts):
+            reason = f"lacks output, whose weight {Facts.loss_chunks} multiplies by itself"
+            yield one.filter, reason, "add output to it"
+        has_rows = facts.row_kernels or facts.exchange.has_own_layer
+        if one.modules and not one.is_mx and not has_rows:
+            reason = "is false, and the row kernels compute the experts in FP8"
+            yield Facts.row_kernels, reason, "set it to true"
+
+
 @rule(RULES, reference=f"{TORCHAO}/prototype/mx_formats/mx_tensor.py")
 def whole_blocks(cell: Cell) -> Problems:
     """Refuse feed-forward layers that TP cuts to a width that quantized GEMMs cannot have."""

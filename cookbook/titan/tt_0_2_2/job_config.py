@@ -37,7 +37,7 @@ class Cookbook:
 
     grouped_gemms: str = ""
     """What the precision overlay declares for the routed experts' grouped GEMMs: `bf16`, `mxfp8`,
-    `mxfp8_wgrad_with_hp` or `fp8_rowwise`. The run ends at its first step if another is active.
+    `mxfp8_wgrad_with_hp` or `fp8`. The run ends at its first step if another is active.
     Empty declares nothing, here and in the next two options."""
 
     linear_layers: str = ""
