@@ -168,6 +168,11 @@ def test_rows_are_moved_fourteen_times_and_their_gradients_added() -> None:
     slow = kernels(only(scatter_add_gb_per_s=1.0))
     assert slow.move_rows(False)["moving rows"] == pytest.approx(0)
     assert slow.move_rows(True)["moving rows"] == pytest.approx(row / 1e6)
+    # Row kernels: each token is read or written twice, under autocast too; of BF16, as its rows.
+    alone = dataclasses.replace(SHAPES, row_kernels=True, ep=1, autocast=True)
+    tokens = 2 * alone.sent_tokens * alone.dim
+    moved = kernels(only(memory_bandwidth_gb_per_s=1.0), shapes=alone).move_rows(False)
+    assert moved["moving rows"] == pytest.approx(2 * (row + 2 * tokens) / 1e6)
     # DeepEP: rows, and what 50 tokens send to two ranks each, come and go.
     shapes = dataclasses.replace(SHAPES, deepep=True)
     own = kernels(only(memory_bandwidth_gb_per_s=1.0), DEEPEP, shapes)

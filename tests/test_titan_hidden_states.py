@@ -37,19 +37,35 @@ class Model(nn.Module):
     ],
 )
 def test_hidden_states_are_narrow_where_training_is_under_autocast(
-    parallel: str, param: str, expected: torch.dtype
+    parallel: str, param: str, expected: torch.dtype, patches_applied: set[str]
 ) -> None:
     model, names = Model(), ("fsdp_enabled", "tp_enabled", "pp_enabled")
+    # Half of BF16's step above 1.
+    nn.init.constant_(model.norm.weight, 1.0035)
     dims = SimpleNamespace(**{name: name == parallel for name in names})
     narrow_hidden_states(model, dims, SimpleNamespace(mixed_precision_param=param))
     with torch.autocast("cpu", torch.bfloat16, enabled=param == "bfloat16"):
         hidden = model(torch.arange(16))
     # FSDP and TP cast what they gather themselves.
     assert [one.dtype for one in hidden] == [expected] * 3
+    named = ["hidden-states-as-under-fsdp"] * (expected == torch.bfloat16)
+    assert sorted(patches_applied) == named
+    gathered = model.norm.weight.to(expected)
+    assert torch.equal(hidden[2], nn.functional.rms_norm(hidden[1], (32,), gathered))
     hidden[2].float().square().sum().backward()
     assert all(
         one.grad is not None and one.grad.dtype == torch.float32 for one in model.parameters()
     )
+
+
+def test_a_gradient_beside_other_ranks_is_left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP and FSDP wait for each gradient that autograd accumulates."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    weight = nn.Parameter(torch.randn(2, 8, 16))
+    weight.grad = torch.ones_like(weight)
+    given = weight_copies.give(torch.ones(2, 8, 16, dtype=torch.bfloat16), weight)
+    assert given is not None and given.dtype == torch.float32 and torch.equal(weight.grad, given)
 
 
 def test_experts_weights_are_copied_once_until_they_change_and_gradients_are_added() -> None:

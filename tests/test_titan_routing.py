@@ -136,6 +136,8 @@ def test_a_file_that_cannot_be_written_ends_no_training(assets: Path, tmp_path: 
     (attempt / "router_load.jsonl").mkdir(parents=True)
     found = run(assets, tmp_path / "out", 1, attempt=attempt)
     assert len(found["losses"]) == 2
+    # Of a rank alone.
+    assert active(found)["patches_applied"] == ["hidden-states-as-under-fsdp"]
     (said,) = [text for text in found["said"] if "no more router load" in text]
     assert "Is a directory" in said
 

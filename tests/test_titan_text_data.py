@@ -156,12 +156,16 @@ def test_readers_of_a_hub_data_set_have_shards_of_their_own_if_there_are_enough(
 
 
 def test_workers_share_the_texts_of_torchtitans_data_sets(tmp_path: Path) -> None:
+    from cookbook.titan.tt_0_2_2.text_data import packed, unpacked
+
     # Each of eight documents fills a sequence, so four batches are an epoch.
     write_lines(tmp_path / "all.jsonl", [letter * (SEQ_LEN - 1) for letter in "abcdefgh"])
     one = loader([], workers=2, path=tmp_path)
     first = texts(iter(one), 2)
     other = loader([], workers=2, path=tmp_path)
     other.load_state_dict(one.state_dict())
+    # What checkpoints had before readers sent arrays.
+    assert unpacked(packed([3, 4])) == unpacked([3, 4]) == [3, 4]
     found = first + texts(iter(other), 2)
     assert all(f" {ord(letter)}," in str(found) for letter in "abcdefgh")
     with pytest.raises(RuntimeError, match="exited unexpectedly"):

@@ -16,6 +16,7 @@ from cookbook.base.text_files import find_sources
 from cookbook.check.check import check_cells
 from cookbook.cli.main import main
 from cookbook.config.dialect.names import OVERRIDES
+from cookbook.config.validate import validation_errors
 from cookbook.run.folder import CellFolder
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from tests.check_cells import STACK, cell_of
@@ -387,3 +388,12 @@ def test_a_folder_names_its_text_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text('{"text": "x"}\n')
     (source,) = find_sources([str(tmp_path)], "text")
     assert [file.path.name for file in source.files] == ["a.json.gz", "b.jsonl"]
+
+
+@pytest.mark.parametrize(("chunks", "errors"), [({}, 0), ({"loss.num_chunks": 4}, 1)])
+def test_the_output_layer_may_be_quantized_where_no_chunked_loss_reads_it(
+    chunks: dict[str, Any], errors: int
+) -> None:
+    options = {"quantize.linear.float8.filter_fqns": ["router.gate"], **chunks}
+    cell = cell_of("debug", options, precision="float8", cluster="local")
+    assert len(validation_errors(cell)) == errors

@@ -12,6 +12,8 @@ import torch.nn as nn
 from torch import Tensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from cookbook.titan.tt_0_2_2 import activity
+
 
 class NarrowRMSNorm(nn.RMSNorm):
     """RMSNorm that casts its weight to the dtype of its input, and returns that dtype."""
@@ -30,6 +32,7 @@ def narrow_hidden_states(model: Any, parallel_dims: Any, training: Any) -> None:
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     if not has_autocast or dtype is torch.float32:
         return
+    activity.patches_applied.add("hidden-states-as-under-fsdp")
     for module in model.modules():
         if type(module) is nn.RMSNorm:
             module.__class__ = NarrowRMSNorm
