@@ -162,7 +162,7 @@ def _never_added(original: Any) -> Wrapper:
 
 
 def _adding_nothing(original: Any) -> Wrapper:
-    return lambda source, target, add=False: original(source, target)
+    return lambda source, target, factor=None, base=None: original(source, target, factor)
 
 
 def one_slot_lost(plan: Any) -> Any:

@@ -243,10 +243,14 @@ def kernels_against_operations() -> None:
         assert max(activation_errors(hidden, torch.float32)) < 1e-6
         assert max(activation_errors(hidden, torch.bfloat16)) < 6e-3
     weight, joined = torch.randn(3, 30, 200), torch.zeros(3, 60, 200, dtype=torch.float64)
-    for add, factor in ((False, 1), (True, 2)):
-        triton_kernels.cast(weight, joined[:, 30:], add)
-        written = torch.cat([torch.zeros_like(weight), factor * weight], 1)
-        assert torch.equal(joined, written.double())
+    part = joined[:, 30:]
+    for factor, base, times in ((None, None, 1), (torch.tensor(0.5), part, 1.5), (None, weight, 2)):
+        triton_kernels.cast(weight, part, factor, base)
+        assert torch.equal(joined[:, 30:], times * weight.double()) and not joined[:, :30].any()
+    given, narrow = torch.full((1, 1, 40), 257.0), torch.full((1, 1, 40), 3.0).bfloat16()
+    # 257 is no BF16: what is added to a narrow gradient is added in the target's dtype.
+    triton_kernels.cast(given, total := torch.empty_like(given), None, narrow)
+    assert torch.equal(total, given + 3)
 
     plan, grouped = eight_rows()
     for scores in (None, torch.ones(1, 8)):
@@ -274,9 +278,10 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
     pointers |= dict.fromkeys(("base", "grad_scores", "source", "target"), "*fp32")
     pointers |= {"experts": "*i64", "places": "*i32", "values": "*fp32", "taken": "*fp32"}
     pointers |= dict.fromkeys(("num_copies", "num_places", "num_rows", "features"), "i32")
-    pointers |= dict.fromkeys(("size", "source_stride", "target_stride"), "i32")
+    strides = ("source_stride", "target_stride", "base_stride")
+    pointers |= {"factor": "*fp32", **dict.fromkeys(("size", *strides), "i32")}
     constants: dict[str, Any] = {"top_k": 8, "block": 1024, "features": 7168, "rows": 64}
-    constants |= {"hidden": 2048, "num_experts": 16, "add": True}
+    constants |= {"hidden": 2048, "num_experts": 16}
     kernels = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
     assert len(kernels) == 10
     for name in kernels:

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,14 @@ import torch
 
 from cookbook.titan.common import adamw, fp8
 from cookbook.titan.common.expert_groups import plan_on_device, row_scores
+from cookbook.titan.common.weight_copies import keep_dtypes
 from cookbook.titan.self_check import low_precision, products
-from cookbook.titan.tt_0_2_2.float8 import FP8GroupedMMConverter, FP8Linear, expert_weights
+from cookbook.titan.tt_0_2_2.float8 import (
+    FP8GroupedMMConverter,
+    FP8Linear,
+    FP8LinearConverter,
+    expert_weights,
+)
 from tests.started import python
 from tests.titan_run import EP2, PP2, TP2, active, refusal, run
 
@@ -80,6 +87,29 @@ def test_weights_are_quantized_once_until_they_change() -> None:
     weights[1].mul_(2)
     again = expert_weights(layer, weights)
     assert again is not first and torch.equal(again.down.scales, 2 * first.down.scales)
+
+
+def test_a_linear_layers_weight_is_quantized_once_a_step_also_where_it_is_compiled() -> None:
+    options: Any = SimpleNamespace(
+        model=SimpleNamespace(converters=["quantize.linear.float8"]),
+        quantize=SimpleNamespace(linear=SimpleNamespace(float8=SimpleNamespace(filter_fqns=[]))),
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False))
+    converter, layer = FP8LinearConverter(options, None), model[0]
+    converter.convert(model)
+    layer.compile(backend="aot_eager")
+    x, kept = torch.randn(16, 32), []
+    unkept: Any = SimpleNamespace(quantized=())
+    for _ in range(3):
+        for _ in range(2):
+            expected = FP8Linear._multiply(unkept, x, layer.weight)
+            assert torch.equal(model(x), expected)
+            kept.append(layer.quantized)
+        assert kept[-1] is kept[-2]
+        with torch.no_grad():
+            layer.weight.mul_(3)
+        converter.post_optimizer_hook(model)
+        assert layer.quantized is not kept[-1]
 
 
 def test_experts_that_would_train_in_bf16_are_refused(caplog: Any) -> None:
@@ -152,15 +182,17 @@ def kernels_against_operations() -> None:
 def adamw_against_pytorch() -> None:
     """Compare six clipped steps with PyTorch's own clipping and AdamW, and a resume's state."""
     torch.manual_seed(0)
+    random, dtypes = Random(0), (torch.float32, torch.bfloat16)
     given = [torch.randn(33, 77), torch.randn(5)]
     both = [[one.clone().requires_grad_() for one in given] for _ in range(2)]
     options: Any = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     theirs, ours = (torch.optim.AdamW(weights, fused=True, **options) for weights in both)
     ours.__class__ = adamw.ClippingAdamW
+    keep_dtypes(both[1])
     for step in range(6):
         for left, right in zip(*both, strict=True):
-            left.grad = torch.randn_like(left) * 3
-            right.grad = left.grad.clone()
+            right.grad = (torch.randn_like(left) * 3).to(random.choice(dtypes))
+            left.grad = right.grad.to(torch.float32, copy=True)
         norm = torch.nn.utils.clip_grad_norm_(both[0], 1.0)
         ours.factor = (1 / (norm + 1e-6)).clamp(max=1)
         version = both[1][0]._version

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 
 from cookbook.titan.common import weight_copies
+from cookbook.titan.tt_0_2_2 import loss_and_optimizer
 from cookbook.titan.tt_0_2_2.hidden_states import narrow_hidden_states
 
 pytestmark = pytest.mark.titan
@@ -66,6 +67,24 @@ def test_a_gradient_beside_other_ranks_is_left_to_autograd(monkeypatch: pytest.M
     weight.grad = torch.ones_like(weight)
     given = weight_copies.give(torch.ones(2, 8, 16, dtype=torch.bfloat16), weight)
     assert given is not None and given.dtype == torch.float32 and torch.equal(weight.grad, given)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_rank_alone_keeps_narrow_gradients_and_sums_them_in_float32(rounds: int) -> None:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(2, 8, 16)) for _ in range(2)]
+    grads = [torch.randn(2, 16, 16).bfloat16() for _ in range(rounds)]
+    weight_copies.keep_dtypes(weights)
+    for grad in grads:
+        joined = weight_copies.join(torch.bfloat16, *weights)
+        joined.backward(grad)
+    exact = sum(grad.float() for grad in grads).chunk(2, 1)
+    for weight, whole in zip(weights, exact, strict=True):
+        assert weight.grad.dtype == (torch.bfloat16 if rounds == 1 else torch.float32)
+        assert torch.equal(weight.grad.float(), whole)
+    # A norm in BF16 would have three digits.
+    norm = loss_and_optimizer._clip_and_note(weights, 1e9)
+    torch.testing.assert_close(norm, torch.cat(exact).norm())
 
 
 def test_experts_weights_are_copied_once_until_they_change_and_gradients_are_added() -> None:

@@ -243,8 +243,20 @@ class RankLayers:
             terms = {"activations": kept, **self._working(layer)}
             found.append(terms | {"gradients (not sharded)": gradients})
             kept -= self._cost(layer)[1]
-            gradients += sum(unit.size for unit in layer.units)
+            gradients += self._gradients(layer)
         return max(found, key=lambda terms: sum(terms.values()), default={})
+
+    def gradients_alone(self) -> float:
+        """Return the bytes of all gradients of one microbatch, without FSDP and PP."""
+        (part,) = self._rank.parts
+        beside = sum(unit.size for unit in (*part.embedding, *part.head))
+        return beside + sum(map(self._gradients, part.layers))
+
+    def _gradients(self, layer: Layer) -> float:
+        s, size = self._shapes, sum(unit.size for unit in layer.units)
+        # The experts' stay in BF16.
+        narrow = 2.0 * 3 * s.num_experts * s.dim * s.expert_hidden
+        return size - narrow * (layer.moe and s.keeps_narrow_gradients)
 
     def _working(self, layer: Layer) -> dict[str, float]:
         cost, _, recomputed = self._cost(layer)

@@ -141,8 +141,8 @@ class Kernels:
         factor = 5 / 3 if backward else 1
         size = factor * (s.act * elements + router)
         if s.autocast:
-            # A rank alone casts the experts' weights, and their gradients.
-            size += 6.0 * self._expert_weights * moe
+            # A rank alone casts the experts' weights, and copies the gradients of two thirds.
+            size += (8 / 3 if backward else 6.0) * self._expert_weights * moe
         return {POINTWISE: self.bytes_ms(size)}
 
     def move_rows(self, backward: bool) -> Terms:

@@ -97,9 +97,9 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
         moments["the optimizer step"] = {"optimizer step": state.get("parameters", 0.0)}
     rounds = rank.num_microbatches * rank.gradient_accumulation_steps
     if rounds == rank.num_stages == 1 and not shapes.mixed_precision:
-        gradients = state.pop("gradients (not sharded)", 0.0)
+        del state["gradients (not sharded)"]
         moments["a layer's backward"] = layers.backward_alone()
-        moments["the optimizer step"]["gradients (not sharded)"] = gradients
+        moments["the optimizer step"]["gradients (not sharded)"] = layers.gradients_alone()
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     compute = {**state, **moments[moment]}
     gpu = cell.cluster.gpu
@@ -197,7 +197,8 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
         # scaled copies of the gradients of the hidden states and of the output layer's weight.
         # Count the larger of the two amounts.
         chunk = elements * (s.act if s.loss_compiled else s.act + 12)
-        logits = gradients + max(chunk, gradients / 4 * s.act)
+        scaled = float(s.tokens * s.dim * s.act + s.vocab * s.dim * (4 if s.autocast else s.act))
+        logits = gradients + max(chunk, scaled)
         weight = 0.0 if s.keeps_gathered else float(s.vocab * s.dim)
         if s.sequence_tokens < s.tokens:
             # TP ranks shard the vocabulary, so each of them gathers all hidden states.

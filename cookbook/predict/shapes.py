@@ -42,6 +42,7 @@ class Shapes(Sizes):
     deepep: bool
     scored_activations: bool
     row_kernels: bool
+    keeps_narrow_gradients: bool  # whether a rank alone has the experts' gradients in BF16
     quantized: bool  # whether the routed experts' GEMMs are quantized
     mixed_precision: bool  # whether FSDP casts the parameters
     keeps_gathered: bool  # whether FSDP keeps gathered parameters from the forward to the backward
@@ -99,6 +100,10 @@ def shapes_of(cell: Cell) -> Shapes:
         deepep=has_own_layer,
         scored_activations=has_own_layer and facts.score_activations,
         row_kernels=not has_own_layer and facts.row_kernels,
+        keeps_narrow_gradients=facts.row_kernels
+        and layout.world == 1
+        and facts.optimizer == "fused"
+        and cell.cluster.gpu is not None,
         quantized=cell.precision.expects("grouped_gemms") != "bf16",
         mixed_precision=layout.has_fsdp,
         # If there is a pipeline, TorchTitan's FSDP does not reshard after the forward by default.

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cookbook.titan.common.expert_groups import cast
+from cookbook.titan.common.weight_copies import give
+
 IGNORE_INDEX = -100
 
 
@@ -27,7 +30,7 @@ class VocabularyShard:
 
 def chunked_cross_entropy(
     hidden: Tensor,  # (batch, length, dim)
-    weight: Tensor,  # (vocabulary, dim), same dtype as `hidden`; under TP this rank's rows
+    weight: Tensor,  # (vocabulary, dim), cast to the dtype of `hidden`; under TP this rank's rows
     labels: Tensor,  # (batch, length); tokens with the label -100 are ignored
     num_chunks: int,
     shard: VocabularyShard | None = None,  # this rank's shard, if TP shards the vocabulary
@@ -38,14 +41,12 @@ def chunked_cross_entropy(
     The loss is float32, or float64 if `hidden` is float64. Under TP all ranks have the same hidden
     states and loss, but partial gradients of `hidden`, which the caller must sum over TP ranks.
     """
-    if hidden.dtype != weight.dtype:
-        raise TypeError(f"hidden states are {hidden.dtype}, the output layer is {weight.dtype}")
     # This `reshape` also checks that there is one label per token.
     hidden, labels = hidden.flatten(0, -2), labels.reshape(hidden.shape[:-1].numel())
     chunks = _Chunks(-(-len(hidden) // num_chunks), shard, backend)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunks)
-    return chunks.run(hidden, weight, labels)
+    return chunks.run(hidden, weight.to(hidden.dtype), labels)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
@@ -99,18 +100,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             torch.empty_like(x, dtype=_precise(x.dtype), memory_format=torch.contiguous_format)
             for x in (hidden, weight)
         ]
-        ctx.dtype = hidden.dtype
+        ctx.inputs = hidden, weight
         ctx.save_for_backward(*grads)
-        return chunks.run(hidden, weight, labels, *grads)
+        return chunks.run(hidden, weight.to(hidden.dtype), labels, *grads)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         # Leave the saved tensors unchanged: with a retained graph, a second backward reads them.
-        hidden_grad, weight_grad = (
-            torch.mul(grad, grad_loss, out=torch.empty_like(grad, dtype=ctx.dtype))
-            for grad in ctx.saved_tensors
-        )
-        return hidden_grad, weight_grad, None, None
+        of_hidden, of_weight = ctx.saved_tensors
+        hidden, weight = ctx.inputs
+        hidden_grad = torch.empty_like(of_hidden, dtype=hidden.dtype)
+        cast(of_hidden[None], hidden_grad[None], grad_loss)
+        return hidden_grad, give(of_weight, weight, grad_loss), None, None
 
 
 def _statistics(logits: Tensor, columns: Tensor) -> Tensor:

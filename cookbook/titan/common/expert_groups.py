@@ -250,11 +250,12 @@ def scored_swiglu(gate_up: Tensor, scores: Tensor) -> Tensor:
     return _ScoredSwiGLU.apply(gate_up, scores)
 
 
-def cast(source: Tensor, target: Tensor, add: bool = False) -> None:
-    """Write `source` (experts, rows, columns) to `target` in its dtype, or add it to `target`."""
+def cast(
+    source: Tensor, target: Tensor, factor: Tensor | None = None, base: Tensor | None = None
+) -> None:
+    """Write `source * factor + base` to `target` in its dtype, all (experts, rows, columns)."""
     if source.is_cuda:
-        _triton().cast(source, target, add)
-    elif add:
-        target += source
-    else:
-        target.copy_(source)
+        _triton().cast(source, target, factor, base)
+        return
+    scaled = source if factor is None else source * factor
+    target.copy_(scaled if base is None else base.to(target.dtype) + scaled)

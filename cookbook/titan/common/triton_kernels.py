@@ -260,26 +260,31 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    source, target, size, source_stride, target_stride, add: constexpr, block: constexpr
+    source, target, factor, base, size, source_stride, target_stride, base_stride, block: constexpr
 ):
     part = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * block + tl.arange(0, block)
     value = tl.load(source + part * source_stride + place, mask=place < size)
-    if add:
-        there = tl.load(target + part * target_stride + place, mask=place < size)
-        value = there + value.to(there.dtype)
+    if factor is not None:
+        value *= tl.load(factor)
+    if base is not None:
+        there = tl.load(base + part * base_stride + place, mask=place < size)
+        dtype = target.dtype.element_ty
+        value = there.to(dtype) + value.to(dtype)
     tl.store(target + part * target_stride + place, value, mask=place < size)
 
 
-def cast(source: Tensor, target: Tensor, add: bool) -> None:
-    """Write `source` (experts, rows, columns) to `target` in its dtype, or add it to `target`.
+def cast(source: Tensor, target: Tensor, factor: Tensor | None, base: Tensor | None) -> None:
+    """Write `source * factor + base` to `target` in its dtype, all (experts, rows, columns).
 
-    Both must be contiguous within an expert. PyTorch's own copy runs at half the speed when one of
-    them is a slice of a larger tensor.
+    They must be contiguous within an expert; `factor` is a scalar of the device. PyTorch's own copy
+    runs at half the speed when one of them is a slice of a larger tensor, and its product at a
+    third when the dtypes differ.
     """
     experts, size = len(source), source[0].numel()
+    base_stride = 0 if base is None else base.stride(0)
     _cast_kernel[(triton.cdiv(size, 4096), experts)](
-        source, target, size, source.stride(0), target.stride(0), add, 4096
+        source, target, factor, base, size, source.stride(0), target.stride(0), base_stride, 4096
     )
 
 

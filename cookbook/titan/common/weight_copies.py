@@ -1,11 +1,11 @@
-"""Copies of weights in another format, made once an optimizer step, and gradients added in place.
+"""Copies of weights in another format, made once an optimizer step, and their gradients.
 
-Both hold for a rank alone, whose weights change in the optimizer only. With other ranks FSDP may
-have gathered new weights into the memory and the version of the old ones, and DDP waits for each
-gradient that autograd accumulates.
+Copies are kept, and gradients set without autograd, on a rank alone, whose weights change in the
+optimizer only. With other ranks FSDP may have gathered new weights into the memory and the version
+of the old ones, and DDP waits for each gradient that autograd accumulates.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,18 +36,35 @@ def kept(module: Any, name: str, weights: Sequence[Tensor], make: Callable[[], C
     return copy
 
 
-def give(grad: Tensor, weight: Tensor) -> Tensor | None:
-    """Return `grad` (experts, rows, columns) in the dtype of `weight`, for autograd.
+def keep_dtypes(weights: Iterable[Tensor]) -> None:
+    """Let a rank alone keep gradients as they were computed, for an optimizer that reads any dtype.
 
-    A rank alone adds it to the gradient of an earlier microbatch, if any, and returns None: one
-    pass instead of a cast and a sum.
+    A weight's gradients of several microbatches are summed in its own dtype.
+    """
+    for weight in weights if is_alone() else ():
+        weight.grad_dtype = None
+
+
+def give(grad: Tensor, weight: Tensor, factor: Tensor | None = None) -> Tensor | None:
+    """Return `grad` (experts, rows, columns), times `factor`, for autograd.
+
+    It has the dtype of `weight`, unless that accepts any: see `keep_dtypes`. A rank alone adds it
+    to the gradient of an earlier microbatch, if any, and returns None: one pass instead of a cast
+    and a sum.
     """
     if weight.is_leaf and weight.grad is not None and is_alone():
-        cast(grad, weight.grad, add=True)
+        earlier = weight.grad
+        if earlier.dtype != weight.dtype:
+            weight.grad = torch.empty_like(earlier, dtype=weight.dtype)
+        cast(grad, weight.grad, factor, earlier)
         return None
-    # Copy even if the dtype is the same: a view would keep the whole joined gradient alive.
-    given = grad.new_empty(grad.shape, dtype=weight.dtype)
-    cast(grad, given)
+    dtype = grad.dtype if weight.is_leaf and weight.grad_dtype is None else weight.dtype
+    is_whole = grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.nbytes
+    if is_whole and grad.dtype == dtype and factor is None:
+        return grad
+    # Copy a part even if its dtype is right: a view would keep the whole joined gradient alive.
+    given = grad.new_empty(grad.shape, dtype=dtype)
+    cast(grad, given, factor)
     return given
 
 

@@ -22,12 +22,14 @@ from torchtitan.tools.logging import logger
 
 from cookbook.titan.common import fp8
 from cookbook.titan.common.fp8 import Quantized, Weights
-from cookbook.titan.common.weight_copies import kept
+from cookbook.titan.common.weight_copies import is_alone, kept
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 
 class FP8GroupedMMConverter(QuantizationConverter):
     """Marks the routed experts, so that their grouped GEMMs run in FP8."""
+
+    experts: tuple[Any, ...] = ()
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
         super().__init__(job_config, parallel_dims)
@@ -43,17 +45,26 @@ class FP8GroupedMMConverter(QuantizationConverter):
         set_token_group_alignment_size_m(FP8_GROUP_ALIGNMENT_SIZE)
 
     def convert(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            if isinstance(module, GroupedExperts) and any(one in name for one in self.fqns):
-                module.cookbook_fp8 = True
+        experts = [
+            module
+            for name, module in model.named_modules()
+            if isinstance(module, GroupedExperts) and any(one in name for one in self.fqns)
+        ]
+        for module in experts:
+            module.cookbook_fp8 = True
+        self.experts = tuple(experts) if is_alone() else ()
         logger.info(f"Grouped GEMMs of modules matching {self.fqns} use FP8")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Do nothing: weights are quantized when their values have changed."""
+        """Quantize the new weights now, while the host is ahead of the GPU, if they can be kept."""
+        for experts in self.experts:
+            expert_weights(experts, [experts.w1, experts.w2, experts.w3])
 
 
 class FP8LinearConverter(QuantizationConverter):
     """Makes linear layers `FP8Linear`, except those that match `filter_fqns`."""
+
+    layers: tuple["FP8Linear", ...] = ()
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
         super().__init__(job_config, parallel_dims)
@@ -64,10 +75,19 @@ class FP8LinearConverter(QuantizationConverter):
         for name, module in model.named_modules():
             if self.is_wanted(module, name):
                 module.__class__ = FP8Linear
+        if is_alone():
+            self.layers = tuple(one for one in model.modules() if isinstance(one, FP8Linear))
+            # Compiled layers cannot ask whether their weights have changed.
+            model.register_forward_pre_hook(lambda *_: self.post_optimizer_hook(model))
         logger.info("Linear layers use FP8 with power-of-two scales")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Do nothing: each forward quantizes the weights."""
+        """Quantize the weights that have changed now, if they can be kept.
+
+        After an optimizer step the host is ahead of the GPU; in the next forward it is not.
+        """
+        for layer in self.layers:
+            layer.keep()
 
 
 def replace_float8_converters() -> None:
@@ -145,24 +165,32 @@ def _product(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        quantized, of_weight = _quantize(rows), _quantize(weight)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, *kept: Tensor) -> Tensor:
+        quantized, of_weight = _quantize(rows), kept or _quantize(weight)
         ctx.save_for_backward(*quantized, *of_weight)
         ctx.dtypes = rows.dtype, weight.dtype
         left, scales = quantized[0], quantized[1].unsqueeze(1)
         return _product(left, of_weight[0], scales, of_weight[1].unsqueeze(1), torch.bfloat16)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         given = [*_quantize(grad)]
         by_rows = _input_gradient(given, [*saved[3:]])
         by_weight = _weight_gradient(given, [*saved[:3]], ctx.dtypes[1])
-        return by_rows.to(ctx.dtypes[0]), by_weight
+        unused = len(ctx.needs_input_grad) - 2
+        return by_rows.to(ctx.dtypes[0]), by_weight, *[None] * unused
 
 
 class FP8Linear(nn.Linear):
     """A linear layer without bias whose three GEMMs run in FP8."""
+
+    quantized: tuple[Tensor, ...] = ()  # the result of `_quantize` of the weight, if it is kept
+
+    def keep(self) -> None:
+        """Quantize the weight, if its values have changed, for the forwards until the next step."""
+        weight = self.weight
+        self.quantized = kept(self, "cookbook_fp8", [weight], lambda: _quantize(weight.detach()))
 
     def forward(self, x: Any) -> Any:
         """Return x @ weight.T in BF16; under TP both are DTensors, as for `nn.Linear`."""
@@ -185,4 +213,4 @@ class FP8Linear(nn.Linear):
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return _Linear.apply(rows, weight).view(*x.shape[:-1], weight.shape[0])
+        return _Linear.apply(rows, weight, *self.quantized).view(*x.shape[:-1], weight.shape[0])

@@ -17,6 +17,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +37,7 @@ from torchtitan.tools.logging import logger
 
 from cookbook.titan.common.adamw import ClippingAdamW, can_clip
 from cookbook.titan.common.chunked_loss import VocabularyShard, chunked_cross_entropy
+from cookbook.titan.common.weight_copies import is_alone, keep_dtypes
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.routing import moe_layers
 from cookbook.titan.tt_0_2_2.versions import refuse
@@ -142,9 +144,8 @@ def build_chunked_loss(job_config: Any) -> LossFunction:
             weight, shard = weight.to_local(), VocabularyShard(offset[0], mesh.get_group())
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
-            # Without FSDP, mixed precision is autocast: cast the GEMM's operands as autocast would.
-            dtype = torch.get_autocast_dtype(device)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            # Without FSDP, mixed precision is autocast: multiply in its dtype.
+            hidden = hidden.to(torch.get_autocast_dtype(device))
         return chunked_cross_entropy(hidden, weight, labels, num_chunks, shard, backend)
 
     return chunked_loss
@@ -181,6 +182,7 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
     if all(can_clip(one) for one in optimizers):
         for one in optimizers:
             one.__class__ = ClippingAdamW
+            keep_dtypes(weight for group in one.param_groups for weight in group["params"])
         GradientWatch.clipping = tuple(optimizers)
         dist_utils.clip_grad_norm_ = _clip_and_note
     load = optimizers.load_state_dict
@@ -216,7 +218,14 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
 
 def _clip_and_note(*args: Any, **kwargs: Any) -> Tensor:
     note = _hand_factor if GradientWatch.clipping else torch.nn.utils.clip_grads_with_norm_
-    with patch.object(torch.nn.utils, "clip_grads_with_norm_", note):
+    norms = torch._foreach_norm
+    if is_alone():
+        # Gradients may be BF16, and so would their norms, with three digits.
+        norms = partial(norms, dtype=torch.float32)
+    with (
+        patch.object(torch.nn.utils, "clip_grads_with_norm_", note),
+        patch.object(torch, "_foreach_norm", norms),
+    ):
         GradientWatch.norm = _clip(*args, **kwargs)
     return GradientWatch.norm
 
