@@ -335,6 +335,9 @@ planned() {
 main() {
   local repository status=0 here_only=()
   parse_options "$@"
+  if "${local_only}"; then
+    here_only=(--local)
+  fi
   cd "$(dirname "${BASH_SOURCE[0]}")"
   if [[ ! -f requirements.txt || ! -d cookbook ]]; then
     die "run setup.sh from its checkout: $(pwd) holds no cookbook"
@@ -364,9 +367,6 @@ main() {
     planned building "2 to 15 minutes" cookbook.install.deepep --arch "${arch}" || failed "DeepEP"
   fi
   if "${want_flash_attention}"; then
-    if "${local_only}"; then
-      here_only=(--local)
-    fi
     planned installing "about a minute" cookbook.install.attention "${here_only[@]}" \
       || failed "FlashAttention-4"
   fi
@@ -375,11 +375,7 @@ main() {
     return 0
   fi
   echo
-  if "${local_only}"; then
-    .venv/bin/python -m cookbook.doctor --local || status=1
-  else
-    .venv/bin/python -m cookbook.doctor || status=1
-  fi
+  .venv/bin/python -m cookbook.cli doctor "${here_only[@]}" || status=1
   if [[ -n "${failures}" ]]; then
     echo >&2
     echo -n "${failures}" >&2

@@ -153,8 +153,8 @@ def build_parser() -> argparse.ArgumentParser:
         group.add_argument("--nodes", metavar="N", type=int)
         group.add_argument("--set", help=often, **setting)
     ready = "check whether this machine is ready, and say how to fix it"
-    doctor = verb("doctor", ready, ".doctor.__main__:check_machine")
-    doctor.set_defaults(local=False, partition=None)
+    doctor = verb("doctor", ready, ".doctor:check_machine")
+    flag(doctor, "--local", text="check only what runs on this machine alone need")
     doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     for printed in (check, plan, compare, profile, doctor):
         flag(printed, "--json", text="one JSON object instead of tables")

@@ -47,7 +47,6 @@ class Surroundings:
 
     cluster: Cluster | None = None
     local: bool = False
-    partition: str | None = None
     repository: Path = ROOT
     root: Path = Path("/")
     site: Sequence[str] = field(default_factory=lambda: tuple(sys.path))

@@ -120,7 +120,6 @@ _HARDWARE_XIDS = {
     149: "NVLink error",
 }
 KERNEL_LOG = ("dmesg",)
-DCGM_HEALTH = ("dcgmi", "health", "--check")
 
 
 def _faults(here: Surroundings, fault: Callable[[InstalledGpu], str]) -> str:
@@ -186,20 +185,6 @@ def nvlink(here: Surroundings) -> Outcome:
     if few := _faults(here, lambda gpu: words(gpu.links, most) if gpu.links < most else ""):
         return "problem", few, "restart the fabric manager, or have it repaired"
     return "ok", f"{most} links up on each of {len(here.gpus)} GPUs"
-
-
-@check("dcgm", node_hours=HARDWARE_H, of_gpus=True)
-def dcgm(here: Surroundings) -> Outcome:
-    """Report DCGM's health verdict, if DCGM runs and its health watches are enabled."""
-    output = here.answer(DCGM_HEALTH).output
-    overall = re.search(r"Overall Health[\s|:]+(\w+)", output)
-    if overall is None:
-        return None
-    if overall[1] == "Healthy":
-        return "ok", "dcgmi health: healthy"
-    words = " ".join(re.sub(r"[|+=-]+", " ", output.partition(overall[0])[2]).split())
-    state: State = "warning" if overall[1].startswith("Warn") else "problem"
-    return state, f"{overall[1]}: {words[:200]}", "dcgmi diag -r 2 says more"
 
 
 @check("ibgda", node_hours=HARDWARE_H)

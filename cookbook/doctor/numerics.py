@@ -84,7 +84,7 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
 def _prove_on(cluster: Cluster, output: Path | None) -> int:
     if cluster.container:
         found = "its ranks use the kernels of the container's image, not those of .venv"
-        remedy = "in the image, on a node: python -m cookbook.doctor --numerics"
+        remedy = "in the image, on a node: python -m cookbook.cli doctor --numerics"
         raise InputError(f"--cluster {cluster.name}", found, remedy)
     if shutil.which("srun") is None:
         remedy = "run it on a login node, or leave --cluster out to prove this machine's kernels"
@@ -93,7 +93,7 @@ def _prove_on(cluster: Cluster, output: Path | None) -> int:
     words = ["srun", "--nodes=1", "--ntasks=1", "--job-name=cookbook-numerics"]
     for name, value in cluster.slurm_options().items():
         words.append(f"--{name}" if value is True else f"--{name}={value}")
-    words += [sys.executable, "-m", "cookbook.doctor", "--numerics"]
+    words += [sys.executable, "-m", "cookbook.cli", "doctor", "--numerics"]
     if output:
         words += ["--output", str(output.resolve())]
     print(shlex.join(words), flush=True)

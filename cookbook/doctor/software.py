@@ -1,17 +1,13 @@
-"""The doctor's checks of the software (Python, pins, compiled packages, data, W&B) and of Slurm."""
+"""The doctor's checks of the software (Python, pins, compiled packages, data) and of Slurm."""
 
-import contextlib
 import getpass
-import importlib.util
 import os
 import platform
 import re
-import shlex
 import sys
 import sysconfig
 from pathlib import Path
 
-from cookbook.base.errors import InputError
 from cookbook.config.dialect.names import Names
 from cookbook.config.pins import read_pins, stack_name
 from cookbook.doctor.check import Outcome, Surroundings, check
@@ -83,19 +79,6 @@ def compiler(here: Surroundings) -> Outcome:
         remedy = "install gcc and the headers of this Python (Debian and Ubuntu: gcc, python3-dev)"
         return "problem" if here.gpus else "warning", found, remedy
     return "ok", "C compiler and Python headers"
-
-
-@check("bytecode", of_ranks=True)
-def bytecode(here: Surroundings) -> Outcome:
-    """Check that the packages have bytecode; otherwise each rank compiles them at each start."""
-    folder = package_folder("torch", here.site)
-    if folder is None:
-        return None
-    if not Path(importlib.util.cache_from_source(str(folder / "__init__.py"))).is_file():
-        found = "torch has none: each start compiles what it imports, for about 20 s"
-        command = [sys.executable, "-m", "compileall", "-q", str(folder.parent)]
-        return "warning", found, f"run {shlex.join(command)}"
-    return "ok", "the packages' modules are compiled"
 
 
 @check("deepep", of_ranks=True)
@@ -185,18 +168,6 @@ def local_corpus(here: Surroundings) -> Outcome:
     return "warning", "not made: local runs have no data", "run ./setup.sh --local"
 
 
-@check("wandb")
-def wandb(here: Surroundings) -> Outcome:
-    home = Path(here.environment.get("HOME", ""))
-    netrc, logged_in = Path(here.environment.get("NETRC") or home / ".netrc"), False
-    with contextlib.suppress(OSError):
-        logged_in = "api.wandb.ai" in netrc.read_text(encoding="utf-8", errors="replace")
-    if here.environment.get("WANDB_API_KEY") or logged_in:
-        return "ok", "a key is there: metrics go to TensorBoard and W&B"
-    remedy = "export WANDB_API_KEY or run `wandb login` to have them on W&B too"
-    return "not here", "no key: metrics go to TensorBoard only", remedy
-
-
 CONFIG = ("scontrol", "show", "config")
 # Without --noconvert, sinfo abbreviates 2,048 nodes to 2K.
 PARTITIONS = ("sinfo", "--noheader", "--noconvert", "--format=%P|%a|%D|%G|%l")
@@ -231,7 +202,7 @@ def partition(here: Surroundings) -> Outcome:
     lines = here.answer(PARTITIONS).output.splitlines()
     every = [row for line in lines if len(row := line.split("|")) == 5]
     default = next((row[0].rstrip("*") for row in every if row[0].endswith("*")), None)
-    name = here.partition or (here.cluster.partition if here.cluster else None) or default
+    name = (here.cluster.partition if here.cluster else None) or default
     rows = [row for row in every if row[0].rstrip("*") == name]
     if not rows:
         found = f"no partition {name!r}" if name else "no default partition"
@@ -242,36 +213,4 @@ def partition(here: Surroundings) -> Outcome:
     found = f"{name}: {nodes} nodes, {' '.join(resources) or 'no GPUs declared'}"
     if any(row[1] != "up" for row in rows):
         return "problem", f"{found}, not up", "ask who runs the cluster"
-    if here.cluster and here.cluster.gpu:
-        profile, gpus = here.cluster.name, here.cluster.ranks_per_node
-        counts = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:([0-9]+)").findall
-        count = sum(int(row[2]) for row in rows if sum(map(int, counts(row[3]))) >= gpus)
-        if not count:
-            found += f": no node has the {gpus} GPUs that {profile} asks for"
-            remedy = "name another partition in the profile, or correct its `gpus_per_node`"
-            return "problem", found, remedy
-        if count < here.cluster.nodes:
-            found += f": {count} have {gpus} GPUs, and {profile} says {here.cluster.nodes} nodes"
-            return "warning", found, "correct `nodes` in the profile, or pass --nodes"
     return "ok", f"{found}, time limit {rows[0][4]}"
-
-
-@check("left out")
-def excluded_nodes(here: Surroundings) -> Outcome:
-    """List the nodes that new jobs exclude because they failed an earlier job's checks."""
-    if not here.has_slurm:
-        return None
-    try:
-        # Import lazily: this needs PyYAML, and the doctor must also run before set-up.
-        from cookbook.run.excluded import excluded_file, read_excluded
-
-        listed = read_excluded(here.runs)
-    except ModuleNotFoundError:
-        return None
-    except InputError as error:
-        return "problem", str(error)
-    if not listed:
-        return "ok", "no node is left out of new jobs"
-    found = "; ".join(map(str, listed[:8])) + (" ..." if len(listed) > 8 else "")
-    remedy = f"to use a node again, delete its entry in {excluded_file(here.runs)}"
-    return "warning", f"{len(listed)} node(s): {found}", remedy
