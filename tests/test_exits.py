@@ -132,9 +132,9 @@ def test_a_refused_attempt_has_excluded_nodes(cell: CellFolder, reason: str, cau
     found = {"nodes": [], "excluded": {"worker-4": "GPU 3: 2 uncorrectable ECC error(s)"}}
     cell.attempt(0).preflight.write_text(json.dumps(found))
     end = exits.refused_end(cell.attempt(0), reason)
-    assert (end.cause, end.left_out) == (cause, ("worker-4",))
+    assert (end.cause, end.excluded) == (cause, ("worker-4",))
     cell.attempt(0).preflight.write_text("{")
-    assert exits.refused_end(cell.attempt(0), reason).left_out == ()
+    assert exits.refused_end(cell.attempt(0), reason).excluded == ()
 
 
 def test_a_step_with_a_gradient_that_is_no_number_is_no_good_one(cell: CellFolder) -> None:

@@ -214,7 +214,7 @@ def test_the_batch_file(slurm: Path, cells: list[Cell], monkeypatch: pytest.Monk
     submit_run(read_run(Path(run.name)), cells[:1])
     lines = (slurm / "taken/0").read_text().splitlines()
     assert lines[0] == "#!/bin/bash"
-    options = sbatch_options(cells[0], leave_out=["worker-1", "worker-2"])
+    options = sbatch_options(cells[0], exclude=["worker-1", "worker-2"])
     options |= {"output": f"{run.cell('a').job_files}/%j.log", "chdir": str(ROOT)}
     header = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     assert sorted(header) == sorted(option_word(name, value) for name, value in options.items())
@@ -224,7 +224,7 @@ def test_the_batch_file(slurm: Path, cells: list[Cell], monkeypatch: pytest.Monk
         "PYTHONSAFEPATH": "1",
         "VENV": sys.prefix,
         # A requeue leaves them out for as long as they are on the list.
-        "COOKBOOK_LEFT_OUT": "worker-1,worker-2",
+        "COOKBOOK_EXCLUDED": "worker-1,worker-2",
     }
     *before, command = [line for line in lines if line]
     script = "\n".join([*before, f"exec printenv {' '.join(started)}"])
@@ -290,7 +290,7 @@ def test_options_and_excluded_nodes_of_the_profile_are_added() -> None:
     extra: dict[str, str | bool] = {"reservation": "moe", "spread-job": True, "contiguous": False}
     cell = ON_SLURM[0]
     cluster = replace(cell.cluster, sbatch=Words(extra), exclude=("worker-7", "worker-9"))
-    options = sbatch_options(replace(cell, cluster=cluster), leave_out=["worker-9", "worker-1"])
+    options = sbatch_options(replace(cell, cluster=cluster), exclude=["worker-9", "worker-1"])
     assert (options["reservation"], options["spread-job"]) == ("moe", True)
     assert "contiguous" not in options
     assert options["exclude"] == "worker-7,worker-9,worker-1"

@@ -51,7 +51,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
     cell.attempt(0).path.mkdir(parents=True)
     monkeypatch.setattr(slurm, "partition_nodes", lambda name: names(6))
     monkeypatch.setattr(slurm, "drained", lambda names: {})
-    monkeypatch.setattr(slurm, "left_out_by", lambda job_id: [])
+    monkeypatch.setattr(slurm, "excluded_by", lambda job_id: [])
     monkeypatch.setattr(slurm, "nodes_in", lambda text: names(4))
     cluster = load_cluster("soperator-b200")
     profile = dict(cluster.content)
@@ -60,7 +60,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
 
 
 def _report(node: str, facts: dict[str, str]) -> Report:
-    return Report(node, 1000.0, [], facts)
+    return Report(node, [], facts)
 
 
 def test_the_node_that_differs_from_most_is_named_with_what_differs() -> None:
@@ -95,8 +95,7 @@ def test_a_node_without_the_texts_or_with_others_differs(tmp_path: Path) -> None
 
 def test_reports_of_many_nodes_come_through_mixed_lines() -> None:
     reports = [
-        Report(f"worker-{n}", float(n), [Fault("gpus", f"é{n}" * 500, 24)], {"torch": "2"})
-        for n in range(5)
+        Report(f"worker-{n}", [Fault("gpus", f"é{n}" * 500, 24)], {"torch": "2"}) for n in range(5)
     ]
     lines = [line + "\n" for report in reports for line in format_report(report)]
     assert all(len(line.encode()) < 1024 for line in lines) and len(lines) > 10
@@ -115,7 +114,7 @@ def _answers(reports: Sequence[Report], asked: list[Any]) -> Callable[..., StepE
         asked.append((list(nodes), json.loads(question)))
         for report in reports:
             for line in format_report(report):
-                on_line(line + "\n", 1000.0)
+                on_line(line + "\n")
         return StepEnd(1.0, False, {}, "srun: error: worker-2: task 2: Killed\n")
 
     return run
@@ -136,7 +135,7 @@ def test_nodes_are_asked_for_what_their_job_needs(
     }
     job.record = replace(job.record, options=options)
     asked: list[Any] = []
-    reports = [Report(name, 1000.0, [], {}) for name in job.nodes]
+    reports = [Report(name, [], {}) for name in job.nodes]
     reports[0] = replace(reports[0], faults=[BUSY, ECC])
     del reports[2]
     monkeypatch.setattr(module, "run_step", _answers(reports, asked))
@@ -166,7 +165,7 @@ def test_nodes_are_asked_for_what_their_job_needs(
 
 def test_a_fault_of_most_nodes_is_nobodys(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = [Fault("disk", "/scratch is not there", 1.0)]
-    reports = [Report(name, 1000.0, wrong, {}) for name in job.nodes]
+    reports = [Report(name, wrong, {}) for name in job.nodes]
     monkeypatch.setattr(module, "run_step", _answers(reports, []))
     with pytest.raises(JobError, match=r"disk: 4 of 4 nodes.* none is excluded"):
         module.ask_nodes(job)
@@ -177,12 +176,12 @@ def test_a_wrong_profile_takes_one_node_and_not_the_cluster(
     job: JobNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = [Fault("GPUs", "H200, and the profile has B200", 24.0)]
-    reports = [Report(name, 1000.0, wrong, {}) for name in names(6)]
+    reports = [Report(name, wrong, {}) for name in names(6)]
     monkeypatch.setattr(module, "run_step", _answers(reports, []))
     job.record, job.nodes = replace(job.record, nodes=1), ["worker-0"]
     module.ask_nodes(job)
     with pytest.raises(module.RequeueNeededError):
-        module.decide(job)
+        module.require_nodes(job)
     write_attempt_end(job.attempt, AttemptEnd(0, Cause.BAD_NODES, job_id="77"))
     # Slurm starts it again elsewhere.
     job.attempt, job.nodes, job.faults = job.cell.attempt(1), ["worker-1"], {}
@@ -197,7 +196,7 @@ def test_a_wrong_profile_takes_one_node_and_not_the_cluster(
 
 def requeued(job: JobNodes) -> tuple[Sequence[str] | None, float | None]:
     with pytest.raises(module.RequeueNeededError) as needed:
-        module.decide(job)
+        module.require_nodes(job)
     return needed.value.decision.exclude, needed.value.decision.begin
 
 
@@ -214,7 +213,7 @@ def test_requeued_within_its_restarts(job: JobNodes, monkeypatch: pytest.MonkeyP
     end(Cause.DEAD_RANK, job_id="76")
     job.faults = {"worker-1": [ECC]}
     # The spare one takes its place.
-    module.decide(job)
+    module.require_nodes(job)
     job.faults["worker-2"] = [ECC]
     assert requeued(job) == (["worker-1", "worker-2"], None)
     found = json.loads(job.attempt.preflight.read_text())
@@ -222,14 +221,14 @@ def test_requeued_within_its_restarts(job: JobNodes, monkeypatch: pytest.MonkeyP
     assert found["excluded"].keys() == {"worker-1", "worker-2"}
     end(Cause.BAD_NODES)
     with pytest.raises(JobError, match=r"restarted 3 times already, as max_restarts.*ECC error"):
-        module.decide(job)
+        module.require_nodes(job)
 
 
 def test_what_the_user_excludes_stays_so(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = ["worker-4", "worker-5", "worker-6", "worker-7"]
-    monkeypatch.setattr(slurm, "left_out_by", lambda job_id: left_out)
+    monkeypatch.setattr(slurm, "excluded_by", lambda job_id: left_out)
     # The list named the others, at submission and at a requeue; their entries are gone by now.
-    monkeypatch.setenv("COOKBOOK_LEFT_OUT", "worker-6,worker-7")
+    monkeypatch.setenv("COOKBOOK_EXCLUDED", "worker-6,worker-7")
     # An earlier job of this cell left out worker-4 too, before the user excluded it.
     for number, (job_id, node) in enumerate([("76", "worker-4"), ("77", "worker-5")]):
         attempt = job.cell.attempt(number)
@@ -251,7 +250,7 @@ def test_where_too_few_are_left_it_waits_for_the_first_that_comes_back(job: JobN
     assert requeued(job) == (["worker-1", "worker-2"], listed["worker-4"])
     job.record = replace(job.record, too_few_nodes="stop")
     with pytest.raises(JobError, match=r"2 missing \(too_few_nodes: stop\)"):
-        module.decide(job)
+        module.require_nodes(job)
 
 
 def test_a_network_fault_of_no_single_node(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,9 +315,9 @@ def check_links(monkeypatch: pytest.MonkeyPatch, count: int, speed: Any, **error
         for name, ranks in (("all_reduce", range(8 * count)), *(("all_to_all", g) for g in groups)):
             slower = min(speed(sorted(nodes)[rank // 8]) for rank in ranks)
             one = {"name": name, "ranks": [ranks[0], ranks[-1]], "gb_per_s": slower}
-            on_line(f"cookbook-link {json.dumps(one)}", 0.0)
+            on_line(f"cookbook-link {json.dumps(one)}")
         for node in nodes:
-            on_line(f"cookbook-links {json.dumps({node: errors.get(node[7:], '')})}", 0.0)
+            on_line(f"cookbook-links {json.dumps({node: errors.get(node[7:], '')})}")
 
     monkeypatch.setattr(network_test, "run_step", run)
     monkeypatch.setattr(network_test, "node_addresses", lambda nodes: {nodes[0]: "10.0.0.7"})

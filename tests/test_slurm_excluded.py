@@ -69,7 +69,7 @@ def test_what_is_on_the_list_is_left_out_of_new_jobs(
     assert "#SBATCH --exclude=worker-3,worker-0" in batch_file.read_text()
     # The script that people read and sbatch says what the profile says.
     status = four.run(sys.executable, ROOT / "submit.py", "status", run.name).stdout
-    assert "left out of new jobs: worker-0: GPU 3: 2 uncorrectable ECC error(s); left" in status
+    assert "excluded from new jobs: worker-0: GPU 3: 2 uncorrectable ECC error(s); excl" in status
     assert "gone-7: gone" in status
 
 

@@ -53,7 +53,7 @@ def test_a_node_on_the_list_is_left_out_without_a_look(jobs: Jobs) -> None:
     )
     job = jobs.submit("--nodes=2")
     assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
-    assert "worker-0: it smells; left out until 2999-01-01 00:00 UTC" in jobs.log(job)
+    assert "worker-0: it smells; excluded until 2999-01-01 00:00 UTC" in jobs.log(job)
     assert [node for _, node in jobs.trained_on()] == ["worker-1", "worker-2"]
     # A mistake in the list is named and costs no job.
     (jobs.folder / "runs/excluded.yaml").write_text("worker-0: [\n")
@@ -146,18 +146,12 @@ def test_a_node_that_does_not_answer_is_a_failed_node(jobs: Jobs) -> None:
     assert [node for _, node in jobs.trained_on()] == nodes
 
 
-def test_a_node_with_other_packages_another_time_or_no_shared_folder(jobs: Jobs) -> None:
+def test_a_node_with_other_packages_or_no_shared_folder(jobs: Jobs) -> None:
     other = jobs.folder / "other"
     about = other / "torch-9.9.9.dist-info/METADATA"
     about.parent.mkdir(parents=True)
     about.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
     jobs.gpus.before_python("worker-1", f"export PYTHONPATH={other}:$PYTHONPATH")
-    late = jobs.folder / "late"
-    late.mkdir()
-    (late / "sitecustomize.py").write_text(
-        "import time\nnow = time.time\ntime.time = lambda: now() - 90\n"
-    )
-    jobs.gpus.before_python("worker-3", f"export PYTHONPATH={late}:$PYTHONPATH")
     runs = jobs.folder / "runs"
     runs.mkdir()
     inside = ["nsenter", f"--target={jobs.cluster.pid('worker-5')}", "--mount"]
@@ -169,9 +163,8 @@ def test_a_node_with_other_packages_another_time_or_no_shared_folder(jobs: Jobs)
     finally:
         subprocess.run([*inside, "umount", str(runs)], check=True)
     found = jobs.left_out()
-    assert found.keys() == {"worker-1", "worker-3", "worker-5"}
+    assert found.keys() == {"worker-1", "worker-5"}
     assert found["worker-1"].startswith("torch is 9.9.9, elsewhere ")
-    assert found["worker-3"] == "its clock is 90 s behind"
     assert "cannot write to " in found["worker-5"]
     assert "excluded for 1 h" in jobs.log(job)
 

@@ -13,7 +13,7 @@ from cookbook.run.slurm import NoAnswerError, StepEnd, run_step
 from tests.programs import write_program
 
 
-def run(on_line: Callable[[str, float], None], limit_s: float = 20.0, *, nodes: int = 1) -> StepEnd:
+def run(on_line: Callable[[str], None], limit_s: float = 20.0, *, nodes: int = 1) -> StepEnd:
     names = [f"worker-{number}" for number in range(nodes)]
     return run_step(names, "a.module", "a  question", limit_s, on_line)
 
@@ -36,7 +36,7 @@ def test_a_step_has_a_task_on_each_node(srun: Callable[[str], Path]) -> None:
     bad = "srun: error: Task launch for StepId=7.1 failed on node worker-1: Connection refused"
     words = srun(f"echo one; echo two; echo '{bad}' >&2; exit 1")
     lines: list[str] = []
-    end = run(lambda line, at: lines.append(line), nodes=2)
+    end = run(lambda line: lines.append(line), nodes=2)
     assert lines == ["one\n", "two\n"]
     assert (end.is_late, end.not_launched) == (False, {"worker-1": "Connection refused"})
     said = words.read_text().splitlines()
@@ -74,7 +74,7 @@ def test_a_controller_that_is_busy_is_asked_again(
     fails = f"echo {line} >&2; echo 'srun: Check SLURM_JOB_ID.' >&2; exit 1"
     srun(f"echo x >>{asked}; (($(wc -l <{asked}) > 3)) || {{ {fails}; }}; echo one")
     lines: list[str] = []
-    run(lambda line, at: lines.append(line))
+    run(lambda line: lines.append(line))
     assert lines == ["one\n"]
     said = "cookbook: preflight: waits for Slurm: Slurm starts no step on the job's nodes: "
     assert capsys.readouterr().err == f"{said}srun: error: {error}\n"
@@ -82,7 +82,7 @@ def test_a_controller_that_is_busy_is_asked_again(
     monkeypatch.setattr(slurm, "_BUSY_S", 1.5)
     srun(fails)
     with pytest.raises(NoAnswerError, match="Slurm starts no step"):
-        run(lambda line, at: None)
+        run(lambda line: None)
 
 
 def test_a_step_that_slurm_refuses_is_asked_for_once(
@@ -96,19 +96,19 @@ def test_a_step_that_slurm_refuses_is_asked_for_once(
     )
     srun(f"echo x >>{asked}; echo '{refuses}' >&2; exit 1")
     with pytest.raises(JobError, match="than permitted"):
-        run(lambda line, at: None)
+        run(lambda line: None)
     assert asked.read_text() == "x\n"
 
 
 def test_the_limit_of_a_step(srun: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     # Slurm takes a second to start it, and more than that is the nodes' time.
     srun("sleep 1; echo one; sleep 0.2")
-    end = run(lambda line, at: None, 0.7)
+    end = run(lambda line: None, 0.7)
     assert not end.is_late and end.seconds < 0.7
     monkeypatch.setattr(slurm, "_BUSY_S", 0.3)
     srun("echo 'srun: Job 7 step creation retrying (Requested nodes are busy)' >&2; exec sleep 30")
     with pytest.raises(JobError, match=r"none in 0 s \(srun: Job 7 .* are busy\)"):
-        run(lambda line, at: None)
+        run(lambda line: None)
 
 
 @pytest.mark.parametrize("is_away", [True, False])
@@ -125,12 +125,10 @@ def test_silence_of_slurm_is_no_answer(monkeypatch: pytest.MonkeyPatch, is_away:
 
 def test_a_step_that_takes_too_long_is_ended(srun: Callable[[str], Path]) -> None:
     srun("echo one; exec sleep 30")
-    end = run(lambda line, at: None, 0.3)
+    end = run(lambda line: None, 0.3)
     assert end.is_late and end.not_launched == {}
     seen: list[str] = []
-    end = run_step(
-        ["worker-0"], "a", "b", 25.0, lambda line, at: seen.append(line), lambda: bool(seen)
-    )
+    end = run_step(["worker-0"], "a", "b", 25.0, lambda line: seen.append(line), lambda: bool(seen))
     assert not end.is_late and seen == ["one\n"]
 
 

@@ -63,7 +63,7 @@ def show_status(arguments: argparse.Namespace) -> int:
     if run.scheduler == "slurm":
         try:
             for node in read_excluded():
-                print(f"left out of new jobs: {node}")
+                print(f"excluded from new jobs: {node}")
         except InputError as error:
             print(error, file=sys.stderr)
     # Do not ask Slurm again if it has not answered.

@@ -166,7 +166,7 @@ def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -
     if cluster.scheduler == "slurm":
         # Read the exclusion list first: a mistake in it must be found before anything is written.
         for node in read_excluded():
-            print(f"left out: {node}")
+            print(f"excluded: {node}")
     run = create_run(name, cells)
     report_jobs(run, submit_run(run, cells, arguments.one_allocation), arguments.detach)
     return 0 if arguments.detach else run

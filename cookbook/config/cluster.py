@@ -115,10 +115,10 @@ class Cluster:
         """A node's devices as messages show them: `8 B200` or `2 CPU ranks`."""
         return f"{self.ranks_per_node} {self.gpu.name if self.gpu else 'CPU ranks'}"
 
-    def slurm_options(self, leave_out: Sequence[str] = ()) -> dict[str, OptionValue]:
+    def slurm_options(self, exclude: Sequence[str] = ()) -> dict[str, OptionValue]:
         """Return sbatch's and srun's options by long name; True marks an option without a value.
 
-        `leave_out`: nodes to exclude, in addition to those that the cluster's YAML file excludes.
+        `exclude`: nodes to exclude, in addition to those that the cluster's YAML file excludes.
         """
         options: dict[str, OptionValue | None] = {
             "gpus-per-node": self.ranks_per_node if self.gpu else None,
@@ -129,7 +129,7 @@ class Cluster:
             "partition": self.partition or None,
             "account": self.account or None,
             "time": self.time or None,
-            "exclude": ",".join(dict.fromkeys([*self.exclude, *leave_out])) or None,
+            "exclude": ",".join(dict.fromkeys([*self.exclude, *exclude])) or None,
             **self.sbatch,
         }
         # In YAML, true adds an option without a value, and false removes an option.

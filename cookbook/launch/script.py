@@ -90,19 +90,19 @@ def _render(
 
 
 def sbatch_options(
-    cell: Cell, job_name: str | None = None, leave_out: Sequence[str] = ()
+    cell: Cell, job_name: str | None = None, exclude: Sequence[str] = ()
 ) -> dict[str, OptionValue]:
     """Return sbatch's options by long name; True marks an option without a value.
 
     Each node runs one task, since torchrun starts the ranks.
-    `leave_out`: nodes to exclude in addition to those of the cluster's profile.
+    `exclude`: nodes to exclude in addition to those of the cluster's profile.
     """
     cluster = cell.cluster
     return {
         "job-name": job_name or cell.name,
         "nodes": cell.nodes + cell.spare_nodes,
         "ntasks-per-node": 1,
-        **cluster.slurm_options(leave_out),
+        **cluster.slurm_options(exclude),
         "requeue" if cluster.requeue else "no-requeue": True,
         # Signal only the batch shell: SIGUSR1 would kill a rank's helper processes.
         "signal": f"B:USR1@{cluster.grace_seconds}",

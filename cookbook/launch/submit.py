@@ -27,7 +27,7 @@ from cookbook.launch.script import command_text, render_script, sbatch_options
 from cookbook.run import slurm
 from cookbook.run.code import code_folder, snapshot_code
 from cookbook.run.excluded import (
-    LEFT_OUT_VARIABLE,
+    EXCLUDED_VARIABLE,
     Choice,
     choose,
     excluded_file,
@@ -130,9 +130,12 @@ def _command(folders: Sequence[CellFolder], *before: str) -> tuple[str, list[str
 
 def _submit_to_slurm(run: Run, cells: Sequence[Cell]) -> str:
     cell, folders = cells[0], [run.cell(cell.name) for cell in cells]
-    choice, logs = leave_out(cell), folders[0].job_files if len(cells) == 1 else run.folder / "job"
+    choice, logs = (
+        nodes_to_exclude(cell),
+        folders[0].job_files if len(cells) == 1 else run.folder / "job",
+    )
     name = cell.name if len(cells) == 1 else run.record.sweep or cell.name
-    options = sbatch_options(cell, name, leave_out=choice.nodes)
+    options = sbatch_options(cell, name, exclude=choice.nodes)
     options |= {"output": f"{logs.resolve()}/%j.log", "chdir": str(ROOT)}
     if choice.begin is not None:
         options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(choice.begin))
@@ -145,7 +148,7 @@ def _submit_to_slurm(run: Run, cells: Sequence[Cell]) -> str:
         "PYTHONPATH": python_path(_code(folders[0])),
         "PYTHONSAFEPATH": "1",
         "VENV": sys.prefix,
-        LEFT_OUT_VARIABLE: ",".join(choice.nodes),
+        EXCLUDED_VARIABLE: ",".join(choice.nodes),
     }
     logs.mkdir(parents=True, exist_ok=True)
     # With exec, Slurm's signals reach the supervisor instead of a shell. Slurm keeps the batch
@@ -254,7 +257,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     return job_ids
 
 
-def leave_out(cell: Cell) -> Choice:
+def nodes_to_exclude(cell: Cell) -> Choice:
     """Return which nodes the cell's new job must exclude, and when the job may start.
 
     Raise JobError if too few nodes are left and the recipe says not to wait for more.

@@ -23,7 +23,7 @@ class AttemptSummary:
     cause: str | None
     reason: str | None
     decision: str | None
-    left_out: tuple[str, ...]
+    excluded: tuple[str, ...]
     steps_lost: int
     effective_seconds: float
 
@@ -39,8 +39,8 @@ class AttemptSummary:
         if ended and reason and reason != "SIGTERM":
             ended = reason if reason.startswith(ended) else f"{ended}: {reason}"
         lost = f"{_steps(self.steps_lost)} lost" if self.steps_lost else None
-        left_out = f"left out: {', '.join(self.left_out)}" if self.left_out else None
-        parts = [steps, ended, lost, self.decision, left_out]
+        excluded = f"excluded: {', '.join(self.excluded)}" if self.excluded else None
+        parts = [steps, ended, lost, self.decision, excluded]
         return f"attempt {self.attempt}: " + "; ".join(part for part in parts if part)
 
 
@@ -104,7 +104,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
             cause=str(end.cause) if end else None,
             reason=end.reason if end else None,
             decision=end.decision if end else None,
-            left_out=end.left_out if end else (),
+            excluded=end.excluded if end else (),
             steps_lost=lost,
             effective_seconds=sum(effective),
         )

@@ -20,10 +20,10 @@ from cookbook.base.yamlfile import read_yaml
 from cookbook.run.slurm import nodes_in
 
 # In a job's environment, this variable holds the nodes that the list excluded, comma-separated.
-LEFT_OUT_VARIABLE = "COOKBOOK_LEFT_OUT"
+EXCLUDED_VARIABLE = "COOKBOOK_EXCLUDED"
 _HEAD = """\
-# Nodes that jobs leave out; jobs rewrite this file, and keep the entries but no other comments.
-# To use a node again, delete its entry; to leave one out, add an entry:
+# Nodes that jobs exclude; jobs rewrite this file, and keep the entries but no other comments.
+# To use a node again, delete its entry; to exclude one, add an entry:
 #
 # worker-7:
 #   until: 2027-01-31 18:00    # UTC
@@ -40,7 +40,7 @@ class Excluded:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.node}: {self.reason}; left out until {_written(self.until)} UTC"
+        return f"{self.node}: {self.reason}; excluded until {_written(self.until)} UTC"
 
 
 def excluded_file(runs: Path | None = None) -> Path:

@@ -99,16 +99,16 @@ def scancel(job_ids: Sequence[str]) -> None:
     _output_of(["scancel", *job_ids])
 
 
-def requeue(job_id: str, leave_out: Sequence[str] | None, begin: float | None) -> None:
+def requeue(job_id: str, exclude: Sequence[str] | None, begin: float | None) -> None:
     """Requeue a running job under the same id, which ends its processes.
 
-    `leave_out`: nodes to exclude (None: no change); `begin`: earliest start (None: now).
+    `exclude`: nodes to exclude (None: no change); `begin`: earliest start (None: now).
 
     Slurm changes a job's excluded nodes only while it is pending, so they are set after the
     requeue. A caller inside the job must therefore survive the signal that the requeue sends.
     """
     _output_of(["scontrol", "requeue", job_id])
-    changes = [] if leave_out is None else [f"ExcNodeList={','.join(leave_out)}"]
+    changes = [] if exclude is None else [f"ExcNodeList={','.join(exclude)}"]
     if begin is not None:
         changes.append(time.strftime("StartTime=%Y-%m-%dT%H:%M:%S", time.localtime(begin)))
     if changes:
@@ -239,7 +239,7 @@ def is_preempted(job_id: str) -> bool:
     return False
 
 
-def left_out_by(job_id: str) -> list[str]:
+def excluded_by(job_id: str) -> list[str]:
     found = _field_of(job_id, "ExcNodeList")
     return nodes_in(found) if found not in ("", "(null)") else []
 
@@ -332,7 +332,7 @@ def run_step(
     module: str,
     question: str,
     limit_s: float,
-    on_line: Callable[[str, float], None],
+    on_line: Callable[[str], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
     """Run `python -m module question` on each of `nodes`, for at most `limit_s` seconds.
@@ -360,7 +360,7 @@ def _try_step(
     command: Sequence[str],
     limit_s: float,
     start_limit_s: float,
-    on_line: Callable[[str, float], None],
+    on_line: Callable[[str], None],
     is_enough: Callable[[], bool],
 ) -> StepEnd:
     created, started, errors = time.monotonic(), list[float](), list[str]()
@@ -371,7 +371,7 @@ def _try_step(
         for line in process.stdout or ():
             started.append(time.monotonic())
             if line.strip() != _STARTED:
-                on_line(line, time.time())
+                on_line(line)
 
     readers = [
         threading.Thread(target=read_output, daemon=True),

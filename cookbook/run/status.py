@@ -157,7 +157,7 @@ class AttemptEnd:
     last_step: int | None = None
     last_good_step: int | None = None  # last step with finite loss and gradient
     decision: str | None = None  # what the supervisor did next, and why
-    left_out: tuple[str, ...] = ()  # nodes excluded by this attempt's preflight
+    excluded: tuple[str, ...] = ()  # nodes excluded by this attempt's preflight
 
 
 def write_attempt_end(attempt: Attempt, end: AttemptEnd) -> None:

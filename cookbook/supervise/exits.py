@@ -160,7 +160,7 @@ def _end(
 ) -> AttemptEnd:
     end = AttemptEnd(attempt.number, cause, reason, code, started, ended=time.time())
     excluded = tuple(status.read_json(attempt.preflight).get("excluded", ()))
-    return replace(end, job_id=own_job.job_id(), left_out=excluded)
+    return replace(end, job_id=own_job.job_id(), excluded=excluded)
 
 
 def _with_steps(end: AttemptEnd, attempt: Attempt) -> AttemptEnd:

@@ -74,7 +74,7 @@ def check_links(
     }
     found, slow, ended = Network(), dict[Pair, str](), dict[str, str]()
 
-    def on_line(line: str, moment: float) -> None:
+    def on_line(line: str) -> None:
         mark, _, text = line.partition(" ")
         if mark == _ENDED:
             ended.update(json.loads(text))

@@ -11,7 +11,6 @@ import platform
 import re
 import socket
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,10 +39,9 @@ _SMALL_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Report:
-    """A node's clock (seconds since the epoch), its faults, and its versions."""
+    """The faults and versions of a node."""
 
     node: str
-    clock: float
     faults: list[Fault]
     facts: dict[str, str]
 
@@ -84,7 +82,7 @@ def report_node(
     cards = list(rdma_devices(here))
     facts["network cards"] = f"{len(cards)}" + (f" ({cards[0]}, ...)" if cards else "")
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return Report(name, time.time(), node_faults(here), facts)
+    return Report(name, node_faults(here), facts)
 
 
 def _digest(path: Path) -> str:

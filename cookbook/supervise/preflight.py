@@ -8,11 +8,10 @@ import contextlib
 import json
 import os
 import socket
-import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cookbook.base.errors import InputError, JobError
@@ -33,8 +32,6 @@ from cookbook.supervise.node_report import Report, ReportReader
 
 # Time limit for a node's report, in seconds. Each command that it runs has half of that.
 REPORT_S = 30.0
-# Checkpoints and logs of several nodes are compared by their times, so the clocks must agree.
-_MOST_SKEW_S = 5.0
 _MOST_DIFFERENCES = 3
 # Jobs list at most one in so many nodes of a partition: more have a common cause.
 _SHARE = 2
@@ -132,9 +129,9 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
         job.faults[node] = [Fault("list", listed[node].reason, 0.0)]
         job.log(str(listed[node]))
     ask_nodes(job)
-    decide(job)
+    require_nodes(job)
     while mode == "full" and not check_network(job):
-        decide(job)
+        require_nodes(job)
     chosen = job.healthy[: record.nodes]
     spare, seconds = len(job.healthy) - len(chosen), time.monotonic() - started
     job.log(
@@ -149,14 +146,14 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
 
 def ask_nodes(job: JobNodes) -> None:
     """Ask nodes without known faults to report; exclude those that are faulty or do not answer."""
-    asked, reports, ahead = job.healthy, dict[str, Report](), dict[str, float]()
+    asked, reports = job.healthy, dict[str, Report]()
     if not asked:
         return
     reader = ReportReader()
 
-    def on_line(line: str, moment: float) -> None:
+    def on_line(line: str) -> None:
         if (report := reader.read(line)) is not None:
-            reports[report.node], ahead[report.node] = report, report.clock - moment
+            reports[report.node] = report
 
     facts, record = facts_of(job.record), job.record
     paths, texts = {"tokenizer": facts.assets}, dict[str, list[str]]()
@@ -184,11 +181,11 @@ def ask_nodes(job: JobNodes) -> None:
         if not end.not_launched:
             break
     different = differing([reports[node] for node in asked if node in reports])
-    late, found = skewed(ahead), dict[str, list[Fault]]()
+    found = dict[str, list[Fault]]()
     for node in asked:
         known = reports.get(node)
         faults = known.faults if known else [Fault("answer", silent[node], PASSING_H)]
-        faults += [of[node] for of in (different, late) if node in of]
+        faults += [different[node]] if node in different else []
         if faults:
             found[node] = faults
     # A job of few nodes shows a common fault only over its attempts, each on other nodes.
@@ -238,16 +235,6 @@ def differing(reports: Sequence[Report]) -> dict[str, Fault]:
     return faults
 
 
-def skewed(ahead: Mapping[str, float]) -> dict[str, Fault]:
-    """Return a fault for each node whose clock offset (`ahead`, seconds) is far from the median."""
-    middle, faults = statistics.median(ahead.values() or [0.0]), {}
-    for node in ahead:
-        if abs(off := ahead[node] - middle) > _MOST_SKEW_S:
-            words = f"its clock is {abs(off):.0f} s {'ahead' if off > 0 else 'behind'}"
-            faults[node] = Fault("clock", words, PASSING_H)
-    return faults
-
-
 def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
     """Return a fault that more than half of the nodes, and at least two, share; else None.
 
@@ -278,7 +265,7 @@ def check_network(job: JobNodes) -> bool:
     return not bad
 
 
-def decide(job: JobNodes) -> None:
+def require_nodes(job: JobNodes) -> None:
     """Check that the job has enough healthy nodes.
 
     Raises:
@@ -296,11 +283,11 @@ def decide(job: JobNodes) -> None:
     job_id = own_job.slurm_job() or ""
     # Go on excluding the nodes that the user or the profile excludes. Those that the submission or
     # an earlier check left out are judged anew, because their exclusion may have expired.
-    of_list = {*job.listed(), *os.environ.get(excluded.LEFT_OUT_VARIABLE, "").split(",")}
+    of_list = {*job.listed(), *os.environ.get(excluded.EXCLUDED_VARIABLE, "").split(",")}
     for end in job_ends(job.cell):
         of_list.update(read_json(job.cell.attempt(end.attempt).preflight).get("for_slurm", ()))
     of_list -= set(job.cluster.exclude)
-    of_user = [node for node in slurm.left_out_by(job_id) if node not in of_list]
+    of_user = [node for node in slurm.excluded_by(job_id) if node not in of_list]
     choice = _slurm_choice(job, of_user)
     if choice.short and job.record.too_few_nodes == "stop":
         raise JobError(
