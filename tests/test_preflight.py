@@ -347,10 +347,10 @@ def test_a_fault_that_is_no_single_nodes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_node_that_breaks_the_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = dict.fromkeys("023", "local rank 3: RuntimeError: Connection closed by peer")
-    own = {"1": "local rank 0: RuntimeError: Unable to find address for: ib0"}
+    closed = dict.fromkeys("023", "rank 3: RuntimeError: Connection closed by peer")
+    own = {"1": "rank 0: RuntimeError: Unable to find address for: ib0"}
     found = check_links(monkeypatch, 4, lambda node: 9, **closed, **own)
-    assert [*found.bad] == ["worker-1"] and "cannot communicate (worker-1: local" in str(found.bad)
+    assert [*found.bad] == ["worker-1"] and "cannot communicate (worker-1: rank" in str(found.bad)
     found = check_links(monkeypatch, 4, lambda node: 9, **dict.fromkeys("0123", own["1"]))
     assert not found.bad and "find address" in found.error
 

@@ -41,7 +41,7 @@ def test_a_node_that_cannot_talk_is_found_and_left_out(small: SlurmCluster, tmp_
     assert small.wait(job) == "COMPLETED", log.read_text()
     (left,) = read_excluded(tmp_path / "runs")
     assert left.node == "worker-2"
-    assert "the ranks cannot communicate (worker-2: local rank 0: " in left.reason
+    assert "the ranks cannot communicate (worker-2: RuntimeError: " in left.reason
     assert "Unable to find address for: none0" in left.reason
     nodes = {record.node for record in read_records(tmp_path / "records")}
     assert len(nodes) == 4 and "worker-2" not in nodes
@@ -69,7 +69,7 @@ def on_the_clock(collective):
 
 for rank in range(5):
     if os.fork() == 0:
-        os.environ["RANK"] = str(rank)
+        os.environ["LOCAL_RANK"] = str(rank)
         dist.all_reduce = on_the_clock(dist.all_reduce)
         dist.all_to_all_single = on_the_clock(dist.all_to_all_single)
         collectives.time = SimpleNamespace(monotonic=lambda: now[0])
@@ -80,8 +80,8 @@ sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(5)))
 
 def test_bandwidth_is_what_a_rank_must_send_in_the_time_of_one_collective() -> None:
     plan = {"device": "cpu", "num_bytes": 16000, "groups": [[0, 1], [2, 3, 4]], "timeout_s": 60.0}
-    place = {"WORLD_SIZE": "5", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    done = python("-c", _RANKS, json.dumps(plan), variables=place)
+    plan |= {"address": "localhost", "port": free_port(), "world": 5, "first_rank": 0}
+    done = python("-c", _RANKS, json.dumps(plan))
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.partition("cookbook-link ")[2] for line in done.stdout.splitlines()]
     said = sorted((json.loads(line) for line in lines if line), key=lambda one: one["ranks"])

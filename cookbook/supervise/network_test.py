@@ -11,14 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cookbook.config.cluster import Bandwidth
-from cookbook.observe.failure import is_consequence
+from cookbook.observe.failure import find_reason, is_consequence
 from cookbook.run.slurm import node_addresses, run_step
 
 _COLLECTIVES = "cookbook.titan.common.collectives"
@@ -63,9 +62,10 @@ def check_links(
     ]
     question = {
         "nodes": nodes,
-        "address": node_addresses(nodes[:1])[nodes[0]],
         "ranks_per_node": ranks_per_node,
         "plan": {
+            "address": node_addresses(nodes[:1])[nodes[0]],
+            "world": len(nodes) * ranks_per_node,
             "device": device,
             "num_bytes": _NUM_BYTES[device],
             "groups": groups,
@@ -125,53 +125,25 @@ def slow_nodes(nodes: Sequence[str], slow: Mapping[Pair, str]) -> dict[str, str]
     return bad
 
 
-def run_ranks(
-    nodes: Sequence[str],
-    address: str,  # of the first node
-    ranks_per_node: int,
-    plan: dict[str, Any],
-) -> None:
-    """Run this node's ranks, and print the first error among them."""
+def run_ranks(nodes: Sequence[str], ranks_per_node: int, plan: dict[str, Any]) -> None:
+    """Run this node's ranks by a torchrun of their own, and print the first error among them."""
     node = os.environ["SLURMD_NODENAME"]
-    command = [sys.executable, "-m", _COLLECTIVES, json.dumps(plan)]
-    port = _PORTS[17 * int(os.environ["SLURM_JOB_ID"]) % len(_PORTS)]
-    deadline = time.monotonic() + _LIMIT_S
+    number = 17 * int(os.environ["SLURM_JOB_ID"]) % len(_PORTS)
+    plan |= {"first_rank": nodes.index(node) * ranks_per_node, "port": _PORTS[number]}
     with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, str(local)) for local in range(ranks_per_node)]
-        ranks = []
-        for local, log in enumerate(logs):
-            environment = {
-                **os.environ,
-                "RANK": str(nodes.index(node) * ranks_per_node + local),
-                "LOCAL_RANK": str(local),
-                "WORLD_SIZE": str(len(nodes) * ranks_per_node),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            }
-            with log.open("wb") as errors:
-                ranks.append(subprocess.Popen(command, env=environment, stderr=errors))
-        error = _first_error(ranks, logs, deadline)
-        for rank in ranks:
-            rank.kill()
-        for rank in ranks:
-            rank.wait()
-    print(_ENDED, json.dumps({node: error}), flush=True)
-
-
-def _first_error(
-    ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline: float
-) -> str:
-    while time.monotonic() < deadline:
-        for local, rank in enumerate(ranks):
-            if code := rank.poll():
-                lines = logs[local].read_text(errors="replace").strip().splitlines()
-                error = next((line for line in reversed(lines) if "Error" in line), "")
-                return f"local rank {local}: {error[:300] or f'exit status {code}'}"
-        if all(rank.poll() == 0 for rank in ranks):
-            return ""
-        time.sleep(0.05)
-    return "no end in time"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects=2"),
+            *("--local-addr=localhost", f"--nproc-per-node={ranks_per_node}"),
+            *(f"--log-dir={folder}/ranks", "-m", _COLLECTIVES, json.dumps(plan)),
+        ]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as torchrun:
+            try:
+                code = torchrun.wait(_LIMIT_S)
+                error = code and (find_reason(Path(folder)) or f"exit status {code}")
+            except subprocess.TimeoutExpired:
+                torchrun.terminate()
+                error = "no end in time"
+    print(_ENDED, json.dumps({node: error or ""}), flush=True)
 
 
 if __name__ == "__main__":

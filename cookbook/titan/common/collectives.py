@@ -2,8 +2,8 @@
 
     python -m cookbook.titan.common.collectives PLAN          (PLAN: `main`'s arguments as JSON)
 
-Reads torch.distributed's variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The
-first rank of each group prints the group's bandwidth as a line of JSON.
+Each node's ranks have a torchrun of their own, of which only LOCAL_RANK is read. The first rank of
+each group prints the group's bandwidth as a line of JSON.
 """
 
 import json
@@ -26,13 +26,20 @@ def main(
     num_bytes: int,  # size of each rank's input to a collective
     groups: list[list[int]],  # groups of ranks, which run an all-to-all each, in this order
     timeout_s: float,  # limit for each collective
+    address: str,  # of rank 0, which listens at `port`
+    port: int,
+    world: int,
+    first_rank: int,  # of this node
 ) -> None:
-    """Run this rank's part of the test; all ranks get the same arguments."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(seconds=timeout_s)
+    """Run this rank's part of the test; the ranks of all nodes get the same plan."""
+    local, timeout = int(os.environ["LOCAL_RANK"]), timedelta(seconds=timeout_s)
+    rank, place = first_rank + local, f"tcp://{address}:{port}"
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+        torch.cuda.set_device(local)
+    # Else rank 0 would look for its own torchrun's store there.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, place, timeout, world, rank)
     values = torch.ones(num_bytes // 4, device=device)
     # Bus bandwidth as in nccl-tests: a ring all-reduce moves each value twice, so count it twice.
     _measure("all_reduce", range(world), 2 * num_bytes, partial(dist.all_reduce, values), None)
