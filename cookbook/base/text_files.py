@@ -3,15 +3,21 @@
 `submit.py` checks them before a job is queued, and the training process's data loader reads them
 with the same functions, so both report errors at the same file and line. `submit.py data` records
 document lengths in the runs folder's `texts.json`, where `check` and `plan` read them.
+
+A data set of the hub is streamed shard by shard (its files, mostly). `datasets` yields the rows of
+a shard in the same order each time, so a position is a shard and a number of rows. A resume reads
+its shard from the start again, up to that row.
 """
 
 import contextlib
+import functools
 import glob
 import gzip
 import hashlib
 import io
 import itertools
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,12 +26,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.document import Document
 from cookbook.base.errors import InputError
 from cookbook.base.files import json_text, write_whole
-from cookbook.base.hub_texts import PREFIX, HubTexts
 from cookbook.base.paths import runs_folder
 
+PREFIX = "hub:"
+_FORM = re.compile(r"hub:([^:@]+)(?:@([^:]+))?(?::([^:]*))?(?::([^:]+))?")
 # The number of documents that are read and shuffled together.
 WINDOW = 4096
 _LINES = [f".{kind}{packed}" for kind in ("jsonl", "json", "txt") for packed in ("", ".gz", ".zst")]
@@ -33,6 +39,46 @@ SUFFIXES = (*_LINES, ".parquet")
 # A .txt file is one document. A larger one is cut at line ends into documents of this many bytes.
 _PIECE_BYTES = 256 * 2**10
 _ENTRY = re.compile(r"(?:(\d+(?:\.\d+)?):)?(.+?)(?:#([^#]*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text (str, or bytes in UTF-8) or, with a `key`, a line of JSON that holds one under it."""
+
+    origin: Path | str
+    row: int  # number of the line, row or piece in `origin`, from 1
+    raw: Any
+    key: str = ""
+
+    def text(self) -> str:
+        """Return the text; raise InputError if there is none, or if no tokenizer would take it."""
+        found, remedy = "", "repair the document"
+        value = self.raw
+        try:
+            if self.key:
+                value = json.loads(value)
+                if not isinstance(value, dict) or self.key not in value:
+                    keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+                    found = f"has no key {self.key!r}, found: {keys}"
+                    remedy = "name the key of the text: data.text_key, or #KEY after the files"
+                else:
+                    value = value[self.key]
+            if isinstance(value, bytes):
+                return value.decode("utf-8-sig")
+            if isinstance(value, str):
+                value.encode()  # fails where a tokenizer would
+                return value
+            found = (
+                found or f"{self.key or 'the column'} holds no text, found {type(value).__name__}"
+            )
+        except UnicodeDecodeError as error:
+            found = f"byte {error.start:,} of the document is not UTF-8"
+            remedy = "convert the file, with iconv -f latin1 say"
+        except UnicodeEncodeError as error:
+            found = f"character {error.start:,} of the text is half a surrogate pair"
+        except (ValueError, RecursionError) as error:
+            found = f"is not a line of JSON ({error})"
+        raise InputError(f"{self.origin}:{self.row}", found, remedy)
 
 
 @dataclass(frozen=True)
@@ -89,6 +135,72 @@ def _opened(path: Path) -> Any:
 
         return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
     return path.open("rb")
+
+
+@dataclass(frozen=True)
+class HubTexts:
+    """One split of a data set; `name` is OWNER/NAME, or a folder's path."""
+
+    pattern: str
+    key: str
+    name: str
+    revision: str | None
+    config: str | None
+    split: str
+
+    @classmethod
+    def parse(cls, pattern: str, key: str, root: Path) -> "HubTexts":
+        """Parse hub:OWNER/NAME@REVISION:CONFIG:SPLIT; all but the name can be left out."""
+        found = _FORM.fullmatch(pattern)
+        name, revision, config, split = found.groups() if found else ("", None, None, None)
+        if (folder := root / Path(name).expanduser()).is_dir() and found and not revision:
+            name = str(folder.resolve())
+        elif not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            remedy = "write hub:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]"
+            raise InputError("data.files", f"{pattern!r} is no data set or folder", remedy)
+        return cls(pattern, key, name, revision, config or None, split or "train")
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+            remedy = f"{hub} must know it, and HF_TOKEN where it is private; without a network, "
+            remedy += "download it and name its files"
+            raise InputError(self.pattern, f"cannot be read ({words})", remedy) from None
+
+    def commit(self) -> str:
+        """Return the commit that the hub has now; raise InputError if it cannot be asked."""
+        if self.name.startswith("/"):
+            return ""
+        with self._reading():
+            from huggingface_hub import HfApi
+
+            return str(HfApi().dataset_info(self.name, revision=self.revision, timeout=10).sha)
+
+    def shards(self) -> list[Callable[[], Iterator[Document]]]:
+        """Return for each shard what reads it; raise InputError if there is no such data set."""
+        with self._reading():
+            from datasets import load_dataset
+
+            where = {"name": self.config, "revision": self.revision, "split": self.split}
+            stream: Any = load_dataset(self.name, **where, streaming=True)
+            count = stream.num_shards
+            shards = [stream.shard(num_shards=count, index=number) for number in range(count)]
+        return [functools.partial(self._rows, shard) for shard in shards]
+
+    def _rows(self, shard: Any) -> Iterator[Document]:
+        before = 0
+        # Its __iter__ would share one shard among the data loader's workers; `iter` does not.
+        for batch in shard.iter(batch_size=64):
+            if self.key not in batch:
+                found = f"has no column {self.key!r}, found: {', '.join(batch)}"
+                raise InputError(self.pattern, found, "name it: data.text_key, or #KEY at the end")
+            for number, text in enumerate(batch[self.key], before + 1):
+                yield Document(self.pattern, number, text)
+            before += len(batch[self.key])
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from cookbook.config.cell import Cell
 from cookbook.config.options import Options
 from cookbook.launch.script import command_text, render_script, sbatch_options
 from cookbook.run import slurm
-from cookbook.run.code import code_folder, snapshot_code
 from cookbook.run.excluded import (
     EXCLUDED_VARIABLE,
     Choice,
@@ -38,10 +37,12 @@ from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import (
     Run,
     RunRecord,
+    code_folder,
     commit,
     note_new_job,
     publish_run,
     release_submit_locks,
+    snapshot_code,
 )
 from cookbook.run.states import RUN_VARIABLE, process_job
 from cookbook.run.status import (

@@ -21,10 +21,19 @@ from cookbook.config.cell import Cell, Finding
 from cookbook.config.request import cell_of_script, read_script
 from cookbook.config.resolve import keep_schedule
 from cookbook.run import own_job, slurm, status
-from cookbook.run.code import code_folder, code_of_job, snapshot_code
 from cookbook.run.folder import CellFolder, saved_steps
 from cookbook.run.record import earlier_record
-from cookbook.run.run import RunRecord, commit, is_run, note_new_job, read_run, write_run
+from cookbook.run.run import (
+    RunRecord,
+    code_folder,
+    code_of_job,
+    commit,
+    is_run,
+    note_new_job,
+    read_run,
+    snapshot_code,
+    write_run,
+)
 from cookbook.run.states import RUN_VARIABLE, is_alive, process_job
 from cookbook.supervise.resume_point import find_checkpoint
 

@@ -27,9 +27,8 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.hf_datasets import text_datasets
 from torchtitan.tools.logging import logger
 
-from cookbook.base.document import Document
 from cookbook.base.errors import InputError
-from cookbook.base.text_files import TextSource, find_sources, windows
+from cookbook.base.text_files import Document, TextSource, find_sources, windows
 from cookbook.titan.common.process import die_with_parent
 from cookbook.titan.tt_0_2_2.versions import refuse
 
