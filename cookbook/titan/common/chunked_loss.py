@@ -110,7 +110,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         of_hidden, of_weight = ctx.saved_tensors
         hidden, weight = ctx.inputs
         hidden_grad = torch.empty_like(of_hidden, dtype=hidden.dtype)
-        cast(of_hidden[None], hidden_grad[None], grad_loss)
+        cast(of_hidden, hidden_grad, grad_loss)
         return hidden_grad, give(of_weight, weight, grad_loss), None, None
 
 

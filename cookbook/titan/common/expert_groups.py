@@ -253,7 +253,7 @@ def scored_swiglu(gate_up: Tensor, scores: Tensor) -> Tensor:
 def cast(
     source: Tensor, target: Tensor, factor: Tensor | None = None, base: Tensor | None = None
 ) -> None:
-    """Write `source * factor + base` to `target` in its dtype, all (experts, rows, columns)."""
+    """Write `source * factor + base` to `target` in its dtype, all (..., rows, columns)."""
     if source.is_cuda:
         _triton().cast(source, target, factor, base)
         return

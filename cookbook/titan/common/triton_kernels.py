@@ -275,16 +275,20 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 
 
 def cast(source: Tensor, target: Tensor, factor: Tensor | None, base: Tensor | None) -> None:
-    """Write `source * factor + base` to `target` in its dtype, all (experts, rows, columns).
+    """Write `source * factor + base` to `target` in its dtype, all (..., rows, columns).
 
-    They must be contiguous within an expert; `factor` is a scalar of the device. PyTorch's own copy
+    They must be contiguous within a matrix; `factor` is a scalar of the device. PyTorch's own copy
     runs at half the speed when one of them is a slice of a larger tensor, and its product at a
     third when the dtypes differ.
     """
-    experts, size = len(source), source[0].numel()
-    base_stride = 0 if base is None else base.stride(0)
-    _cast_kernel[(triton.cdiv(size, 4096), experts)](
-        source, target, factor, base, size, source.stride(0), target.stride(0), base_stride, 4096
+    matrices, size = source.shape[:-2].numel(), source.shape[-2:].numel()
+
+    def stride(tensor: Tensor | None) -> int:
+        return 0 if tensor is None or tensor.dim() == 2 else tensor.stride(0)
+
+    strides = (stride(one) for one in (source, target, base))
+    _cast_kernel[(triton.cdiv(size, 4096), matrices)](
+        source, target, factor, base, size, *strides, 4096
     )
 
 

@@ -46,7 +46,7 @@ def keep_dtypes(weights: Iterable[Tensor]) -> None:
 
 
 def give(grad: Tensor, weight: Tensor, factor: Tensor | None = None) -> Tensor | None:
-    """Return `grad` (experts, rows, columns), times `factor`, for autograd.
+    """Return `grad` (..., rows, columns), times `factor`, for autograd.
 
     It has the dtype of `weight`, unless that accepts any: see `keep_dtypes`. A rank alone adds it
     to the gradient of an earlier microbatch, if any, and returns None: one pass instead of a cast
