@@ -21,7 +21,7 @@ from cookbook.observe.metrics import (
     read_steps,
     seconds_to_first_step,
 )
-from cookbook.results.measured import summarize_load
+from cookbook.results.result import summarize_load
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.status import AttemptEnd, Cause, Resumption, write_attempt_end, write_json

@@ -1,7 +1,7 @@
 """A run's charts, as data for the script on the page.
 
-To add a curve over steps, add a line to OTHERS; to add another chart, a function to CHARTS. It
-returns a Chart, or None if there is nothing to plot.
+To add a chart, add a line to CHARTS: a curve of some value of the steps, or a function that returns
+a Chart, or None if there is nothing to plot.
 """
 
 import json
@@ -10,12 +10,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from cookbook.observe.metrics import StepMetrics
 from cookbook.results.columns import gain_text, tokens_text
-from cookbook.results.result import Result, RunResults
-from cookbook.results.run_differences import have_same_texts
+from cookbook.results.result import Result, RunResults, have_same_texts
 from cookbook.results.verdicts import LEVEL, MARGIN, STALL
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
 
@@ -96,6 +95,9 @@ class _Drawn:
         return Line(self.number, label or self.label, [*values], [*values.values()], is_pale)
 
 
+Maker = Callable[[Sequence[_Drawn], str], Chart | None]  # of a run's cells, and the unit's name
+
+
 def _cells_of(results: RunResults) -> list[_Drawn]:
     by_name = {cell.name: cell for cell in results.cells}
     # Labels omit the leading words that all cell names share (`671b-`).
@@ -159,43 +161,30 @@ def _bar(cell: _Drawn) -> Bar:
     )
 
 
-class _Series(NamedTuple):
-    """A value of each logged step that is drawn as it is, or as a running mean."""
-
-    name: str
-    title: str
-    caption: str
-    unit: str
-    value: Callable[[StepMetrics], float | None]
-    is_noisy: bool = True
+Value = Callable[[StepMetrics], float | None]
 
 
-_VALIDATED = "The loss on the same validation batches each time."
-LOSS = _Series("loss", "Loss", "The loss of every logged step.", "loss", lambda one: one.loss)
-VALIDATION_LOSS = _Series(
-    "validation-loss", "Validation loss", _VALIDATED, "loss", lambda one: one.validation_loss, False
-)
-OTHERS = (
-    _Series("grad-norm", "Gradient norm", "Before clipping.", "norm", lambda one: one.grad_norm),
-    _Series(
-        "learning-rate", "Learning rate", "Of each logged step.", "", lambda one: one.lr, False
-    ),
-)
+def _loss(step: StepMetrics) -> float | None:
+    return step.loss
 
 
-def _finite(result: Result, series: _Series) -> dict[int, float]:
-    found = ((one.step, series.value(one)) for one in result.measured.curve)
+def _finite(result: Result, value: Value) -> dict[int, float]:
+    found = ((one.step, value(one)) for one in result.measured.curve)
     return {step: value for step, value in found if value is not None and math.isfinite(value)}
 
 
-def _curves(series: _Series) -> Callable[[Sequence[_Drawn], str], Chart | None]:
-    def make(cells: Sequence[_Drawn], unit: str) -> Chart | None:
-        found = [(cell, values) for cell in cells if (values := _finite(cell.result, series))]
-        caption, mean = series.caption, running_mean if series.is_noisy else thin
-        if series.is_noisy and any(len(values) > _FEW_STEPS for _, values in found):
-            caption = "The running mean over a fortieth of the logged steps."
+def _curve(
+    name: str, title: str, caption: str, unit: str, value: Value, is_noisy: bool = True
+) -> Maker:
+    """Return the maker of a chart of each logged step's `value`, as it is or as a running mean."""
+
+    def make(cells: Sequence[_Drawn], _: str) -> Chart | None:
+        found = [(cell, values) for cell in cells if (values := _finite(cell.result, value))]
+        is_mean = is_noisy and any(len(values) > _FEW_STEPS for _, values in found)
+        said = "The running mean over a fortieth of the logged steps." if is_mean else caption
+        mean = running_mean if is_noisy else thin
         lines = [cell.line(thin(mean(values, cell.points), cell.points)) for cell, values in found]
-        return _chart(series.name, series.title, caption, series.unit, lines)
+        return _chart(name, title, said, unit, lines)
 
     return make
 
@@ -207,8 +196,8 @@ def loss_difference(cells: Sequence[_Drawn], unit: str) -> Chart | None:
         own, base = cell.result, cell.base
         if base is None or base is own or not have_same_texts(own, base):
             continue
-        known = _finite(base, LOSS)
-        losses = {step: loss for step, loss in _finite(own, LOSS).items() if known.get(step)}
+        known = _finite(base, _loss)
+        losses = {step: loss for step, loss in _finite(own, _loss).items() if known.get(step)}
         percents = {step: 100 * (loss / known[step] - 1) for step, loss in losses.items()}
         if len(percents) > 1:
             is_mean |= len(percents) > _FEW_STEPS
@@ -270,9 +259,17 @@ def router_load(cells: Sequence[_Drawn], unit: str) -> Chart | None:
     return _chart("router-load", "Router load", caption, "times the mean", lines)
 
 
-CHARTS: tuple[Callable[[Sequence[_Drawn], str], Chart | None], ...] = (
-    *(throughput, _curves(LOSS), _curves(VALIDATION_LOSS), loss_difference, step_time, router_load),
-    *map(_curves, OTHERS),
+CHARTS: tuple[Maker, ...] = (
+    throughput,
+    _curve("loss", "Loss", "The loss of every logged step.", "loss", _loss),
+    _curve(
+        *("validation-loss", "Validation loss"),
+        *("The loss on the same validation batches each time.", "loss"),
+        *(lambda one: one.validation_loss, False),
+    ),
+    *(loss_difference, step_time, router_load),
+    _curve("grad-norm", "Gradient norm", "Before clipping.", "norm", lambda one: one.grad_norm),
+    _curve("learning-rate", "Learning rate", "Of each logged step.", "", lambda one: one.lr, False),
 )
 
 

@@ -8,10 +8,18 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.config.resolve import cell_from_record
 from cookbook.predict.step import StepTime, predict_step
-from cookbook.results.asked import asked_facts, repeated_facts
-from cookbook.results.measured import furthest, measure_cell, of_repeats
-from cookbook.results.result import Judged, Result, RunResults, masks_differ, unlike
-from cookbook.results.run_differences import have_same_texts
+from cookbook.results.recorded import repeated_facts
+from cookbook.results.result import (
+    Judged,
+    Result,
+    RunResults,
+    furthest,
+    have_same_texts,
+    masks_differ,
+    measure_cell,
+    of_repeats,
+    unlike,
+)
 from cookbook.results.verdicts import (
     LossVerdict,
     SpeedUp,
@@ -67,7 +75,7 @@ def _against_baseline(folders: Iterable[Result]) -> list[Result]:
     runs = defaultdict[Any, list[Result]](list)
     for result in folders:
         # A repeat that was resumed with other options is a cell of its own.
-        options = frozenset(repeated_facts(asked_facts(result.record)).items())
+        options = frozenset(repeated_facts(result.record).items())
         runs[result.record.repeat_of or result.name, options].append(result)
     groups = [_merge_repeats(own) for own in runs.values()]
     merged = {cell.name: _with_baseline(cell, groups) for cell in groups}

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from cookbook.base.files import json_text
 from cookbook.base.tables import markdown_table
-from cookbook.results.asked import UNKNOWN, routing_of
+from cookbook.results.recorded import UNKNOWN, routing_of
 from cookbook.results.result import Result, RunResults
 from cookbook.results.verdicts import (
     LEVEL,

@@ -1,13 +1,25 @@
-"""Compare a run with another run."""
+"""Compare a run with another run: cells of the same name, and what differs between the runs."""
 
+import re
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cookbook.base.files import json_text
+from cookbook.config.facts import Facts
 from cookbook.results.collect import loss_verdict, speed_up_over
 from cookbook.results.columns import COMPARE, table_of
+from cookbook.results.recorded import UNKNOWN, asked_facts, asked_value, seen_facts
 from cookbook.results.result import Judged, Result, RunResults, unlike
-from cookbook.results.run_differences import between_runs
 from cookbook.run.status import FINISHED
+
+# Facts not to compare: they vary from run to run, or the comparison shows them elsewhere.
+_NOISE = re.compile(r"nodes$|gpu$|self check |mean attended length$")
+# Options that name texts or a tokenizer, with the words that introduce them.
+_KINDS = {
+    **dict.fromkeys((Facts.dataset, Facts.dataset_path), "the texts: "),
+    Facts.assets: "the tokenizer: ",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,39 @@ def _incomparable(cell: Result, base: Result, base_run: str) -> str | None:
         if one.measured.status != FINISHED:
             return f"{place}is {one.measured.status or 'of unknown status'}"
     return unlike(cell, base, f"in {base_run}")
+
+
+def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
+    """Yield one line per difference between two runs, over the cells that both have."""
+    by_name = {cell.name: cell for cell in other.cells}
+    common = [(cell, by_name[cell.name]) for cell in one.cells if cell.name in by_name]
+    differing = defaultdict[tuple[str, str, str], list[str]](list)
+    for name in ("cluster", "stack", "commit"):
+        first, second = (getattr(run.run, name) or UNKNOWN for run in (one, other))
+        differing[name, first, second] = []
+    differing["devices", _devices(one), _devices(other)] = []
+    for base, own in common:
+        asked = [asked_facts(cell.record) for cell in (base, own)]
+        for name in {**asked[0], **asked[1]}:
+            if name not in ("cluster", "stack"):
+                first, second = (asked_value(facts, name) for facts in asked)
+                differing[_KINDS.get(name, "") + name, first, second].append(base.name)
+        before, after = (seen_facts(cell.measured.environment) for cell in (base, own))
+        for name, value in before.items():
+            if name in after and not _NOISE.match(name):
+                differing[name, value, after[name]].append(base.name)
+    for (name, first, second), cells in differing.items():
+        if first != second:
+            where = f" (of {', '.join(cells)})" if cells and len(cells) < len(common) else ""
+            yield f"{name}{where}: {first} in {one.run.run}, {second} in {other.run.run}"
+
+
+def _devices(run: RunResults) -> str:
+    active = [(one.record.world, one.measured.active) for one in run.cells]
+    found = dict.fromkeys(
+        f"{world} x {one.get('gpu') or 'CPU rank'}" for world, one in active if one
+    )
+    return " and ".join(found) or UNKNOWN
 
 
 def comparison_markdown(comparison: Comparison) -> str:

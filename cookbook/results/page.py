@@ -3,7 +3,7 @@
 import html
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,52 @@ from cookbook.base.files import write_whole
 from cookbook.base.paths import TEMPLATES
 from cookbook.results.charts import COLOURS, Chart, chart_data, charts_of
 from cookbook.results.columns import CELLS, Table, report_tables
+from cookbook.results.recorded import UNKNOWN, asked_facts, asked_value, seen_facts
 from cookbook.results.result import RunResults
-from cookbook.results.run_differences import configuration, environment
 from cookbook.results.summary import facts, headlines, notes, render_markdown
 from cookbook.run.run import Run, RunRecord
 
 MARKDOWN, PAGE = "report.md", "report.html"
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Facts of a run's cells: those that all cells share, and a table of those that differ."""
+
+    shared: Sequence[tuple[str, str]]  # name and value of each fact
+    differing: Table | None
+    is_known: bool = True
+
+
+def configuration(results: RunResults) -> Conditions:
+    """Return the recipe, layout and options requested for each cell's newest attempt."""
+    asked = {cell.name: asked_facts(cell.record) for cell in results.cells}
+    names = dict.fromkeys(name for own in asked.values() for name in own)
+    cells = {
+        cell: {name: asked_value(own, name) for name in names} if own else {}
+        for cell, own in asked.items()
+    }
+    return _conditions("option", cells)
+
+
+def environment(results: RunResults) -> Conditions:
+    """Return versions, GPUs, driver and nodes of the cells that have reached their first step."""
+    active = {cell.name: cell.measured.environment for cell in results.cells}
+    found = _conditions("fact", {name: seen_facts(one) for name, one in active.items() if one})
+    if commit := results.run.commit:
+        found = replace(found, shared=(("commit of the cookbook", commit), *found.shared))
+    return found
+
+
+def _conditions(title: str, cells: Mapping[str, Mapping[str, str]]) -> Conditions:
+    names = dict.fromkeys(name for facts in cells.values() for name in facts)
+    rows: list[tuple[str, ...]] = [
+        (name, *(facts.get(name, UNKNOWN) for facts in cells.values())) for name in names
+    ]
+    shared = [(row[0], row[1]) for row in rows if len({*row[1:]}) == 1 and row[1] != UNKNOWN]
+    differing = [row for row in rows if len({*row[1:]}) > 1]
+    table = Table((title, *cells), differing, "l" * (1 + len(cells))) if differing else None
+    return Conditions(shared, table, any(cells.values()))
 
 
 def save_report(run: Run, results: RunResults) -> None:

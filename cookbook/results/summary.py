@@ -6,17 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
-from cookbook.config.facts import Facts
+from cookbook.config.facts import Facts, facts_of
 from cookbook.config.pins import read_pins
 from cookbook.observe.metrics import StepMetrics
 from cookbook.results import verdicts
-from cookbook.results.asked import UNKNOWN, routing_of, sequence_length
 from cookbook.results.columns import (
     CELLS,
     gain_text,
     report_tables,
     tokens_text,
 )
+from cookbook.results.recorded import UNKNOWN, routing_of
 from cookbook.results.result import Result, RunResults, masks_differ, unlike
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
@@ -197,7 +197,7 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
     if len(shown := {f"{length:,.0f}" for length, _ in known}) == 1:
         # Without document masks, causal attention over n tokens has a mean of (n + 1) / 2 keys.
         whole = {round(2 * length - 1) for length, _ in known}
-        is_whole = len(whole) == 1 and whole == {sequence_length(one.record) for _, one in known}
+        is_whole = len(whole) == 1 and whole == {facts_of(one.record).seq_len for _, one in known}
         of = f", in whole sequences of {whole.pop():,}" if is_whole else ""
         shared.append(f"a token attends to {shown.pop()} tokens on average{of}")
     if shared:

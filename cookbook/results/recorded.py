@@ -1,4 +1,4 @@
-"""What was asked of a cell and what its job saw, as facts: name and value, both text.
+"""What was asked of a cell and what its job saw, as names and texts.
 
 An unset option counts as TorchTitan's default, so setting the default explicitly is no difference.
 """
@@ -16,15 +16,9 @@ from cookbook.run.record import CellRecord
 
 UNKNOWN = "-"
 _MOST_NODES = 4
-# Skip these facts of `environment.json`: they follow from options, which are compared anyway.
-_ASKED = frozenset({"precision", "ep_backend", "loss"})
-_DURATION = "self check seconds"  # a duration, which varies from run to run
-# Options that name texts or a tokenizer, with the words that introduce them in a comparison.
-KINDS = {
-    Facts.dataset: "the texts: ",
-    Facts.dataset_path: "the texts: ",
-    Facts.assets: "the tokenizer: ",
-}
+# Facts of `environment.json` to skip: they follow from options, or vary from run to run.
+_SKIPPED = frozenset({"precision", "ep_backend", "loss"})
+_DURATION = "self check seconds"
 # Options that change the loss, but not a step's speed.
 _OF_LOSS = (Facts.lr, "lr_scheduler.", Facts.seed, Facts.shuffle_seed)
 
@@ -61,18 +55,20 @@ def _defaults(stack: str) -> Mapping[str, str]:
     return {name: text_of(option.default) for name, option in options.items()}
 
 
-def speed_facts(asked: Mapping[str, str]) -> dict[str, str]:
-    """Return those of a cell's requested facts that can change a step's speed, without defaults."""
+def speed_facts(record: CellRecord) -> dict[str, str]:
+    """Return the requested facts that can change a step's speed, without defaults."""
+    asked = asked_facts(record)
     default = _defaults(asked.get("stack", UNKNOWN))
     return {name: one for name, one in of_speed(asked).items() if one != default.get(name)}
 
 
-def repeated_facts(asked: Mapping[str, str]) -> dict[str, str]:
+def repeated_facts(record: CellRecord) -> dict[str, str]:
     """Return those of a cell's requested facts that all its repeats share."""
+    asked = asked_facts(record)
     of_loss = {name: one for name, one in asked.items() if name.startswith(_OF_LOSS)}
     # A resume with more steps keeps the schedule: then both options say the same.
     total = asked.get(Facts.total_steps) or asked.get(Facts.steps, "")
-    return {**speed_facts(asked), **of_loss, Facts.total_steps: total}
+    return {**speed_facts(record), **of_loss, Facts.total_steps: total}
 
 
 def texts_of(record: CellRecord) -> tuple[object, ...]:
@@ -81,14 +77,6 @@ def texts_of(record: CellRecord) -> tuple[object, ...]:
     is_anew = "dataloader" in (record.options.get(Facts.load_excluded) or ())
     own = (asked_value(asked, name) for name in options_that(TEXTS))
     return record.recipe, tokens, is_anew, *own
-
-
-def sequence_length(record: CellRecord) -> int | None:
-    return record.options.get(Facts.seq_len)
-
-
-def is_profiled(record: CellRecord) -> bool:
-    return record.options.get(Facts.profiles) is True
 
 
 def routing_of(record: CellRecord) -> str | None:
@@ -100,7 +88,7 @@ def seen_facts(environment: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts in an attempt's `environment.json`, each value as one line of text."""
     content = dict(environment)
     versions, nodes = content.pop("versions", {}), content.pop("nodes", [])
-    facts = {name.replace("_", " "): content[name] for name in content if name not in _ASKED}
+    facts = {name.replace("_", " "): content[name] for name in content if name not in _SKIPPED}
     if nodes:
         many = f"{len(nodes)}: {nodes[0]} to {nodes[-1]}"
         facts["nodes"] = nodes if len(nodes) <= _MOST_NODES else many
