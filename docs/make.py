@@ -30,9 +30,8 @@ from cookbook.config.resolve import cell_on, published_number
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
 from cookbook.predict.hardware import hardware_of
 from cookbook.predict.memory import predict_memory
-from cookbook.predict.rank import describe_ranks
+from cookbook.predict.rank import count_work, describe_ranks
 from cookbook.predict.step import predict_step
-from cookbook.predict.traffic import count_work
 from cookbook.results.columns import FIELDS
 from docs import option_tables
 from docs.figures import EVIDENCE, FIGURES, read_data

@@ -2,9 +2,9 @@
 
     python -m tests.golden        (or: make golden)
 
-Recorded are a cell's script in tests/golden, train_671b.sh and train_16b.sh, and the
-table of the installed TorchTitan's options. Tests compare all of them exactly; look at `git diff`
-before you commit what this has renewed.
+Recorded are a cell's script and predictions in tests/golden, train_671b.sh and train_16b.sh, and
+the table of the installed TorchTitan's options. Tests compare all of them exactly; look at
+`git diff` before you commit what this has renewed.
 """
 
 import subprocess
@@ -18,6 +18,7 @@ from cookbook.config.dialect.names import PACKAGE
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import merge_config, resolve_cell
 from cookbook.launch.script import render_launcher, render_script
+from tests.predictions import PREDICTIONS, predictions_text
 
 GOLDEN = Path(__file__).parent / "golden"
 OPTION_TABLE = ROOT.joinpath(*PACKAGE.split("."), "options.json")
@@ -64,7 +65,9 @@ def main() -> None:
         write_whole(GOLDEN / name, text, mode=0o755)
     for name, text in launchers().items():
         write_whole(ROOT / name, text, mode=0o755)
-    print(f"renewed {OPTION_TABLE.name}, {', '.join(scripts)}, {', '.join(LAUNCHERS)}")
+    write_whole(PREDICTIONS, predictions_text())
+    renewed = [OPTION_TABLE.name, PREDICTIONS.name, *scripts, *LAUNCHERS]
+    print(f"renewed {', '.join(renewed)}")
 
 
 if __name__ == "__main__":

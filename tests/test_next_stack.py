@@ -26,7 +26,7 @@ from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import cell_on
 from cookbook.predict.memory import predict_memory
 from cookbook.predict.rank import describe_ranks
-from cookbook.predict.traffic import count_work
+from cookbook.predict.rank import count_work
 cell = cell_on(load_cluster("h200-node"), "debug", "float8", "standard", {})
 ranks = describe_ranks(cell)
 print([predict_memory(cell, rank) for rank in ranks], count_work(cell, ranks), ranks)

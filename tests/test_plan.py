@@ -12,8 +12,15 @@ from cookbook.config.facts import Facts
 from cookbook.config.options import Setting
 from cookbook.config.validate import validation_errors
 from cookbook.plan.render import degrees
-from cookbook.plan.search import SearchResult, evaluate, recomputation, search
-from cookbook.plan.space import RECOMPUTATION, rejected_values, space_of
+from cookbook.plan.search import (
+    RECOMPUTATION,
+    SearchResult,
+    evaluate,
+    recomputation,
+    rejected_values,
+    search,
+    space_of,
+)
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 

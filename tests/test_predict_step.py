@@ -11,12 +11,9 @@ from cookbook.predict.hardware import C4, LOCAL, Documents, Hardware
 from cookbook.predict.hardware import slowest_attended_tokens as slowest
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
-from tests.check_cells import with_options
-from tests.predict_machine import H200, on_gpus, only
+from tests.predict_machine import on_gpus, only
 
 EP = "parallelism.expert_parallel_degree"
-GLOBAL = "training.global_batch_size"
-POLICY = "parallelism.fsdp_reshard_after_forward"
 NONE = {"activation_checkpoint.mode": "none"}
 
 
@@ -34,33 +31,6 @@ def test_the_terms_of_a_step_say_what_is_exposed() -> None:
     assert step.as_mapping()["recompute_ms"] == 3.0
 
 
-def test_each_round_of_accumulation_takes_its_time() -> None:
-    """Three rounds before the optimizer, which runs once; the host's time for a step too."""
-    one = on_gpus(4)
-    three = with_options(one, {GLOBAL: 3 * 4 * 4})
-    first, all_rounds = (predict_step(cell, None, LOCAL, H200) for cell in (one, three))
-    assert all_rounds.recompute_ms == pytest.approx(3 * first.recompute_ms)
-    assert all_rounds.tokens_per_gpu == 3 * first.tokens_per_gpu == 3 * 4 * 8192
-    once = {"optimizer and gradient norm"}
-    for name, time_ms in first.terms_ms.items():
-        # Of the host's time a part is for the step.
-        added = H200.host_ms_per_step if name == "host" else 0.0
-        wanted = 3 * (time_ms - added) + added if name not in once else time_ms
-        assert all_rounds.terms_ms[name] == pytest.approx(wanted), name
-
-
-def test_texts_are_tokenized_between_steps() -> None:
-    found = terms(on_gpus(4), only(text_us_per_token=2.0))
-    # Microseconds, and milliseconds.
-    assert found["texts"] == pytest.approx(4 * 8192 * 2 / 1000)
-
-
-def test_ranks_that_share_a_batch_share_its_tokens() -> None:
-    options = {"parallelism.data_parallel_replicate_degree": 2, EP: 1}
-    cell = on_gpus(8, {**options, "parallelism.tensor_parallel_degree": 2})
-    assert predict_step(cell, None, LOCAL, H200).tokens_per_gpu == 4 * 8192 / 2
-
-
 def gathered(prefix: str) -> int:
     """Elements of the 16B's FSDP modules of four ranks; each rank's experts are its own."""
     (one,) = describe_ranks(on_gpus(4))
@@ -69,15 +39,6 @@ def gathered(prefix: str) -> int:
 
 # Attention takes seconds in each layer.
 SLOW_ATTENTION = {"flex_attention_forward_tflops": 0.001, "flex_attention_backward_tflops": 0.001}
-
-
-@pytest.mark.parametrize(("policy", "gathers"), [("always", 2), ("default", 2), ("never", 1)])
-def test_what_fsdp_sends_is_exposed_where_nothing_is_computed(policy: str, gathers: int) -> None:
-    """Parameters in BF16, once more for the backward where they are not kept; FP32 gradients."""
-    found = terms(on_gpus(4, {POLICY: policy}), only(nvlink_gb_per_s=1.0))
-    layers, first = gathered("layer"), gathered("tok_embeddings")
-    size = layers * (2 * gathers + 4) + first * (2 + 4)
-    assert found["FSDP, exposed"] == pytest.approx(size * 3 / 4 / 1e6)
 
 
 def test_compute_beside_fsdp_loses_a_share_of_what_is_hidden() -> None:
@@ -101,16 +62,6 @@ def test_compute_beside_fsdp_loses_a_share_of_what_is_hidden() -> None:
     found = terms(on_gpus(4, NONE), half)
     assert found["compute beside FSDP"] == pytest.approx(0.25 * layers * 2 / 0.5)
     assert found["FSDP, exposed"] == pytest.approx(layers * (2 + 4) / 0.5 + first * (2 + 4))
-
-
-def test_released_deepep_sends_and_computes_each_token_for_every_tp_rank() -> None:
-    own = on_gpus(4, {"parallelism.tensor_parallel_degree": 2}, ep_backend="deepep")
-    for fact, term in (
-        ("deepep_nvlink_gb_per_s", "EP, exposed"),
-        ("bf16_peak_tflops", "grouped GEMMs"),
-    ):
-        ours, theirs = (terms(own, only(**{fact: 1.0}), released=one) for one in (False, True))
-        assert theirs[term] == pytest.approx(2 * ours[term])
 
 
 def test_the_slowest_rank_is_one_of_those_that_exchange_tokens() -> None:

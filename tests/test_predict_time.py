@@ -18,9 +18,6 @@ from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import FACTS, RATES, on_gpus
 
-MODE = "activation_checkpoint.mode"
-SELECTIVE = {MODE: "selective", "activation_checkpoint.selective_ac_option": "op"}
-SAVES = "activation_checkpoint.op_sac_save_list"
 FLASH = {"model.attention": "flash_attention_4"}
 HARDWARE = Path(__file__).resolve().parents[1] / "recipes/hardware"
 CELLS = {
@@ -71,26 +68,6 @@ def test_a_job_of_several_nodes_needs_all_facts_of_the_network(
     monkeypatch.setattr("cookbook.predict.hardware.load_hardware", lambda path: known)
     with pytest.raises(InputError, match="says nothing of the network between nodes"):
         hardware_of(cell)
-
-
-def test_scored_activations_leave_less_to_do_again() -> None:
-    scored = {"deepep.score_activations": True}
-    for options, gemms in (
-        # Two products of three again; nothing where they are saved.
-        ({MODE: "full", SAVES: []}, 11 / 12),
-        ({SAVES: ["communication"]}, 11 / 12),
-        ({SAVES: ["communication", "grouped_mm"]}, 1),
-        ({MODE: "none", SAVES: []}, 1),
-    ):
-        cell = cell_of("deepseek_v3_16b", FLASH | SELECTIVE | options, ep_backend="deepep")
-        steps = [predict_step(one, overlapped=False) for one in (cell, with_options(cell, scored))]
-        ratios = {name: one / steps[0].terms_ms[name] for name, one in steps[1].terms_ms.items()}
-        assert ratios["grouped GEMMs"] == pytest.approx(gemms, rel=1e-3), options
-        assert ratios["moving rows"] < 0.9
-        # Six exchanges were five and a half of two kinds.
-        assert options.get(MODE) != "full" or 0.7 < ratios["EP, exposed"] < 0.95
-    standard = cell_of("deepseek_v3_16b", ep_backend="standard")
-    assert predict_step(standard) == predict_step(with_options(standard, scored))
 
 
 @pytest.mark.titan

@@ -7,9 +7,8 @@ import pytest
 from cookbook.config.cell import Cell
 from cookbook.config.facts import Layout
 from cookbook.predict.operators import fsdp_units, layer_operators
-from cookbook.predict.rank import describe_ranks, model_of
+from cookbook.predict.rank import Work, count_work, describe_ranks, model_of
 from cookbook.predict.shapes import shapes_of
-from cookbook.predict.traffic import Work, count_work
 from tests.check_cells import cell_of
 from tests.predict_machine import on_gpus
 

@@ -1,6 +1,7 @@
 """`submit.py profile` of traces and of a recipe; kernels by their names."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,7 @@ def test_a_recipe_is_trained_and_profiled(recipe: str, tmp_path: Path) -> None:
     assert json.loads(again.stdout)["ranks"] == found["ranks"]
 
 
+OWN_KERNEL = re.compile(r"@triton\.jit.*\ndef (_\w+_kernel)\(")
 # As profilers of this stack name them: H100, H200 and B200, torch 2.10 and 2.11.
 KERNELS = {
     "attention": [
@@ -181,7 +183,7 @@ KERNELS = {
     "quantization": [
         "void mxfp8_quantize_kernel<__nv_bfloat16, __nv_fp8_e4m3, 32ul, 1ul, 0>(CUtensorMap_st)",
         "triton_scale_swizzle_M_groups",
-        "_triton_fp8_per_group_rowwise_scales_kernel",
+        "_quantize_kernel",
         "triton_red_fused__to_copy_abs_amax_clamp_div_mul_2",
     ],
     "loss": [
@@ -208,12 +210,22 @@ KERNELS = {
     ],
 }
 NAMES = [(category, name) for category, names in KERNELS.items() for name in names]
+OWN = [
+    name
+    for file in ROOT.glob("cookbook/titan/common/*.py")
+    for name in OWN_KERNEL.findall(file.read_text())
+]
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
 @pytest.mark.parametrize(("category", "name"), NAMES)
 def test_a_kernels_name_says_what_it_is_for(category: str, name: str) -> None:
     assert category_of(name) == category
+
+
+def test_a_rule_knows_each_of_the_cookbooks_own_kernels() -> None:
+    assert len(OWN) > 10 and {"_quantize_kernel", "_update_kernel"} <= {*OWN}
+    assert [name for name in OWN if category_of(name) == "other"] == []
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from cookbook.config.sweep import load_sweep
 from cookbook.predict.step import StepTime
 from cookbook.results.charts import charts_of
 from cookbook.results.columns import CELLS, FIELDS, render_json, report_tables
-from cookbook.results.result import Measured
-from cookbook.results.result import Judged, Result, RunResults
 from cookbook.results.page import configuration, environment
+from cookbook.results.result import Judged, Measured, Result, RunResults
 from cookbook.results.summary import facts, headlines, notes, render_markdown
 from cookbook.results.verdicts import FASTER, NOISE, STEPS, SpeedUp, Throughput
 from cookbook.run.record import CellRecord

@@ -12,9 +12,9 @@ import pytest
 from cookbook.base.paths import ROOT
 from cookbook.config.cluster import load_cluster
 from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
-from cookbook.results.recorded import routing_of
 from cookbook.results.charts import charts_of
 from cookbook.results.columns import REPEATS, report_tables
+from cookbook.results.recorded import routing_of
 from cookbook.results.summary import facts, notes
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record

@@ -10,9 +10,8 @@ from cookbook.check.check import Built, dry_run
 from cookbook.config.cell import Cell
 from cookbook.config.dialect.names import OVERRIDES
 from cookbook.predict.memory import groups_of
-from cookbook.predict.rank import describe_ranks, model_of
+from cookbook.predict.rank import count_work, describe_ranks, model_of
 from cookbook.predict.shapes import shapes_of
-from cookbook.predict.traffic import count_work
 from tests.check_cells import cell_of
 
 pytestmark = pytest.mark.titan

@@ -28,9 +28,8 @@ from cookbook.config.facts import Facts
 from cookbook.config.recipe import OF_PRECISION
 from cookbook.config.validate import judge
 from cookbook.predict.memory import FITS, TIGHT, StageMemory, predict_memory, state_gib, verdict
-from cookbook.predict.rank import Rank, describe_ranks
+from cookbook.predict.rank import Rank, Work, count_work, describe_ranks
 from cookbook.predict.step import StepTime, predict_step
-from cookbook.predict.traffic import Work, count_work
 
 
 @dataclass(frozen=True)

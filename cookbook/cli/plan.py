@@ -17,8 +17,7 @@ from cookbook.config.resolve import merge_config
 from cookbook.config.sweep import requested_pair
 from cookbook.config.validate import validation_errors
 from cookbook.plan import render
-from cookbook.plan.search import evaluate, search
-from cookbook.plan.space import rejected_values, space_of
+from cookbook.plan.search import evaluate, rejected_values, search, space_of
 from cookbook.predict.hardware import documents_of, hardware_of, parse_documents
 from cookbook.predict.rank import model_of
 

@@ -42,8 +42,8 @@ from cookbook.config.sweep import (
 from cookbook.predict.memory import predict_memory
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import predict_step
-from cookbook.results.recorded import UNKNOWN
 from cookbook.results.columns import tokens_text
+from cookbook.results.recorded import UNKNOWN
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder, saved_steps
 from cookbook.run.record import read_record

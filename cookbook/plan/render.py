@@ -1,18 +1,15 @@
 """Render layouts as a table for people, JSON for programs, or a recipe to train."""
 
 import dataclasses
-import itertools
 import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cookbook.base.errors import InputError
 from cookbook.base.tables import text_table
-from cookbook.base.yamlfile import shown_path
+from cookbook.base.yamlfile import dump_yaml, shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.recipe import check_name, reference
 from cookbook.config.resolve import merge_config
@@ -158,7 +155,7 @@ def check_target(path: Path) -> None:
 
 
 def render_recipe(path: Path, candidate: Candidate, base: Cell) -> str:
-    """Return the YAML to write to `path` for `candidate`; its comments give `base`'s values."""
+    """Return the YAML for `path`: the layout of `candidate`, and how it differs from `base`."""
     cell, step, recipe, name = candidate.cell, candidate.step, candidate.cell.recipe, path.stem
     overlays, options = (cell.precision, cell.ep_backend), cell.options.stack.options
     # Do not write options that the precision, EP backend or cluster would override anyway.
@@ -170,40 +167,34 @@ def render_recipe(path: Path, candidate: Candidate, base: Cell) -> str:
     for option, value in cell.options.values.items():
         if merged.options[option] != value:
             command += ["--set", f"{option}={options[option].as_text(value)}"]
+    settings = {n: v for n, v in cell.options.values.items() if n not in theirs}
     lines = [
-        f"# {recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",
-        "#",
-        "# Predicted, not measured (docs/evidence/prediction.md). Run it with:",
-        f"#     {shlex.join(command)}",
+        f"{recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",
+        "",
+        "Predicted, not measured (docs/evidence/prediction.md). Run it with:",
+        f"    {shlex.join(command)}",
     ]
     if step is not None:
         share = step.terms_ms[step.largest] / step.step_ms
         lines.append(
-            f"# {candidate.speed:,.0f} tokens/s/GPU, {candidate.memory.total:.0f} GiB a GPU, "
+            f"{candidate.speed:,.0f} tokens/s/GPU, {candidate.memory.total:.0f} GiB a GPU, "
             f"limited by {step.largest} ({share:.0%} of a step)."
         )
-    lines += [
-        "",
-        f'name: "{name}"',
-        f'description: "{recipe.short_name} as planned: {degrees(cell)}"',
-        f"nodes: {cell.nodes}",
-        *(f"{one.kind}: {_scalar(reference(one.kind, one.path))}" for one in overlays),
-    ]
+    changed = {n: (base.options[n], v) for n, v in settings.items() if base.options[n] != v}
+    lines += [f"Changed: {n} from {old} to {new}" for n, (old, new) in changed.items()]
+    content: dict[str, Any] = {
+        "name": name,
+        "description": f"{recipe.short_name} as planned: {degrees(cell)}",
+    }
+    content["nodes"] = cell.nodes
+    content |= {one.kind: reference(one.kind, one.path) for one in overlays}
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
         if field.name not in _NOT_KEPT and value != field.default:
-            lines.append(f"{field.name}: {_scalar(value)}")
-    sections: dict[str, list[str]] = {}
-    for option, value in cell.options.values.items():
-        if option in theirs or value is options[option].default is None:
-            continue
+            content[field.name] = value
+    for option, value in settings.items():
         section, _, key = option.partition(".")
-        own = sections.setdefault(section, ["", f"{section}:"])
-        if base.options[option] != value:
-            own.append(f"  # {base.recipe.name}: {_scalar(base.options[option])}")
-        own.append(f"  {key}: {_scalar(value)}")
-    return "\n".join([*lines, *itertools.chain(*sections.values())]) + "\n"
-
-
-def _scalar(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+        if value is not None or options[option].default is not None:
+            content.setdefault(section, {})[key] = value
+    comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return f"{comment}\n{dump_yaml(content)}"

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cookbook.config.cell import Cell
-from cookbook.predict.hardware import Hardware
 from cookbook.predict.operators import (
     Operator,
     attention_operators,
@@ -20,7 +18,7 @@ from cookbook.predict.operators import (
     head_operators,
 )
 from cookbook.predict.rank import Layer, ModelPart, Rank, model_of
-from cookbook.predict.shapes import Shapes, spared_products
+from cookbook.predict.shapes import spared_products
 from cookbook.predict.traffic import Links
 
 # Milliseconds by kind of kernel; the kinds are those of `submit.py profile`.
@@ -41,13 +39,10 @@ def scaled(terms: Mapping[str, float], factor: float) -> Terms:
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """The times of a cell's kernels."""
+class Kernels(Links):
+    """The times of a cell's kernels, beside those of its links."""
 
-    cell: Cell
-    hardware: Hardware
-    shapes: Shapes
-    attended_tokens: float  # mean number of keys that a token attends to, on the slowest rank
+    attended_tokens: float = 0.0  # keys that a token attends to: mean, on the slowest rank
     is_released: bool = False  # whether TorchTitan runs as released, without the cookbook's patches
 
     @property
@@ -182,17 +177,17 @@ class Kernels:
         """Return the time of clipping and Adam, which move 40 bytes per stored parameter."""
         return self.bytes_ms(40.0 * rank.local_parameters)
 
-    def copies(self, rank: Rank, gathers: int, reduces: int, sums: int) -> float:
+    def copies(self, rank: Rank, rounds: int, sums: int) -> float:
         """Return the time that FSDP takes to cast and pack parameters and gradients.
 
-        `gathers`, `reduces`: how often FSDP gathers each module and reduces its gradients.
+        `rounds`: how often it gathers the modules and reduces their gradients.
         `sums`: how often it adds a microbatch's gradients to those of others; 0 without a pipeline.
         """
         if not self.shapes.mixed_precision:
             return 0.0
         local, gathered = rank.local_parameters, sum(part.gathered for part in rank.parts)
-        size = gathers * (6.0 * local + 4 * gathered) + reduces * (6.0 * gathered + 8 * local)
-        return self.bytes_ms(size + sums * 10.0 * gathered)
+        size = self.gathers * (6.0 * local + 4 * gathered) + 6.0 * gathered + 8 * local
+        return self.bytes_ms(rounds * size + sums * 10.0 * gathered)
 
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
@@ -235,17 +230,14 @@ def exchange_wait_ms(
 class LayerTimes:
     """The times of a cell's dense layers and MoE layers."""
 
-    def __init__(self, kernels: Kernels, links: Links, overlapped: bool = True) -> None:
-        self._cell, self._kernels, self._links = kernels.cell, kernels, links
-        s = kernels.shapes
+    def __init__(self, kernels: Kernels, overlapped: bool = True) -> None:
+        self._kernels, s = kernels, kernels.shapes
         self._overlapped = overlapped and s.deepep and s.ep > 1 and not kernels.is_released
-        self._exchange_ms = links.expert_exchanges_ms()
-        self._tensor_ms = links.nccl_ms(links.tensor())
         # Keyed by whether the layer is MoE. `_backward` excludes recomputation.
         self._forward = {moe: self._compute(moe, False) for moe in (False, True)}
         self._backward = {moe: self._compute(moe, True) for moe in (False, True)}
         # The GPU waits while the host reads how many rows the rank received.
-        host_ms = kernels.hardware.host_ms_per_routed_layer if self._cell.layout.ep > 1 else 0.0
+        host_ms = kernels.hardware.host_ms_per_routed_layer if s.ep > 1 else 0.0
         self._forward[True] = add(self._forward[True], {EP: self._sent_ms(False), HOST: host_ms})
 
     def _compute(self, moe: bool, backward: bool) -> Terms:
@@ -255,16 +247,16 @@ class LayerTimes:
             k.attend(backward),
             k.multiply(feed_forward_operators(k.shapes, moe), backward),
             k.pointwise(moe, backward),
-            {TP: (_TP_BACKWARD if backward else _TP_FORWARD) * self._tensor_ms},
+            {TP: (_TP_BACKWARD if backward else _TP_FORWARD) * k.tensor_ms},
         )
         return add(terms, k.experts(backward)) if moe else terms
 
     def _sent_ms(self, backward: bool, hiding_ms: float = 0.0) -> float:
-        if not self._overlapped:
-            return self._exchange_ms
         k = self._kernels
+        if not self._overlapped:
+            return k.expert_exchanges_ms()
         experts_ms = sum(k.experts(backward).values())
-        chunk_ms = self._links.deepep_ms(k.chunks)
+        chunk_ms = k.deepep_ms(k.chunks)
         shared_ms = [
             sum(k.multiply([one], backward).values())
             for one in feed_forward_operators(k.shapes, moe=True)
@@ -283,12 +275,13 @@ class LayerTimes:
         if not layer.moe:
             return terms
         # Recomputing a whole layer takes place while dispatches are in flight, which hides them.
-        whole = layer.recomputed and self._cell.facts.budget is None
+        whole = layer.recomputed and self._kernels.cell.facts.budget is None
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 
     def again(self, moe: bool, recomputed: bool) -> Terms:
         """Return the time that a layer's backward spends recomputing parts of the forward."""
-        terms, facts, k = self._forward[moe], self._cell.facts, self._kernels
+        terms, k = self._forward[moe], self._kernels
+        facts = k.cell.facts
         if facts.budget is not None:
             # The last of the experts' three GEMMs is not recomputed: no gradient needs its output.
             shares = {ATTENTION: 1, DENSE: 1, POINTWISE: 1, GROUPED: 2 / 3, QUANTIZING: 2 / 3}
@@ -301,8 +294,8 @@ class LayerTimes:
             spared.add(ATTENTION)
         if "communication" in saved:
             spared |= {EP, HOST}
-            terms = {**terms, TP: _TP_COMPILED * self._tensor_ms}
-        dense = k.multiply(spared_products(self._cell, k.shapes, moe), False)
+            terms = {**terms, TP: _TP_COMPILED * k.tensor_ms}
+        dense = k.multiply(spared_products(k.cell, k.shapes, moe), False)
         terms = add(terms, scaled(dense, -1))
         if "grouped_mm" in saved:
             spared |= {GROUPED, QUANTIZING}
@@ -315,10 +308,10 @@ class LayerTimes:
 
     def part(self, part: ModelPart) -> tuple[Terms, Terms]:
         """Return the forward and the backward time of one microbatch on a pipeline stage."""
-        k, tensor = self._kernels, {TP: self._tensor_ms}
+        k = self._kernels
         forward = [self._forward[layer.moe] for layer in part.layers]
         backward = [self._backward_of(layer) for layer in part.layers]
-        ends = [tensor] * (bool(part.embedding) + bool(part.head))
+        ends = [{TP: k.tensor_ms}] * (bool(part.embedding) + bool(part.head))
         if part.head:
             head = head_operators(k.shapes)
             forward += [k.multiply(head, False), k.loss()]

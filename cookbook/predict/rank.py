@@ -269,3 +269,32 @@ def count_parameters(model: Model) -> tuple[int, int]:
     total = sum(one.numel for one in operators)
     experts = sum(one.numel for one in operators if one.is_expert)
     return total, total - experts + experts * model.top_k // model.num_experts
+
+
+@dataclass(frozen=True)
+class Work:
+    """The parameters of the model, and the work of an optimizer step."""
+
+    parameters: int
+    active_parameters: int
+    flops_per_token: int
+    tokens_per_step: int
+    flops_per_gpu_step: float
+
+
+def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
+    """Return the parameters, and the FLOPs of a token and of a step."""
+    model, seq_len = model_of(cell), cell.facts.seq_len
+    batch = cell.facts.local_batch * ranks[0].gradient_accumulation_steps
+    tokens = batch * cell.layout.replicas * seq_len
+    parameters, active = count_parameters(model)
+    # Count FLOPs as TorchTitan does: no embedding, and attention over the whole sequence.
+    scores = model.n_layers * model.heads * (model.nope + model.rope + model.v_head) * seq_len
+    flops = 6 * (active - model.vocab * model.dim + scores)
+    return Work(
+        parameters=parameters,
+        active_parameters=active,
+        flops_per_token=flops,
+        tokens_per_step=tokens,
+        flops_per_gpu_step=flops * tokens / cell.world,
+    )

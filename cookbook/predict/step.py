@@ -96,9 +96,8 @@ def predict_step(
     attended = (seq_len + 1) / 2
     if documents:
         attended = slowest_attended_tokens(documents, seq_len, sequences, meeting)
-    kernels = Kernels(cell, hardware, shapes, attended, released)
-    links = Links(cell, shapes, hardware)
-    times = LayerTimes(kernels, links, overlapped)
+    kernels = Kernels(cell, shapes, hardware, attended, released)
+    times = LayerTimes(kernels, overlapped)
     least_ms = hardware.host_ms_per_routed_layer
     if times.compute_ms(Layer(0, moe=True, recomputed=False))[0] < least_ms:
         found = f"a microbatch computes in a layer for less than {least_ms:g} ms: the host sets "
@@ -106,10 +105,10 @@ def predict_step(
         place = cell.options.origin(Facts.local_batch)
         raise InputError(place, found, "use more tokens per microbatch")
     rounds = ranks[0].gradient_accumulation_steps
-    busiest, bubble_ms = _busiest(ranks, times, links)
+    busiest, bubble_ms = _busiest(ranks, times, kernels)
     microbatches = busiest.num_microbatches * rounds
     done = [terms for part in busiest.parts for terms in times.part(part)]
-    exposed_ms, hidden_ms = _fsdp_ms(busiest, links, times)
+    exposed_ms, hidden_ms = _fsdp_ms(busiest, kernels, times)
     sums = microbatches if layout.pp > 1 else 0
     tokens = float(facts.local_batch * rounds * seq_len)
     terms = add(
@@ -118,7 +117,7 @@ def predict_step(
             BUBBLE: rounds * bubble_ms,
             FSDP: rounds * exposed_ms,
             BESIDE: rounds * hidden_ms * (1 - hardware.compute_beside_nccl_share),
-            COPIES: kernels.copies(busiest, links.gathers * rounds, rounds, sums),
+            COPIES: kernels.copies(busiest, rounds, sums),
             OPTIMIZER: kernels.optimizer(busiest),
             HOST: hardware.host_ms_per_step,
             TEXT: 0.0 if facts.data_workers > 0 else tokens * hardware.text_us_per_token / 1000,
@@ -143,8 +142,7 @@ def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Ra
             forward, backward = (sum(terms.values()) for terms in times.part(part))
             durations |= {(stage, "I"): backward * 2 / 3, (stage, "W"): backward / 3}
             durations |= {(stage, "F"): forward, (stage, "B"): backward}
-    sent_ms = links.nccl_ms(links.stage())
-    end_ms, busy_ms = play([rank.actions for rank in ranks], durations, sent_ms)
+    end_ms, busy_ms = play([rank.actions for rank in ranks], durations, links.stage_ms)
     busiest_ms = max(busy_ms)
     return ranks[busy_ms.index(busiest_ms)], end_ms - busiest_ms
 

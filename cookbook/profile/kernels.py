@@ -112,15 +112,13 @@ RULES = (
     # Fused AdamW, and the norms and scaling of clip_grad_norm_ (multi_tensor_apply, _foreach_*).
     # FSDP's _foreach_copy_ uses the same kernels, so its rule comes first.
     Match("copies", operation=r"^aten::_foreach_copy_"),
-    Match("optimizer", kernel=r"multi_tensor_apply|FusedAdam|FusedSgd"),
+    Match("optimizer", kernel=r"multi_tensor_apply|FusedAdam|^_update_kernel"),
     Match("optimizer", operation=r"^aten::(_foreach_|_fused_adam|linalg_vector_norm)"),
     # --- Quantization. These rules precede those for GEMMs, because a GEMM's operation may launch
     # quantization kernels as well.
-    # TorchAO: MXFP8 casts (CUDA and Triton), scales in the blocked layout, FP8 rowwise casts.
+    # TorchAO's MXFP8 casts (CUDA and Triton) and scales in the blocked layout; the cookbook's FP8.
     Match("quantization", kernel=r"mxfp8_quantize|to_mxfp8_dim|mx_block(_rearrange|ed_layout)"),
-    Match("quantization", kernel=r"triton_scale_swizzle|scale_swizzle|_dequant_mxfp8|nvfp4"),
-    Match("quantization", kernel=r"_triton_fp8_(per_group|rowwise)|fp8_blockwise_\w*quant"),
-    Match("quantization", kernel=r"^_?to_fp8_(row|col)|^_amax_|^_scale_(atomic|reduction)"),
+    Match("quantization", kernel=r"scale_swizzle|_dequant_mxfp8|^_(quantize|transpose)_kernel"),
     Match("quantization", operation=r"torchao::\w*(quantize|to_mx|swizzle|fp8|rearrange)"),
     # Quantization fused by Inductor: a maximum absolute value, then a clamp to the format's range.
     Match("quantization", kernel=r"^triton_\w*(amax\w*clamp|clamp\w*amax|float8)"),
