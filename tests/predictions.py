@@ -74,7 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "a worker": {"training.dataloader.num_workers": 1},
 }
 DEEPEP = ("plain", "TP 2", "none", "saves all", "trained routing", "eager", "budget")
-ALONE = ("plain", "whole loss", "none", "eager", "budget", "row kernels", "saves all")
+ALONE = ("plain", "whole loss", "none", "none, eager", "budget", "row kernels", "saves all")
 
 
 def cells() -> Iterator[tuple[str, Cell]]:

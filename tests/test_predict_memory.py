@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from cookbook.base.family import Model
+from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
+from cookbook.config.resolve import this_machine
 from cookbook.predict.memory import GIB, StageMemory, predict_memory
 from cookbook.predict.operators import Unit
 from cookbook.predict.rank import Layer, ModelPart, describe_ranks, model_of
-from cookbook.predict.shapes import destinations
+from cookbook.predict.shapes import destinations, padded_tokens
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 
@@ -142,3 +144,11 @@ def test_671b_has_its_published_share_a_rank() -> None:
     state = stored["parameters"] + stored["optimizer state"] + stored["gradients"]
     assert state == pytest.approx(37.9, abs=0.05)
     assert max(predict_memory(cell, one).total for one in ranks) < 178 * 0.88
+
+
+@pytest.mark.parametrize(("capability", "block"), [(9.0, 64), (10.0, 128)])
+def test_flash_attention_pads_documents_to_blocks(capability: float, block: int) -> None:
+    cluster = this_machine(4, Gpu("a GPU", capability, 80))
+    cell = dataclasses.replace(on_gpus(4), cluster=cluster)
+    # 3 sequences with room for 64 documents each.
+    assert padded_tokens(cell, 3) == 3 * 8192 + (3 * 64 + 1) * block
