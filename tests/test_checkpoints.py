@@ -269,16 +269,6 @@ def test_exported_weights_are_refused_whatever_is_excluded(cell: Started, step: 
             cell.start(*own)
 
 
-def test_another_number_of_readers_is_refused_or_reads_anew(cell: Started) -> None:
-    save(cell.saved, 6, readers=4)
-    with pytest.raises(InputError) as refused:
-        cell.start()
-    assert "4 data-parallel ranks read the texts, and now there are 2" in str(refused.value)
-    assert "checkpoint.exclude_from_loading=dataloader" in str(refused.value)
-    cell.start("--checkpoint.exclude_from_loading=dataloader")
-    assert cell.step() == 6
-
-
 @pytest.mark.parametrize("option", ["data.files=b", "data.shuffle_seed=2", WORKERS])
 def test_a_lost_position_in_the_texts_is_refused_or_reads_anew(cell: Started, option: str) -> None:
     for name in "ab":
@@ -299,10 +289,6 @@ def test_a_lost_position_in_the_texts_is_refused_or_reads_anew(cell: Started, op
     with pytest.raises(InputError, match=says):
         cell.start(*changed)
     cell.start(*first, attempt=2)
-    with pytest.raises(InputError, match="found 16B, and the checkpoint is of debugmodel"):
-        cell.start(*first, "--model.flavor=16B")
-    with pytest.raises(InputError, match=r"num_experts: found 8, and .* of the flavor as it is"):
-        cell.start(*first, "--model.overrides.moe_args.num_experts=8")
 
 
 def test_texts_and_tokenizer_are_what_is_in_them(cell: Started) -> None:

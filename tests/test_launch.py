@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import submitit
 
 from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
-from cookbook.base.yamlfile import Words
 from cookbook.check import check
 from cookbook.check.check import Built
 from cookbook.cli import run
@@ -27,7 +27,7 @@ from cookbook.run.excluded import exclude_nodes
 from cookbook.run.record import read_record
 from cookbook.run.run import Run, is_submit_locked, read_run
 from cookbook.run.status import read_job, read_status
-from tests.cells import CLUSTERS, Point
+from tests.cells import Point
 from tests.programs import write_program
 
 SWEEP = ["sweep", "smoke", "--nodes", "1", "--cluster"]
@@ -141,12 +141,6 @@ def test_one_wrong_cell_fails_a_check(machine: Machine, capsys: pytest.CaptureFi
     assert machine.built == []
 
 
-ON_SLURM = [
-    cell
-    for cell in (Point("debug", "bf16", "standard", name).cell() for name in CLUSTERS)
-    if cell.cluster.scheduler == "slurm"
-]
-
 # It takes what it is given, but for the job of a number that is to be refused.
 _SBATCH = """\
 #!/bin/bash
@@ -239,58 +233,20 @@ def test_the_batch_file(slurm: Path, cells: list[Cell], monkeypatch: pytest.Monk
     assert (job.function, job.args) == (os.execv, (sys.executable, words))
 
 
-def test_ctrl_c_says_what_was_queued(
-    slurm: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["sbatch refused it: Batch job submission failed", "interrupted"])
+def test_what_is_not_queued_has_failed_and_what_was_is_named(
+    slurm: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    run, answers = create_run("smoke", cells), ["4711"]
-
-    def submit(run: Run, cells: Sequence[Cell]) -> str:
-        if not answers:
-            raise KeyboardInterrupt
-        return answers.pop()
-
-    monkeypatch.setattr(executor, "_submit_to_slurm", submit)
-    said = f"b: interrupted; queued before: job 4711; to queue the rest: .* --resume {run.name}"
-    with pytest.raises(JobError, match=said):
-        submit_run(run, cells)
-    assert [read_status(run.cell(name)).state for name in "abc"] == ["queued", "failed", "failed"]
-
-
-def test_what_sbatch_refuses_and_all_after_it_has_failed(slurm: Path, cells: list[Cell]) -> None:
     (slurm / "refuse-1").touch()
+    if why == "interrupted":  # by Ctrl-C
+        told = Mock(side_effect=KeyboardInterrupt)
+        monkeypatch.setattr("cookbook.run.slurm.submission_error", told)
     run = create_run("smoke", cells)
-    with pytest.raises(JobError, match="b: sbatch refused it: Batch job submission failed: Inv"):
+    said = rf"b: {why}.*; queued before: job 4711; to queue the rest: .* --resume {run.name}"
+    with pytest.raises(JobError, match=said):
         submit_run(run, cells)
     assert not is_submit_locked(run.folder)
     states = [(read_status(cell).state, read_job(cell) is not None) for cell in run.cells]
     assert states == [("queued", True), ("refused", False), ("failed", False), ("failed", False)]
     for name in ("b", "c"):
-        assert (read_status(run.cell(name)).reason or "").startswith("not queued: sbatch refused")
-
-
-@pytest.mark.parametrize("cell", ON_SLURM, ids=lambda cell: cell.cluster.name)
-def test_one_task_a_node_sees_all_of_its_gpus(cell: Cell) -> None:
-    options = sbatch_options(cell)
-    assert (options["nodes"], options["ntasks-per-node"]) == (cell.nodes, 1)
-    # Untyped, and never by task: a task must see all GPUs of its node.
-    assert options.get("gpus-per-node") == (8 if cell.cluster.gpu else None)
-    assert not {"gpus-per-task", "gres", "gpus"} & set(options)
-    # Its other processes would die of it.
-    assert str(options["signal"]).startswith("B:USR1@")
-    assert ("requeue" in options) != ("no-requeue" in options)
-    # A share of the memory for each CPU is too little for nodes that are one's own.
-    memory = (True, 0) if cell.cluster.exclusive else (None, None)
-    assert (options.get("exclusive"), options.get("mem")) == memory
-    # The log before a requeue stays.
-    assert options["open-mode"] == "append"
-    assert sbatch_options(cell, "671b")["job-name"] == "671b"
-
-
-def test_options_and_excluded_nodes_of_the_profile_are_added() -> None:
-    extra: dict[str, str | bool] = {"reservation": "moe", "spread-job": True, "contiguous": False}
-    cell = ON_SLURM[0]
-    cluster = replace(cell.cluster, sbatch=Words(extra), exclude=("worker-7", "worker-9"))
-    options = sbatch_options(replace(cell, cluster=cluster), exclude=["worker-9", "worker-1"])
-    assert (options["reservation"], options["spread-job"]) == ("moe", True)
-    assert "contiguous" not in options
-    assert options["exclude"] == "worker-7,worker-9,worker-1"
+        assert (read_status(run.cell(name)).reason or "").startswith(f"not queued: {why}")

@@ -18,7 +18,7 @@ from cookbook.base.paths import ROOT
 from cookbook.config.cluster import Bandwidth, load_cluster
 from cookbook.doctor.check import Fault
 from cookbook.run import slurm
-from cookbook.run.excluded import Choice, Excluded, choose, exclude_nodes, read_excluded
+from cookbook.run.excluded import exclude_nodes, read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import StepEnd
@@ -161,15 +161,6 @@ def test_nodes_are_asked_for_what_their_job_needs(
     hours = (listed["worker-0"].until - listed["worker-2"].until) / 3600
     assert hours == pytest.approx(23, abs=0.1)
     assert listed["worker-0"].reason == f"{BUSY.reason}; {ECC.reason}"
-
-
-def test_a_fault_of_most_nodes_is_nobodys(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = [Fault("disk", "/scratch is not there", 1.0)]
-    reports = [Report(name, wrong, {}) for name in job.nodes]
-    monkeypatch.setattr(module, "run_step", _answers(reports, []))
-    with pytest.raises(JobError, match=r"disk: 4 of 4 nodes.* none is excluded"):
-        module.ask_nodes(job)
-    assert job.faults == {} and read_excluded() == []
 
 
 def test_a_wrong_profile_takes_one_node_and_not_the_cluster(
@@ -411,15 +402,3 @@ def test_writers_at_the_same_time_lose_nothing(path: Path) -> None:
     ]
     assert [writer.wait() for writer in writers] == [0] * 4
     assert len(read_excluded()) == 32
-
-
-def test_the_choice_leaves_out_what_slurm_knows() -> None:
-    nodes = [f"worker-{number}" for number in range(4)]
-    listed = [Excluded("worker-1", 50.0, "a"), Excluded("worker-3", 20.0, "b")]
-    elsewhere = Excluded("elsewhere", 9.0, "c")
-    assert choose(2, nodes, [*listed, elsewhere]) == Choice(("worker-3", "worker-1"))
-    # Too few: the one that is back first is not left out, and the job begins then.
-    assert choose(3, nodes, listed) == Choice(("worker-1",), 20.0, 1)
-    assert choose(4, nodes, listed) == Choice((), 50.0, 2)
-    # The partition never had as many: sbatch will refuse that.
-    assert choose(5, nodes, listed) == Choice(("worker-3", "worker-1"))

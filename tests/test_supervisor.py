@@ -185,24 +185,6 @@ def test_a_final_cause_ends_the_cell_at_its_first_start_with_a_remedy(
     assert "lower training.local_batch_size" in done.reason
 
 
-@pytest.mark.parametrize(
-    ("body", "attempts"),
-    [
-        # An exception before the first step; the same at a step; a rank that dies at a step.
-        ("raises 'ValueError: no'", 2),
-        ("step 3 7; raises 'ValueError: no'", 3),
-        ("step 3 7; torchrun_says -11; exit 1", 4),
-    ],
-)
-def test_a_crash_that_comes_again_ends_at_the_bound_with_its_cause(
-    supervised: Callable[..., Outcome], body: str, attempts: int
-) -> None:
-    done = supervised(body)
-    assert (len(done.ends), done.status.state) == (attempts, "failed")
-    assert re.search("ValueError: no|exitcode: -11", done.reason)
-    assert "attempts in a row came no further" in done.reason
-
-
 @pytest.mark.parametrize("loss", ["nan", "inf"])
 def test_a_nan_loss_is_ended_and_its_last_good_step_is_known(
     supervised: Callable[..., Outcome], loss: str
