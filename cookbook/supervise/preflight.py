@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.files import write_whole
@@ -211,9 +211,8 @@ def _last_words(node: str, end: StepEnd) -> str:
     if end.is_late:
         return f"no answer in {REPORT_S:.0f} s"
     lines = end.errors.splitlines()
-    by_srun = [line for line in lines if f"srun: error: {node}: " in line]
-    by_tasks = [line for line in lines if line and "srun: " not in line]
-    return "; ".join(["no answer", *by_tasks[-1:], *by_srun[-1:]])
+    told = [line for line in lines if f"srun: error: {node}: " in line or "srun: " not in line]
+    return "; ".join(["no answer", *filter(None, told[-2:])])
 
 
 def differing(reports: Sequence[Report]) -> dict[str, Fault]:
@@ -296,7 +295,7 @@ def require_nodes(job: JobNodes) -> None:
         )
     words = f"requeued without {', '.join(job.faults)}"
     if choice.begin is None:
-        job.log(f"requeued, to start without {', '.join(job.faults)}")
+        job.log(words)
     else:
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(choice.begin))
         words = f"{words}; waits in the queue until {until}"
@@ -312,7 +311,7 @@ def require_nodes(job: JobNodes) -> None:
 
 
 def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
-    needed, listed, now = len(job.nodes), job.listed(), time.time()
+    listed, now = job.listed(), time.time()
     known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
     known = [node for node in known if node not in of_user]
     for node, faults in job.faults.items():
@@ -320,12 +319,7 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
         # Also exclude faulty nodes that could not be written to the exclusion list.
         if hours and node not in listed:
             listed[node] = Excluded(node, now + hours * 3600, job.reasons[node])
-    if job.record.too_few_nodes == "stop":
-        # The job must not wait for drained nodes, so count them as missing.
-        gone = retry_while_busy(lambda _: slurm.drained(known))
-        known = [node for node in known if node not in gone]
-    choice = excluded.choose(needed, known, list(listed.values()))
-    return replace(choice, short=max(choice.short, needed - len(known) + len(choice.nodes)))
+    return excluded.choose(len(job.nodes), known, list(listed.values()))
 
 
 def _write_findings(
