@@ -86,10 +86,6 @@ def whole_node(tmp_path: Path) -> Node:
     """A node on which nothing is missing."""
     node = Node(tmp_path)
     node.write("checkout/requirements.txt", (ROOT / "requirements.txt").read_text())
-    node.write("checkout/recipes/a.yaml", 'model:\n  hf_assets_path: "assets/hf/A"\n')
-    node.write("checkout/recipes/b.yaml", "model:\n  hf_assets_path: assets/local/tokenizer\n")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        node.write(f"checkout/assets/hf/A/{name}", "{}")
     node.write("checkout/assets/local/stamp.json", '{"bytes": {}}')
     for pin in read_pins():
         if pin.extra != "deepep":

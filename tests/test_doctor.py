@@ -97,10 +97,6 @@ BROKEN: list[tuple[Break, str, str, str]] = [
     (write(f"{DEEPEP}/direct_url.json", "{"), "deepep", "problem", "pinned"),
     (write(f"{DEEPEP}/direct_url.json", "{}"), "deepep", "problem", f"pinned {COMMIT[:7]}"),
     (
-        remove("checkout/assets/hf/A/tokenizer.json"),
-        *("tokenizers", "warning", "not in assets/hf/A"),
-    ),
-    (
         answer(CONFIG, 1, error="slurm_load_ctl_conf error: Unable to contact slurm controller"),
         *("slurm", "problem", "does not answer: slurm_load_ctl_conf error"),
     ),

@@ -71,7 +71,7 @@ def test_the_toolkit_is_of_torchs_major_version(
     built: Path, monkeypatch: pytest.MonkeyPatch, releases: list[tuple[int, int]], reason: str
 ) -> None:
     found = [Toolkit(Path(f"/cuda-{release[0]}"), release) for release in releases]
-    monkeypatch.setattr(deepep, "_find_toolkits", lambda cuda: found)
+    monkeypatch.setattr(deepep, "_find_toolkits", lambda: found)
     with pytest.raises(CannotBuildError, match=reason):
         make_plan("10.0")
 

@@ -100,7 +100,7 @@ class TestDeepEp:
     def test_built_once_at_its_pin_with_inter_node_kernels(self, site: Site) -> None:
         result = site.setup("--arch", "9.0 10.0")
         assert result.returncode == 0, result.stdout
-        assert "for GPUs 9.0;10.0, with inter-node kernels (NVSHMEM " in result.stdout
+        assert "for GPUs 9.0;10.0, with NVSHMEM " in result.stdout
         assert re.search(r"^deepep +ok +1.2.1, inter-node kernels$", result.stdout, re.MULTILINE)
         built_with = site.recorded()
         assert built_with["TORCH_CUDA_ARCH_LIST"] == "9.0;10.0"
@@ -123,7 +123,7 @@ class TestDeepEp:
         site.checkout.environment["STAND_IN_LIBRARY"] = WITHOUT_NVSHMEM
         result = site.setup("--arch", "10.0")
         assert result.returncode == 1
-        assert "without inter-node kernels, not as planned" in result.stdout
+        assert "without inter-node kernels" in result.stdout
         assert "not done: DeepEP" in result.stdout
         assert "intra-node kernels only: one node at most" in result.stdout
         # It is tried again, not taken for built; a build that fails shows why.

@@ -144,23 +144,6 @@ def flash_attention(here: Surroundings) -> Outcome:
     return "ok", f"{version}, its compiler for CUDA {fitting[-1]} (driver {driver})"
 
 
-@check("tokenizers")
-def tokenizers(here: Surroundings) -> Outcome:
-    """Check the tokenizers of all recipes, except the local corpus's own tokenizer."""
-    # Search the recipes as text: the doctor must work before PyYAML is installed.
-    named = re.compile(r"^[^#\n]*\bhf_assets_path:\s*[\"']?([^\s\"'#]+)", re.MULTILINE)
-    texts = (path.read_text() for path in (here.repository / "recipes").glob("*.yaml"))
-    folders = sorted({match[1] for text in texts if (match := named.search(text))})
-    wanted = ("tokenizer.json", "tokenizer_config.json")
-    folders = [folder for folder in folders if not folder.startswith("assets/local")]
-    files = {folder: [here.repository / folder / name for name in wanted] for folder in folders}
-    if lost := [folder for folder in folders if not all(map(Path.is_file, files[folder]))]:
-        found = f"not in {', '.join(lost)}"
-        remedy = f"run ./setup.sh where the hub can be reached, or copy {' and '.join(wanted)}"
-        return "warning" if here.trains_for_real else "not here", found, remedy
-    return "ok", ", ".join(folders)
-
-
 @check("local corpus", local=True)
 def local_corpus(here: Surroundings) -> Outcome:
     if is_made(here.repository / "assets/local"):

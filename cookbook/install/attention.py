@@ -85,10 +85,7 @@ def install(local: bool, plan: bool) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m cookbook.install.attention",
-        description="Install FlashAttention-4 at its pins.",
-    )
+    parser = argparse.ArgumentParser(description="Install FlashAttention-4 at its pins.")
     parser.add_argument("--plan", action="store_true", help="only say what would be done")
     parser.add_argument("--local", action="store_true", help="for runs on this machine alone")
     parsed = parser.parse_args(arguments)

@@ -110,15 +110,12 @@ def _train_tokenizer(documents: list[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m cookbook.install.corpus",
-        description="Make a text corpus and a tokenizer from Python's own sources, in seconds.",
-    )
+    about = "Make a text corpus and a tokenizer from Python's own sources, in seconds."
+    parser = argparse.ArgumentParser(description=about)
     where = "where corpus/ and tokenizer/ go (default: %(default)s)"
     parser.add_argument("folder", nargs="?", type=Path, default=LOCAL_ASSETS, help=where)
-    parser.add_argument("--again", action="store_true", help="make it again even if it exists")
     parsed = parser.parse_args(arguments)
-    if is_made(parsed.folder) and not parsed.again:
+    if is_made(parsed.folder):
         print(f"corpus and tokenizer exist already: {parsed.folder}")
         return 0
     began = time.monotonic()

@@ -106,10 +106,7 @@ class Plan:
     nvshmem: str
 
     def __str__(self) -> str:
-        kernels = "with intra-node kernels only, since torch brought no NVSHMEM wheel"
-        if self.nvshmem:
-            kernels = f"with inter-node kernels (NVSHMEM {self.nvshmem})"
-        return f"DeepEP {self.commit[:7]} for GPUs {self.arch}, {kernels}"
+        return f"DeepEP {self.commit[:7]} for GPUs {self.arch}, with NVSHMEM {self.nvshmem}"
 
 
 def deepep_pin() -> Pin:
@@ -121,7 +118,7 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
     cuda, torch = torch_cuda(), find_distribution("torch")
     if torch is None or not cuda:
         raise CannotBuildError("torch is not installed here, or is built without CUDA")
-    found, major = _find_toolkits(cuda), int(cuda.split(".")[0])
+    found, major = _find_toolkits(), int(cuda.split(".")[0])
     if not found:
         raise CannotBuildError(
             "no CUDA toolkit (nvcc with its headers) found; name its folder in CUDA_HOME"
@@ -145,16 +142,16 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
         )
     if arch != "9.0" and toolkit.release < BLACKWELL_CUDA:
         raise CannotBuildError(f"{toolkit} cannot compile for GPUs {arch}; 12.8 or later can")
-    _, version = find_nvshmem() or (None, "")
-    return Plan(deepep_pin().value, torch.version, cuda, arch, version), toolkit
+    if (nvshmem := find_nvshmem()) is None:
+        raise CannotBuildError("torch brought no NVSHMEM wheel, which kernels between nodes need")
+    return Plan(deepep_pin().value, torch.version, cuda, arch, nvshmem[1]), toolkit
 
 
-def _find_toolkits(cuda: str) -> list[Toolkit]:
+def _find_toolkits() -> list[Toolkit]:
     on_path = shutil.which("nvcc")
     homes = [
         os.environ.get("CUDA_HOME"),
         Path(on_path).resolve().parents[1] if on_path else None,
-        f"/usr/local/cuda-{cuda}",
         *sorted(Path("/usr/local").glob("cuda-*"), reverse=True),
     ]
     found = []
@@ -195,9 +192,8 @@ def build(plan: Plan, toolkit: Toolkit) -> None:
     if built is None or built.library is None:
         raise CannotBuildError("pip succeeded, but deep_ep is not installed")
     # A build that does not find NVSHMEM succeeds, but lacks the inter-node kernels.
-    if bool(plan.nvshmem) != built.internode:
-        kernels = f"{'with' if built.internode else 'without'} inter-node kernels"
-        raise CannotBuildError(f"{built.library.name} was built {kernels}, not as planned")
+    if not built.internode:
+        raise CannotBuildError(f"{built.library.name} was built without inter-node kernels")
     write_whole(STAMP, json.dumps(asdict(plan), indent=2) + "\n")
 
 
@@ -225,9 +221,7 @@ def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m cookbook.install.deepep", description="Build DeepEP at its pin."
-    )
+    parser = argparse.ArgumentParser(description="Build DeepEP at its pin.")
     parser.add_argument("--arch", default="", help='GPUs to build for, e.g. 10.0 or "9.0;10.0"')
     parser.add_argument("--plan", action="store_true", help="only say what would be done")
     parsed = parser.parse_args(arguments)

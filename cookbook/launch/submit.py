@@ -267,8 +267,8 @@ def nodes_to_exclude(cell: Cell) -> Choice:
     if not excluded:
         return Choice(())
     needed = cell.nodes + cell.spare_nodes
-    nodes, known = set(slurm.partition_nodes(cell.cluster.partition)), slurm.all_nodes()
-    nodes -= set(cell.cluster.exclude)
+    known = slurm.partition_nodes("*")
+    nodes = {*slurm.partition_nodes(cell.cluster.partition)} - {*cell.cluster.exclude}
     for one in excluded:
         if known and one.node not in known:
             close = "".join(f"; did you mean {name}?" for name in nearest(one.node, known))

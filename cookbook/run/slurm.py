@@ -175,18 +175,13 @@ def _squeue(of: str, patience: float) -> list[JobInfo]:
 def partition_nodes(partition: str | None) -> list[str]:
     """Return a partition's nodes, including down and drained ones, which a job may wait for.
 
-    Without a name, use Slurm's default partition. Empty if Slurm does not answer.
+    Without a name, use Slurm's default partition; `*` means all. Empty if Slurm does not answer.
     """
     rows = _rows(_run(["sinfo", "--noheader", "--Node", "--format=%N %P"]), 2)
     if not partition:
         partition = ",".join(where.rstrip("*") for _, where in rows if where.endswith("*"))
-    return sorted({name for name, where in rows if where.rstrip("*") in partition.split(",")})
-
-
-def all_nodes() -> set[str]:
-    """Return every node of every partition; empty if Slurm does not answer."""
-    rows = _rows(_run(["sinfo", "--noheader", "--Node", "--format=%N %P"]), 2)
-    return {name for name, _ in rows}
+    wanted = partition.split(",")
+    return sorted({name for name, of in rows if of.rstrip("*") in wanted or partition == "*"})
 
 
 @functools.cache
