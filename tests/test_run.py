@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -23,7 +22,7 @@ from cookbook.run import run as records
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import find_run, note_new_job, read_run, run_names
-from cookbook.run.status import FAILED, QUEUED, REFUSED, Status, read_job, read_status, write_status
+from cookbook.run.status import QUEUED, REFUSED, Status, read_job, read_status
 from tests.cells import Point
 from tests.checkout import commit_all
 from tests.submit import listing
@@ -161,20 +160,6 @@ def test_attempts_are_in_order_and_the_next_one_follows(tmp_path: Path) -> None:
     found = [attempt.path.name for attempt in cell.attempts()]
     assert found == ["attempt-0", "attempt-2", "attempt-10"]
     assert cell.next_attempt().path == tmp_path / "attempt-11"
-
-
-def test_a_run_that_nobody_took_is_not_the_newest(tmp_path: Path, cells: list[Cell]) -> None:
-    taken = _run_json(tmp_path, '{"scheduler": "slurm", "cells": []}', "a-20260101-000000")
-    failed = create_run("smoke", cells)
-    assert find_run(None).name == failed.name
-    write_status(failed.cells[0], Status(FAILED, reason="not queued: sbatch refused it"))
-    assert find_run(None).folder == taken
-    # One that was taken, and has failed since.
-    failed.cells[0].job.write_text('{"job_id": "7"}')
-    assert find_run(None).folder == failed.folder
-    failed.cells[0].job.unlink()
-    shutil.rmtree(taken)
-    assert find_run(None).folder == failed.folder
 
 
 def test_a_run_that_was_renamed_and_got_cells_by_hand(tmp_path: Path) -> None:

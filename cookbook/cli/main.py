@@ -158,8 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     for printed in (check, plan, compare, profile, doctor):
         flag(printed, "--json", text="one JSON object instead of tables")
-    kernels = "compare the GPUs' kernels with a reference, here or, with --cluster, in a job"
-    flag(doctor, "--numerics", text=kernels)
+    flag(doctor, "--numerics", text="compare this machine's kernels with a reference")
     doctor.add_argument("--output", metavar="FILE", type=Path, help="where --numerics writes JSON")
     return parser
 

@@ -7,7 +7,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from cookbook.base.errors import named_at
+from cookbook.base.errors import InputError, named_at
 from cookbook.doctor import machine, software  # noqa: F401
 from cookbook.doctor.check import Surroundings, diagnose, is_ready, render_findings
 
@@ -23,7 +23,13 @@ def check_machine(arguments: argparse.Namespace) -> int:
     if arguments.numerics:
         from cookbook.doctor.numerics import prove
 
-        return prove(cluster, arguments.output)
+        if cluster and cluster.scheduler != "local":
+            found = f"proves the kernels of this machine, not those of {cluster.name}"
+            remedy = "on a node, or in its image: python -m cookbook.cli doctor --numerics"
+            raise InputError(
+                "--numerics", found, f"{remedy}; such as by srun --nodes=1 --exclusive"
+            )
+        return prove(arguments.output)
     local = arguments.local or (cluster is not None and cluster.scheduler == "local")
     findings = diagnose(Surroundings(cluster, local))
     as_json = json.dumps([asdict(finding) for finding in findings], indent=2)

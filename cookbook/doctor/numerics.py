@@ -1,15 +1,12 @@
 """Compare this machine's kernels with a reference: `submit.py doctor --numerics`.
 
 The kernels of all precisions and EP backends that can run here are checked, on this machine's GPUs
-or, without GPUs, on two CPU ranks. If `--cluster` names a Slurm cluster, the check runs as a job on
-one of its nodes.
+or, without GPUs, on two CPU ranks.
 """
 
 import json
 import math
 import os
-import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.errors import InputError
 from cookbook.base.gpus import visible_gpus
 from cookbook.base.paths import ROOT, python_path
 from cookbook.config.cell import Cell, train_argv
@@ -33,10 +29,8 @@ from cookbook.observe.failure import find_reason
 _RECIPES = {"gpu": ("deepseek_v3_16b", "qwen3_30b_a3b"), "cpu": ("debug", "qwen3_debug")}
 
 
-def prove(cluster: Cluster | None, output: Path | None) -> int:
-    """Check the kernels on this machine or on a node of `cluster`; return 0 if all are correct."""
-    if cluster is not None and cluster.scheduler != "local":
-        return _prove_on(cluster, output)
+def prove(output: Path | None) -> int:
+    """Check the kernels on this machine, and write the proofs; return 0 if all are correct."""
     gpus = visible_gpus()
     # Two ranks on a CPU, so that tokens are sent between ranks.
     ranks = len(gpus) or 2
@@ -79,25 +73,6 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
         verdict = f"{wrong} of {len(proofs)} kernels are wrong on {where}"
     print(f"\n{verdict}")
     return 1 if status else 0
-
-
-def _prove_on(cluster: Cluster, output: Path | None) -> int:
-    if cluster.container:
-        found = "its ranks use the kernels of the container's image, not those of .venv"
-        remedy = "in the image, on a node: python -m cookbook.cli doctor --numerics"
-        raise InputError(f"--cluster {cluster.name}", found, remedy)
-    if shutil.which("srun") is None:
-        remedy = "run it on a login node, or leave --cluster out to prove this machine's kernels"
-        found = "there is no srun here to start a job with"
-        raise InputError(f"--cluster {cluster.name}", found, remedy)
-    words = ["srun", "--nodes=1", "--ntasks=1", "--job-name=cookbook-numerics"]
-    for name, value in cluster.slurm_options().items():
-        words.append(f"--{name}" if value is True else f"--{name}={value}")
-    words += [sys.executable, "-m", "cookbook.cli", "doctor", "--numerics"]
-    if output:
-        words += ["--output", str(output.resolve())]
-    print(shlex.join(words), flush=True)
-    return subprocess.run(words, cwd=ROOT, check=False).returncode
 
 
 def candidates(machine: Cluster) -> list[tuple[Cell, str | None]]:

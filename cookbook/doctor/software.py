@@ -1,7 +1,5 @@
 """The doctor's checks of the software (Python, pins, compiled packages, data) and of Slurm."""
 
-import getpass
-import os
 import platform
 import re
 import sys
@@ -26,17 +24,6 @@ def python(here: Surroundings) -> Outcome:
     if version > (3, 14):
         return "warning", found, "3.11 to 3.14 are the tested ones"
     return "ok", found
-
-
-@check("user", local=True)
-def user(here: Surroundings) -> Outcome:
-    """Check that the user has a name: torch.compile needs it to name its cache."""
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):
-        found = f"user id {os.getuid()} has no name, which torch.compile asks for"
-        return "problem", found, "export USER=somebody"
-    return None
 
 
 @check("pins", local=True)

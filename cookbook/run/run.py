@@ -19,7 +19,7 @@ from cookbook.base.errors import InputError, unknown_name
 from cookbook.base.paths import CHECKOUT, CODE, ROOT, runs_folder
 from cookbook.base.yamlfile import shown_path
 from cookbook.run.folder import CellFolder
-from cookbook.run.status import FAILED, REFUSED, read_json_as, read_status, write_json
+from cookbook.run.status import read_json_as, write_json
 
 _FILE = "run.json"
 # Of the code that runs: what a run carries of it, so that its jobs run no later code. submitit's
@@ -59,17 +59,6 @@ class Run:
     @property
     def scheduler(self) -> Literal["slurm", "local"]:
         return self.record.scheduler
-
-    @property
-    def was_refused(self) -> bool:
-        """Whether the scheduler accepted none of the run's cells."""
-        with contextlib.suppress(InputError):
-            return bool(self.cells) and all(
-                read_status(cell).state in (FAILED, REFUSED)
-                and not (cell.job.exists() or cell.attempts())
-                for cell in self.cells
-            )
-        return False
 
     def cell(self, name: str) -> CellFolder:
         cells = {cell.name: cell for cell in self.cells}
@@ -133,14 +122,13 @@ def read_run(folder: Path) -> Run:
 
 
 def find_run(name: str | None) -> Run:
-    """Return the run with this name or path; by default the newest run that was not refused."""
+    """Return the run with this name or path; by default the newest run."""
     root, names = runs_folder(), run_names()
     if name is None:
         if not names:
             remedy = "start one: python submit.py sweep smoke"
             raise InputError(shown_path(root), "there is no run yet", remedy)
-        newest = (read_run(root / name) for name in reversed(names))
-        return next((run for run in newest if not run.was_refused), read_run(root / names[-1]))
+        return read_run(root / names[-1])
     for folder in (root / name, Path(name)):
         if is_run(folder):
             return read_run(folder)
