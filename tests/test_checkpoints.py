@@ -194,6 +194,13 @@ def test_where_none_is_whole_the_cell_starts_from_its_initial_weights(cell: Star
     assert not cell.saved.exists()
 
 
+def test_a_folder_that_takes_no_checkpoint_ends_a_start(cell: Started) -> None:
+    cell.path.mkdir(parents=True)
+    (cell.path / "saved").touch()
+    with pytest.raises(InputError, match="saved cannot be written to: File exists"):
+        cell.start("--checkpoint.folder=saved")
+
+
 def test_a_cell_whose_checkpoints_are_out_of_sight_does_not_begin_anew(cell: Started) -> None:
     own = "--checkpoint.async_mode=async"
     cell.start(own)

@@ -89,7 +89,17 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
             "comm.mode=local_tensor": "and the ranks would exchange nothing",
             "optimizer.name=SGD": "found 'SGD', allowed: Adam, AdamW",
             "optimizer.beta2=1": "found 1.0, allowed: 0 to below 1",
-            "optimizer.eps=0": "found 0.0, allowed: above 0",
+            "optimizer.eps=0": "found 0.0, allowed: above 0 in FP32",
+            "optimizer.eps=1e-300": "found 1e-300, allowed: above 0 in FP32",
+            "comm.trace_buf_size=2147483648": "allowed: up to 2,147,483,647",
+            "metrics.log_freq=99999999999": "allowed: up to 2,147,483,647",
+            "training.enable_cpu_offload=true": "needs GPUs, cluster local runs on the CPU",
+            "checkpoint.enable=true checkpoint.folder=~/x": "found ~/x, and nothing is expanded",
+            "checkpoint.enable=true checkpoint.folder=.": "the name of another file of the cell",
+            "checkpoint.enable=true checkpoint.folder=cell.yaml": "of another file of the cell",
+            "checkpoint.enable=true checkpoint.folder=attempt-0": "of another file of the cell",
+            "checkpoint.enable=true checkpoint.folder=/dev/null": "/dev/null is no folder",
+            "training.dataset_path={}/links": "b.jsonl is no file, or a link to none",
             "activation_checkpoint.determinism_check=x": "found 'x', allowed: default, none",
             "lr_scheduler.total_steps=0": "found 0, allowed: 1 and up",
             "profiling.profiler_active=0": "found 0, allowed: 1 and up",
@@ -99,7 +109,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
             "model.hf_assets_path=": "names no folder",
             "quantize.linear.mx.filter_fqns=null": "found nothing, allowed: a list of texts",
             "data.text_key=null": "found nothing, allowed: a text",
-            "profiling.enable_memory_snapshot=true": "a snapshot needs GPUs",
+            "profiling.enable_memory_snapshot=true": "memory_snapshot: needs GPUs",
             "parallelism.context_parallel_degree=2": "context parallelism is unproved",
             "validation.enable=true validation.steps=1 validation.dataset_path=null": "of the hub",
             "training.dataset_path={}/other": "a.jsonl:1: has no key 'text', found: content",
@@ -263,11 +273,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "latin.txt": "caf\xe9",
         "half.jsonl": '{"text": "x\\ud83d"}\n' * 8,
         "hub/a.jsonl": good * 8,
+        "links/a.jsonl": good * 8,
+        "lines/a.txt": "a document a line\n" * 8,
         "other/a.jsonl": '{"content": "x"}\n' * 8,
         "no-tokenizer/tokenizer.json": "{}",
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content, encoding="latin1")
+    (folder / "links/b.jsonl").symlink_to("nowhere")
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(good.encode() * 999, mtime=0)[:-9])
     (folder / "not.jsonl.gz").write_bytes(gzip.compress(b"x" * 99, mtime=0)[:10] + b"\xff" * 99)
     # Eight good lines, and of their last block one byte less.
@@ -364,7 +377,8 @@ def test_a_wrong_input_is_refused_in_one_line(
 def test_right_inputs_are_not(inputs: Path, capsys: Any) -> None:
     unused = {f"{V}.dataset": "none", f"{V}.dataset_path": "{}/nothing"}
     saved = {f"{C}.enable": True, f"{C}.last_save_in_hf": True, f"{C}.last_save_model_only": True}
-    for options in (saved, text("good.jsonl"), VALIDATE | HELD_OUT, LOAD, unused):
+    lines = {"training.dataset_path": "{}/lines"}
+    for options in (saved, text("good.jsonl"), VALIDATE | HELD_OUT, LOAD, unused, lines):
         given = [f"{name}={value}".replace("{}", str(inputs)) for name, value in options.items()]
         words = [word for one in given for word in ("--set", one)]
         assert main([*DRY_RUN.split(), *words]) == 0, capsys.readouterr().out
@@ -384,7 +398,7 @@ def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
 
 
 def test_a_folder_names_its_text_files(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.json.gz", "README.md"):
+    for name in ("b.jsonl", "a.json.gz", "README.md", ".c.jsonl"):
         (tmp_path / name).write_text('{"text": "x"}\n')
     (source,) = find_sources([str(tmp_path)], "text")
     assert [file.path.name for file in source.files] == ["a.json.gz", "b.jsonl"]

@@ -276,7 +276,9 @@ def find_sources(patterns: Sequence[str], key: str, root: Path = Path()) -> list
 def _files(pattern: str, root: Path) -> list[Path]:
     path = root / Path(pattern).expanduser()
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+        # As with a glob, hidden files are none of the texts.
+        files = (file for file in path.iterdir() if not file.name.startswith("."))
+        found = sorted(file for file in files if file.name.endswith(SUFFIXES))
     else:
         # Path.glob does not accept absolute patterns.
         found = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207
@@ -291,8 +293,9 @@ def _files(pattern: str, root: Path) -> list[Path]:
         if not file.name.endswith(SUFFIXES):
             wrong = f"found {file}, allowed: {', '.join(SUFFIXES)}"
             raise InputError("data.files", wrong, "convert it, or narrow the glob")
-        if not file.stat().st_size:
-            raise InputError("data.files", f"{file} is empty", "remove it, or narrow the glob")
+        if not file.is_file() or not file.stat().st_size:
+            why = "is empty" if file.is_file() else "is no file, or a link to none"
+            raise InputError("data.files", f"{file} {why}", "remove it, or narrow the glob")
     return found
 
 

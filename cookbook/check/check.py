@@ -20,6 +20,7 @@ import psutil
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT, python_path
+from cookbook.base.text_identity import files_in
 from cookbook.check.warnings import ADVICE, BUILT_ADVICE
 from cookbook.config.cell import ERROR, WARNING, Cell, Finding, Verdict, train_argv
 from cookbook.config.dialect.argv import arguments
@@ -131,7 +132,7 @@ def _reads_texts(cell: Cell) -> bool:
     is_local = all(one.path or "hub:" not in "".join(one.files or ["hub:"]) for one in readers)
     # `datasets` converts a whole folder before it reads the first text.
     folders = [ROOT / one.path for one in readers if one.path and not one.files]
-    size = sum(file.stat().st_size for folder in folders for file in folder.rglob("*"))
+    size = sum(file.stat().st_size for folder in folders for file in files_in(folder))
     tokenizer = ROOT / (cell.facts.assets or "") / "tokenizer.json"
     return is_local and size <= _FOLDER_BYTES and tokenizer.is_file()
 

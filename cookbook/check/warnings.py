@@ -1,6 +1,7 @@
 """Rules that yield warnings and hints, which never keep a cell from running."""
 
 import math
+from pathlib import Path
 
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import HINT, WARNING, Cell, CellRule, Problems, rule
@@ -170,7 +171,8 @@ def weights_are_read(cell: Cell) -> Problems:
     if not (facts.checkpoints and facts.initial_load_in_hf):
         return
     shown = facts.initial_load_path or facts.assets or ""
-    if size := sum(file.stat().st_size for file in (ROOT / shown).glob("*.safetensors")) / 1e9:
+    files = filter(Path.is_file, (ROOT / shown).glob("*.safetensors"))
+    if size := sum(file.stat().st_size for file in files) / 1e9:
         part = f"each of {cell.world} ranks reads the tensors of its own shards"
         reason = f"{size:,.2f} GB are read from {shown}: {part}, and nothing is expanded on disk"
         yield Facts.initial_load_in_hf, reason, ""

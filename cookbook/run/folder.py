@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 
 class _Below(str):
@@ -64,6 +64,7 @@ class CellFolder:
     job_files = _Below("job")  # the batch step's output
     latest = _Below("latest")  # a link to the newest attempt
     wandb_id = _Below("wandb-id")  # the W&B run's id, the same until a roll-back
+    names: ClassVar = frozenset(value for value in vars().values() if isinstance(value, _Below))
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ files is truncated. So a damaged checkpoint is moved to another folder as a whol
 import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -232,6 +233,16 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> dict[st
         # Roll back in this attempt only: later attempts load the newest checkpoint again.
         record.options[Facts.load_step] = -1
         record.write(folder.record)
+    if facts.checkpoints and not facts.load_only:
+        # The first save is hours away.
+        try:
+            saved.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=saved).close()
+        except OSError as error:
+            if error.errno in status.DISK_FULL:
+                raise
+            why = f"{saved} cannot be written to: {error.strerror}"
+            raise InputError(Facts.checkpoint_folder, why, "name another") from None
     # TorchTitan reads `initial_load_path` only if the checkpoint folder does not exist.
     if saved.is_dir() and not any(saved.iterdir()):
         saved.rmdir()

@@ -46,7 +46,8 @@ class Fact(Generic[T]):
 
 
 _FROM_0, _FROM_1, _SHARE = (0, math.inf), (1, math.inf), (0, 1)
-_ABOVE_0, _BELOW_1 = (math.nextafter(0, 1), math.inf), (0, math.nextafter(1, 0))
+LEAST_FP32 = 2.0**-126  # what is smaller may be 0 on a device
+_ABOVE_0, _BELOW_1 = (LEAST_FP32, math.inf), (0, math.nextafter(1, 0))
 # Columns: what a step reads; what a saved position in it counts; which files hold it.
 TEXTS, POSITION, FILES = "texts", "position", "files"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.base.text_files import SUFFIXES, check_sources
+from cookbook.base.text_files import SUFFIXES, TextFile, check_sources
 from cookbook.base.tokenizer import TokenizerFiles
 from cookbook.config.cell import WARNING, Cell, CellRule, Finding, Problems, Verdict, rule
 from cookbook.config.cluster import runs_here
@@ -86,13 +86,22 @@ def files(cell: Cell) -> Problems:
             yield option, f"{shown} is not there", unexpanded if value[0] in "~$" else remedy
         elif remedy == a_folder and not path.is_dir():
             yield option, f"{shown} is a file, allowed: a folder", remedy
+    saved = Path(facts.checkpoint_folder)
+    above = next((one for one in (saved, *saved.parents) if one.exists()), Path("/"))
+    # Where nothing but the root is there, the disk may be one that only nodes mount.
+    is_judged = facts.checkpoints and saved.is_absolute() and above != Path("/")
+    if is_judged and not (above.is_dir() and os.access(above, os.W_OK)):
+        why = "cannot be written to" if above.is_dir() else "is no folder"
+        yield Facts.checkpoint_folder, f"{above} {why}", "name a folder that may be written"
     for reader in facts.readers:
         is_own, folder = reader.dataset == TEXT, ROOT / (reader.path or "")
         patterns, key = (reader.files, facts.text_key) if is_own else ([], "text")
         if reader.dataset == "c4_test" and reader.path and folder.is_dir():
             inside = [file.name for file in folder.iterdir()]
-            # `datasets` reads more kinds of files, and folders, which are not judged.
-            if not inside or any(name.endswith(SUFFIXES) for name in inside):
+            known = [TextFile(Path(name), key) for name in inside if name.endswith(SUFFIXES)]
+            # `datasets` reads more kinds of files, and folders, which are not judged; of a .txt
+            # file each line is a document.
+            if not inside or (known and not any(file.is_plain for file in known)):
                 patterns = [reader.path]
         if patterns:
             count = facts.layout.replicas * max(reader.workers, 1)

@@ -7,13 +7,15 @@ from pathlib import Path
 from cookbook.base.errors import nearest
 from cookbook.config.cell import Cell, CellRule, Problems, rule, unknown
 from cookbook.config.dialect.classes import default_only
-from cookbook.config.dialect.names import CONVERTERS, FACTS, TORCHTITAN
+from cookbook.config.dialect.names import CONVERTERS, FACTS, LEAST_FP32, TORCHTITAN
 from cookbook.config.facts import SAVED_OPERATORS, TEXT, Facts
+from cookbook.run.folder import CellFolder
 
 RULES: list[CellRule] = []
 _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
 _RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
+_INT32 = 2**31 - 1
 _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 # Options that are lists of names, and the names that are allowed in each.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -26,17 +28,21 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def bounds(cell: Cell) -> Problems:
-    for fact in FACTS:
-        if fact.within is None or not fact.option:
+    within = {fact.option: fact.within for fact in FACTS}
+    for option, setting in cell.options.settings.items():
+        (low, high), value = within.get(option) or (-math.inf, math.inf), setting.value
+        if not isinstance(value, int | float):
             continue
-        (low, high), value = fact.within, cell.options[fact.option]
-        if value is not None and not low <= value <= high:
+        if not low <= value <= high:
             allowed = f"{low:g} and up" if high == math.inf else f"{low:g} to {high:g}"
-            if low == math.nextafter(0, 1):
-                allowed = "above 0"
+            if low == LEAST_FP32:
+                allowed = "above 0 in FP32"
             elif high == math.nextafter(1, 0):
                 allowed = f"{low:g} to below 1"
-            yield fact.option, f"found {value}, allowed: {allowed}", ""
+            yield option, f"found {value}, allowed: {allowed}", ""
+        elif isinstance(value, int) and high == math.inf and abs(value) > _INT32:
+            # C++ reads these, and raises std::out_of_range or wraps around.
+            yield option, f"found {value}, allowed: up to {_INT32:,}", ""
 
 
 @rule([], reference=_REFERENCE, is_input=True)
@@ -111,8 +117,12 @@ def needs_gpus(cell: Cell) -> Problems:
         return
     if facts.checkpoints and facts.async_mode == "async_with_pinned_mem":
         yield Facts.async_mode, f"async_with_pinned_mem {where}", "set it to async"
-    if facts.memory_snapshots:
-        yield Facts.memory_snapshots, f"a snapshot {where}", "set it to false"
+    for option, value in (
+        (Facts.memory_snapshots, facts.memory_snapshots),
+        (Facts.cpu_offload, facts.cpu_offload),
+    ):
+        if value:
+            yield option, where, "set it to false"
 
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
@@ -216,10 +226,16 @@ def addresses(cell: Cell) -> Problems:
         if value and "://" in value:
             remedy = "mount the store and name a path on it"
             yield option, f"found {value}, allowed: a path of a file system", remedy
+    first, *_ = (*Path(folder).parts, ".")
+    why, remedy = "", "name an absolute path; each cell gets a folder in it"
     if ".." in Path(folder).parts:
-        reason = f"found {folder}, which leaves the cell's folder, where it starts"
-        remedy = "name an absolute path; each cell gets a folder in it"
-        yield Facts.checkpoint_folder, reason, remedy
+        why = "which leaves the cell's folder, where it starts"
+    elif first[0] in "~$":
+        why, remedy = "and nothing is expanded", "write the whole path"
+    elif (folder and first in (".", *CellFolder.names)) or first.startswith("attempt-"):
+        why, remedy = "the name of another file of the cell", "leave it out"
+    if why:
+        yield Facts.checkpoint_folder, f"found {folder}, {why}", remedy
 
 
 @rule(RULES, reference=_CHECKPOINT, is_input=True)

@@ -277,7 +277,7 @@ def _loss(cell: CheckedCell) -> Iterator[KernelCase]:
     mesh = cell.dims.get_optional_mesh("tp")
     group = None if mesh is None else mesh.get_group()
     # Leave the last chunk one token short, to test uneven chunks.
-    tokens = min(2048, cell.limits.tokens) // num_chunks * num_chunks - 1
+    tokens = max(min(2048, cell.limits.tokens) // num_chunks, 1) * num_chunks - 1
     kernel = "loss in chunks"
     shape = f"{tokens:,} tokens of {args.dim}, {args.vocab_size:,} words, {num_chunks} chunks"
     sizes = (tokens, args.dim, args.vocab_size, num_chunks)
