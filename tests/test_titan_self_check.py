@@ -33,6 +33,7 @@ from cookbook.titan.self_check.products import (
     document_ends,
     flash_attention_4,
 )
+from cookbook.titan.tt_0_2_2.self_check_cases import _loss
 from tests.self_check_fault import put_in, scaled, with_argument, with_gradient, with_result
 from tests.titan_ranks import run_ranks
 from tests.titan_run import refusal
@@ -299,3 +300,17 @@ def test_the_cases_tensors_are_freed_before_training(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "all_gather_object", gather)
     (result,) = self_check.run_cases(SimpleNamespace(device="cuda"))  # type: ignore[arg-type]
     assert result.fault is None and alive == [None]
+
+
+def test_the_loss_may_have_more_chunks_than_tokens() -> None:
+    options = SimpleNamespace(enable=False, components=(), backend="")
+    loss = SimpleNamespace(num_chunks=5000)
+    cell = SimpleNamespace(
+        job_config=SimpleNamespace(loss=loss, compile=options),
+        model_args=SimpleNamespace(dim=8, vocab_size=16),
+        dims=SimpleNamespace(get_optional_mesh=lambda name: None),
+        limits=SimpleNamespace(tokens=64),
+        device=torch.device("cpu"),
+    )
+    (case,) = _loss(cell)  # type: ignore[arg-type]
+    assert not wrong(case.run())
