@@ -16,11 +16,11 @@ from cookbook.run.folder import PARTS, CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.states import RUN_VARIABLE
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
-from cookbook.supervise.resume_point import prepare
+from cookbook.supervise.resume_point import note_saved, prepare
 from cookbook.supervise.start import check, take_over
 from cookbook.supervise.supervisor import SignalReceivedError
 from tests.cells import Point
-from tests.saved import FILES, cut, save
+from tests.saved import BYTES, FILES, cut, save
 from tests.script_run import carried
 from tests.submit import listing, submit
 
@@ -286,7 +286,7 @@ def test_a_lost_position_in_the_texts_is_refused_or_reads_anew(cell: Started, op
     (cell.path / "attempt-0/metrics.jsonl").touch()
     save(cell.saved, 6)
     changed = (*first, f"{texts}/b.jsonl" if option == "data.files=b" else f"--{option}")
-    says = "b.jsonl was not there" if option == "data.files=b" else "differs from the check"
+    says = "b.jsonl was not among" if option == "data.files=b" else "differs from the check"
     says = f"{option.partition('=')[0]}: .*{says}"
     with pytest.raises(InputError, match=says):
         cell.start(*changed)
@@ -316,9 +316,9 @@ def test_texts_and_tokenizer_are_what_is_in_them(cell: Started) -> None:
     cell.start(*own, attempt=1)
     assert cell.step(1) == 6
     for path, says in {
-        moved / "a.txt": f"data.files: {moved}/a.txt has changed since the checkpoint was saved; r",
-        moved / "b.txt": "data.files: b.txt, which the checkpoint's run has read, is missing",
-        moved / "c.txt": f"data.files: {moved}/c.txt was not there when it was saved",
+        moved / "a.txt": f"data.files: {moved}/a.txt has changed since the run recorded them; r",
+        moved / "b.txt": "data.files: b.txt, which the run recorded, is missing",
+        moved / "c.txt": f"data.files: {moved}/c.txt was not among the files when the run",
         tokenizer
         / "tokenizer.json": f"model.hf_assets_path: {tokenizer}/tokenizer.json has changed",
     }.items():
@@ -330,6 +330,34 @@ def test_texts_and_tokenizer_are_what_is_in_them(cell: Started) -> None:
         path.write_text(before) if before is not None else path.unlink()
     with pytest.raises(InputError, match=r"shares of the tokens or keys differ"):
         cell.start(*own[:2], f"--data.files=0.5:{moved}/a.txt,0.2:{moved}/b.txt")
+
+
+def test_weights_and_checkpoints_are_what_is_in_them(cell: Started) -> None:
+    weights, moved = save(cell.path.parents[2] / "weights", 4), cell.path.parents[2] / "moved"
+    own, other = (f"--checkpoint.initial_load_path={path}" for path in (weights, moved))
+    cell.start(own)
+    (weights / FILES[1]).write_bytes(b"x" * BYTES)
+    says = f"initial_load_path: {weights}/{FILES[1]} has changed since the run recorded them; "
+    with pytest.raises(InputError, match=says):
+        cell.start(own)
+    (weights / FILES[1]).write_bytes(bytes(BYTES))
+    weights.rename(moved)
+    cell.start(other, attempt=1)
+
+    (cell.path / "attempt-1/metrics.jsonl").touch()
+    saved = save(cell.saved, 6)
+    note_saved(cell.folder, cell.folder.attempt(1))
+    (saved / FILES[1]).write_bytes(b"x" * BYTES)
+    with pytest.raises(InputError, match=f"checkpoint.folder: {saved}/{FILES[1]} has changed"):
+        cell.start(other)
+    # An attempt that went back and saved this step anew was killed before it recorded it.
+    shutil.rmtree(saved)
+    save(cell.saved, 5)
+    cell.start(other, attempt=2)
+    (cell.path / "attempt-2/metrics.jsonl").touch()
+    (save(cell.saved, 6) / FILES[1]).write_bytes(b"x" * BYTES)
+    cell.start(other, attempt=3)
+    assert cell.step(3) == 6
 
 
 def test_a_step_that_is_asked_for_is_judged_alone(cell: Started) -> None:

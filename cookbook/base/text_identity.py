@@ -1,4 +1,4 @@
-"""What is in the texts and the tokenizer of a run, so that a resume notices that they have changed.
+"""What is in the files that a run reads, so that a resume notices that they have changed.
 
 Files are compared by name, size and a hash of their head and tail, not by the folders they lie in.
 """
@@ -65,8 +65,8 @@ def check_same(now: Identity, then: Identity, anew: str) -> None:
         found = "the files' order, shares of the tokens or keys differ from the checkpoint's"
         if added := [new[content] for content in new if content not in old]:
             is_known = Path(added[0]).name in old.values()
-            says = "has changed since the checkpoint was saved"
-            found = f"{added[0]} {says if is_known else 'was not there when it was saved'}"
+            says = "has changed since" if is_known else "was not among the files when"
+            found = f"{added[0]} {says} the run recorded them"
         elif gone := [old[content] for content in old if content not in new]:
-            found = f"{gone[0]}, which the checkpoint's run has read, is missing"
+            found = f"{gone[0]}, which the run recorded, is missing"
         raise InputError(option, found, f"restore it, or {anew}")

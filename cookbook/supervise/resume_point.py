@@ -27,9 +27,10 @@ from cookbook.config.options import Options, options_of
 from cookbook.observe.metrics import has_saved
 from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
-from cookbook.run.record import CellRecord, attempt_records, earlier_record
+from cookbook.run.record import CellRecord, attempt_records, earlier_record, read_record
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_WEIGHTS = ("*.safetensors", "*.distcp", ".metadata")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
             checkpoint = replace(checkpoint, damage=why)
         if checkpoint.damage is None:
             newest = earlier_record(folder) or record
-            saver, texts = saver_of(folder, step, newest)
+            saver, number, texts = saver_of(folder, step, newest)
             # `exclude_from_loading` is meant for the first load only. If an attempt with the same
             # options saved this checkpoint, that load is over: load all of the checkpoint.
             is_same = saver is not None and asks_same(saver, record, (Facts.is_wandb_on,))
@@ -69,6 +70,8 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
             _check_states(checkpoint, saved, excluded)
             if step and "dataloader" not in excluded:
                 _check_texts(checkpoint, options, before, record.world, texts)
+            remedy = "move its folder away, and an older checkpoint is taken"
+            _check_weights(folder, Facts.checkpoint_folder, path, remedy, path.name, number)
             return Found(checkpoint, tuple(damaged), excluded)
         damaged.append(checkpoint)
     if wanted != -1:
@@ -82,6 +85,8 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         raise InputError(shown_path(place), found, "move it out of this folder")
     if not damaged:
         _refuse_lost(folder, place, facts.async_mode != "disabled")
+    if weights := _weights(facts):
+        _check_weights(folder, Facts.initial_load_path, weights, "start a new run")
     return Found(None, tuple(damaged), facts.load_excluded)
 
 
@@ -105,15 +110,15 @@ def _refuse_lost(folder: CellFolder, place: Path, is_async: bool) -> None:
 
 def saver_of(
     folder: CellFolder, step: int, newest: CellRecord
-) -> tuple[CellRecord | None, Identity | None]:
-    """Return record and texts of the attempt that saved `step`: the last to start before it."""
+) -> tuple[CellRecord | None, int, Identity | None]:
+    """Return the attempt that saved `step`, the last to start before it: record, number, texts."""
     attempts, records = folder.attempts(), attempt_records(folder, newest)
     starts = {one.attempt: one.step or 0 for one in status.read_resumptions(attempts)}
     for one in reversed(attempts):
         if one.metrics.exists() and starts.get(one.number, 0) < step:
             known = json.loads(one.texts.read_bytes()) if one.texts.exists() else None
-            return records[one.number], known
-    return None, None
+            return records[one.number], one.number, known
+    return None, 0, None
 
 
 def last_good_step(folder: CellFolder, saved: list[tuple[int, Path]]) -> tuple[int | None, str]:
@@ -183,12 +188,46 @@ def _check_texts(
             f"keep {readers} data-parallel ranks (more ranks can go to TP or PP), or {anew}",
         )
     # Where it is recorded what was in the files, they may have moved.
-    for option in chain(options_that(POSITION), () if texts else options_that(FILES)):
+    is_known = texts is not None and Facts.assets in texts
+    for option in chain(options_that(POSITION), () if is_known else options_that(FILES)):
         if options[option] != before[option]:
             found = "differs from the checkpoint's, so the run would lose its position in the texts"
             raise InputError(option, found, f"leave it out, or {anew}")
     if texts and (now := _identify(Facts(options, world))):
         check_same(now, texts, anew)
+
+
+def _weights(facts: Facts) -> Path | None:
+    """Return the folder of the weights that a new run starts from."""
+    is_on = facts.checkpoints and (facts.initial_load_path or facts.initial_load_in_hf)
+    return ROOT / (facts.initial_load_path or facts.assets or "") if is_on else None
+
+
+def _content(folder: Path, use: str = "") -> list[list[str]]:
+    files = (file for pattern in _WEIGHTS for file in sorted(folder.glob(pattern)))
+    return identify(filter(Path.is_file, files), use)
+
+
+def _check_weights(
+    folder: CellFolder, option: str, path: Path, remedy: str, use: str = "", first: int = 0
+) -> None:
+    """Refuse files in `path` that are not those which an attempt from `first` on recorded."""
+    for attempt in reversed([one for one in folder.attempts() if one.number >= first]):
+        known = json.loads(attempt.texts.read_bytes()) if attempt.texts.exists() else {}
+        if own := [entry for entry in known.get(option, ()) if entry[1] == use]:
+            check_same({option: _content(path, use)}, {option: own}, remedy)
+            return
+
+
+def note_saved(folder: CellFolder, attempt: Attempt) -> None:
+    """Record what is in the newest whole checkpoint, for the resume that will load it."""
+    with contextlib.suppress(InputError, OSError, ValueError):
+        saved = saved_steps(folder.checkpoints(read_record(folder.record).options))
+        whole = (path for step, path in saved if not read_checkpoint(step, path).damage)
+        if (path := next(whole, None)) is not None:
+            known = json.loads(attempt.texts.read_bytes()) if attempt.texts.exists() else {}
+            known[Facts.checkpoint_folder] = _content(path, path.name)
+            write_whole(attempt.texts, json_text(known))
 
 
 def _identify(facts: Facts) -> Identity | None:
@@ -255,10 +294,15 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> dict[st
             f"--training.steps={2 * steps}; for a run of its own: CELL_DIR={another}",
             file=sys.stderr,
         )
-    if known := _identify(facts):
-        # A full disk is the attempt's own matter.
-        with contextlib.suppress(OSError):
-            write_whole(attempt.texts, json_text(known))
+    # A full disk is the attempt's own matter.
+    with contextlib.suppress(OSError):
+        known = {**(_identify(facts) or {})}
+        if found.checkpoint:
+            path = found.checkpoint.path
+            known[Facts.checkpoint_folder] = _content(path, path.name)
+        elif weights := _weights(facts):
+            known[Facts.initial_load_path] = _content(weights)
+        write_whole(attempt.texts, json_text(known))
     if resumption.lines:
         status.write_json(attempt.resumption, resumption)
         with attempt.log.open("a", encoding="utf-8") as log:

@@ -28,7 +28,7 @@ from cookbook.supervise import exits
 from cookbook.supervise.attempt import RunningAttempt, Timeouts, end_orphan_step
 from cookbook.supervise.exits import GO_ON, Action, Decision
 from cookbook.supervise.preflight import RequeueNeededError, head_address, preflight
-from cookbook.supervise.resume_point import prepare
+from cookbook.supervise.resume_point import note_saved, prepare
 from cookbook.supervise.script import cell_environment, write_script
 
 _POLL_S = 2.0
@@ -251,6 +251,7 @@ class Supervisor:
         # An attempt that was refused before it wrote a file has no folder.
         if (attempt := cell.attempt(end.attempt)).path.is_dir():
             status.write_attempt_end(attempt, end)
+            note_saved(cell, attempt)
         now = Status(state, end.attempt, reason, started=end.started, restarts=own_job.restarts())
         if state != RUNNING:
             now = replace(now, exit_code=end.exit_code, ended=end.ended)
