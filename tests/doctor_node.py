@@ -23,9 +23,6 @@ ANSWERS = {
     CONFIG: Answer(0, "AccountingStorageType   = (null)\nSLURM_VERSION           = 25.11.2\n"),
     PARTITIONS: Answer(0, "main*|up|32|gpu:nvidia_b200:8|infinite\nhidden|up|32|(null)|1:00\n"),
 }
-# FlashAttention-4's compiler comes once for each CUDA major version.
-COMPILER = "site/nvidia_cutlass_dsl/dsl_packages/cutlass/_mlir/_mlir_libs"
-COMPILER_FILE = COMPILER + "/_cutlass_ir.cu{}.cpython-312-x86_64-linux-gnu.so"
 DRIVER_OPTIONS = 'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n'
 LIMITS = "Limit                     Soft Limit           Hard Limit           Units\n"
 
@@ -99,8 +96,6 @@ def whole_node(tmp_path: Path) -> Node:
     node.write("site/deep_ep-1.2.1.dist-info/direct_url.json", source)
     node.write("site/deep_ep_cpp.cpython-312.so", b"\x7fELF libnvshmem_host.so.3 ...")
     node.write("site/flash_attn/cute/__init__.py")
-    for major in (12, 13):
-        node.write(COMPILER_FILE.format(major))
     node.write("root/proc/driver/nvidia/params", DRIVER_OPTIONS)
     for folder in ("tmp", "dev/shm"):
         (tmp_path / "root" / folder).mkdir(parents=True, exist_ok=True)

@@ -82,11 +82,8 @@ class Checkout:
 
 
 # The files by which FlashAttention-4's packages are recognized.
-_COMPILER = "nvidia_cutlass_dsl/dsl_packages/cutlass/_mlir/_mlir_libs/_cutlass_ir.{}.cp3.so"
 WHEEL_FILES = {
     "flash-attn-4": ["flash_attn/cute/__init__.py"],
-    "nvidia-cutlass-dsl-libs-cu12": [_COMPILER.format("cu12")],
-    "nvidia-cutlass-dsl-libs-cu13": [_COMPILER.format("cu13")],
 }
 
 

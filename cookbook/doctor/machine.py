@@ -43,7 +43,7 @@ def gpus(here: Surroundings) -> Outcome:
     oldest = OLDEST_DRIVER.get(torch_cuda(here.site).split(".")[0], 0)
     if least >= 10:
         oldest = max(oldest, OLDEST_BLACKWELL_DRIVER)
-    if driver_branch(driver) < oldest:
+    if int("0" + driver.partition(".")[0]) < oldest:
         return "problem", found, f"this stack needs driver {oldest} or later"
     if here.cluster and here.sends_jobs and (wanted := here.cluster.gpu):
         # Compare the GPUs' memory, not their names, which have several spellings. Allow 10% because
@@ -61,11 +61,6 @@ def gpus(here: Surroundings) -> Outcome:
     if least < 9:
         return "warning", found, "DeepEP and float8 need Hopper or later"
     return "ok", f"{found}: {_ability(models[0])}"
-
-
-def driver_branch(driver: str) -> int:
-    """Return the branch of a driver version: 580 for 580.95.05."""
-    return int("0" + driver.partition(".")[0])
 
 
 def _without_gpus(here: Surroundings) -> Outcome:

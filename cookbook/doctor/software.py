@@ -9,7 +9,6 @@ from pathlib import Path
 from cookbook.config.dialect.names import Names
 from cookbook.config.pins import read_pins, stack_name
 from cookbook.doctor.check import Outcome, Surroundings, check
-from cookbook.doctor.machine import OLDEST_DRIVER, driver_branch
 from cookbook.install import attention, find_distribution, package_folder
 from cookbook.install.corpus import is_made
 from cookbook.install.deepep import find_deepep, find_nvshmem, torch_cuda
@@ -114,21 +113,9 @@ def flash_attention(here: Surroundings) -> Outcome:
     if find_distribution(attention.PACKAGE, here.site) is None:
         found = f"not installed: cells with {Names.attention}=flash_attention_4 are refused"
         return "warning", found, "run ./setup.sh"
-    compilers = attention.compiler_versions(here.site)
-    # One compiler is enough, if the driver takes it.
-    wanted = [pin for pin in pinned if not (compilers and "-libs-cu" in pin.name)]
-    if differing := attention.differences(wanted, here.site):
+    if differing := attention.differences(pinned, here.site):
         return "problem", "; ".join(differing), "run ./setup.sh"
-    listed = " and ".join(map(str, compilers))
-    if not here.gpus:
-        return "ok", f"{version}, its compiler for CUDA {listed}"
-    driver = here.gpus[0].driver
-    number = driver_branch(driver)
-    fitting = [major for major in compilers if OLDEST_DRIVER.get(str(major), number + 1) <= number]
-    if not fitting:
-        found = f"{version}: its compiler is for CUDA {listed}, which driver {driver} does not take"
-        return "problem", found, "update the driver"
-    return "ok", f"{version}, its compiler for CUDA {fitting[-1]} (driver {driver})"
+    return "ok", version
 
 
 @check("local corpus", local=True)

@@ -7,7 +7,6 @@ needed here, 4 (with --plan) something would be done.
 """
 
 import argparse
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,13 +16,11 @@ from cookbook.base.errors import run_command
 from cookbook.base.gpus import installed_gpus
 from cookbook.base.paths import REQUIREMENTS
 from cookbook.config.pins import Pin, read_pins
-from cookbook.install import PIP, find_distribution, package_folder
+from cookbook.install import PIP, find_distribution
 from cookbook.install.deepep import torch_cuda
 
 FAILED, NOT_NEEDED, TO_DO = 1, 3, 4
 PACKAGE = "flash-attn-4"
-# CUTLASS's DSL has a compiler per CUDA major version; it loads the newest that the driver supports.
-_COMPILER = "nvidia_cutlass_dsl.dsl_packages.cutlass._mlir._mlir_libs"
 
 
 def flash_attention_pins(requirements: Path = REQUIREMENTS) -> list[Pin]:
@@ -42,13 +39,6 @@ def differences(pins: Iterable[Pin], path: Sequence[str] = sys.path) -> list[str
         elif installed.version.partition("+")[0] != pin.value:
             found.append(f"{pin.name} is {installed.version}, pinned {pin.value}")
     return found
-
-
-def compiler_versions(path: Sequence[str] = sys.path) -> list[int]:
-    """Return the CUDA major versions whose compiler is installed, in ascending order."""
-    folder = package_folder(_COMPILER, path)
-    files = folder.glob("_cutlass_ir.cu*.so") if folder else ()
-    return sorted(int(match[0]) for file in files if (match := re.search(r"(?<=cu)\d+", file.name)))
 
 
 def runs_on(capability: float) -> bool:
