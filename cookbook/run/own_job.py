@@ -3,10 +3,12 @@
 import contextlib
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from cookbook.run.folder import Attempt
 from cookbook.run.status import CANCELLED, FAILED, QUEUED
 
 # The supervisor sets this variable to the scheduler of its cells. A local run inside an interactive
@@ -40,6 +42,15 @@ def is_own(variables: Mapping[str, str]) -> bool:
     """Whether a process with these environment variables may be of this job."""
     number = os.environ.get("SLURM_JOB_ID")
     return slurm_job() is None or variables.get("SLURM_JOB_ID") == number
+
+
+def log(words: str, attempt: Attempt | None = None) -> None:
+    """Write a line to the job's log, and to that of `attempt`; their disk may be full."""
+    with contextlib.suppress(OSError):
+        print(f"cookbook: {words}", file=sys.stderr, flush=True)
+        if attempt is not None:
+            with attempt.log.open("a", encoding="utf-8") as file:
+                print(f"cookbook: {words}", file=file)
 
 
 # slurmstepd writes this line to the batch step's standard error before it signals a job.

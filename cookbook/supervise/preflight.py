@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -100,11 +99,7 @@ class JobNodes:
             )
 
     def log(self, words: str) -> None:
-        """Write a line to the job's log and the attempt's log."""
-        line = f"cookbook: preflight: {words}"
-        print(line, file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError), self.attempt.log.open("a", encoding="utf-8") as log:
-            print(line, file=log)
+        own_job.log(f"preflight: {words}", self.attempt)
 
 
 def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[str]:

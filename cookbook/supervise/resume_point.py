@@ -6,7 +6,6 @@ files is truncated. So a damaged checkpoint is moved to another folder as a whol
 
 import contextlib
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from cookbook.config.options import Options, options_of
 from cookbook.observe.metrics import has_saved
 from cookbook.run import status
 from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
+from cookbook.run.own_job import log
 from cookbook.run.record import CellRecord, attempt_records, earlier_record, read_record
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -289,10 +289,9 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> dict[st
     resumption = status.Resumption(attempt.number, step, tuple(passed))
     if step is not None and step >= steps:
         another = shown_path(folder.path.parent.with_name("another") / folder.name)
-        print(
-            f"cookbook: all {steps} steps are done, so nothing is left to train; for more: "
-            f"--training.steps={2 * steps}; for a run of its own: CELL_DIR={another}",
-            file=sys.stderr,
+        log(
+            f"all {steps} steps are done, so nothing is left to train; for more: "
+            f"--training.steps={2 * steps}; for a run of its own: CELL_DIR={another}"
         )
     # A full disk is the attempt's own matter.
     with contextlib.suppress(OSError):
@@ -305,10 +304,8 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> dict[st
         write_whole(attempt.texts, json_text(known))
     if resumption.lines:
         status.write_json(attempt.resumption, resumption)
-        with attempt.log.open("a", encoding="utf-8") as log:
-            for line in resumption.lines:
-                for stream in (log, sys.stderr):
-                    print(f"cookbook: {line}", file=stream)
+        for line in resumption.lines:
+            log(line, attempt)
     return {
         Facts.load_step: -1 if step is None else step,
         Facts.load_excluded: list(found.excluded),

@@ -21,6 +21,7 @@ from cookbook.config.cluster import cluster_from_record
 from cookbook.config.facts import facts_of
 from cookbook.run import own_job, slurm, status
 from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.own_job import log
 from cookbook.run.record import CellRecord, earlier_record, read_record
 from cookbook.run.states import process_job
 from cookbook.run.status import FAILED, FINISHED, QUEUED, RUNNING, AttemptEnd, Cause, Status
@@ -362,9 +363,3 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
         if code != -signal.SIGKILL or spawns == _MOST_SPAWNS:
             os._exit(code if code >= 0 else 128 - code)
         log(f"the supervisor was killed; start {spawns + 1}")
-
-
-def log(words: str) -> None:
-    """Write a line to the job's log; ignore errors, since its disk may be full."""
-    with contextlib.suppress(OSError):
-        print(f"cookbook: {words}", file=sys.stderr, flush=True)
