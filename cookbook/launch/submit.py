@@ -145,12 +145,7 @@ def _submit_to_slurm(run: Run, cells: Sequence[Cell]) -> str:
             raise JobError(
                 f"{program} is not on PATH; log in to the cluster, or use --cluster local"
             )
-    variables = {
-        "PYTHONPATH": python_path(_code(folders[0])),
-        "PYTHONSAFEPATH": "1",
-        "VENV": sys.prefix,
-        EXCLUDED_VARIABLE: ",".join(choice.nodes),
-    }
+    variables = _variables(folders[0]) | {EXCLUDED_VARIABLE: ",".join(choice.nodes)}
     logs.mkdir(parents=True, exist_ok=True)
     # With exec, Slurm's signals reach the supervisor instead of a shell. Slurm keeps the batch
     # file's path, so that `cancel` finds the job even after the run's folder is deleted.
@@ -198,12 +193,7 @@ def _submit_locally(run: Run, folders: Sequence[CellFolder]) -> str:
         os.setsid()
         for stream in range(3):
             os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-        os.environ |= {
-            RUN_VARIABLE: str(run.folder.resolve()),
-            "PYTHONPATH": python_path(_code(folders[0])),
-            "PYTHONSAFEPATH": "1",
-            "VENV": sys.prefix,
-        }
+        os.environ |= _variables(folders[0]) | {RUN_VARIABLE: str(run.folder.resolve())}
         words = _command(folders, "/usr/bin/env", *gpus)
         os.write(writer, str(executor.submit(os.execv, *words).job_id).encode())
         os._exit(0)
@@ -216,10 +206,12 @@ def _submit_locally(run: Run, folders: Sequence[CellFolder]) -> str:
     return job_id
 
 
-def _code(folder: CellFolder) -> Path:
+def _variables(folder: CellFolder) -> dict[str, str]:
+    """Return the variables by which a cell's job finds its Python, and the code of its run."""
     name = read_record(folder.record).code
     assert name is not None
-    return code_folder(folder.path.parent.resolve(), name)
+    code = code_folder(folder.path.parent.resolve(), name)
+    return {"PYTHONPATH": python_path(code), "PYTHONSAFEPATH": "1", "VENV": sys.prefix}
 
 
 def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:

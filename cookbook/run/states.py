@@ -8,6 +8,7 @@ import contextlib
 import os
 import socket
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,15 +42,17 @@ def is_alive(job: Job) -> bool:
     return now.started is not None and (now.boot, now.started) == (job.boot, job.started)
 
 
-def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
-    """Map this user's processes of the run to their cells' folders; a supervisor maps to None."""
-    mark, found = str(folder.resolve()), dict[psutil.Process, Path | None]()
-    for process in psutil.process_iter(["environ"]):
-        variables = process.info["environ"] or {}
-        if variables.get(RUN_VARIABLE) == mark:
-            cell = variables.get("CELL_DIR")
-            found[process] = Path(cell).resolve() if cell else None
-    return found
+def processes_with(variable: str, value: str) -> dict[psutil.Process, Mapping[str, str]]:
+    """Map this user's processes with this environment variable to their environments."""
+    # psutil gives no environment for a zombie or another user's process.
+    found = {one: one.info["environ"] or {} for one in psutil.process_iter(["environ"])}
+    return {one: own for one, own in found.items() if own.get(variable) == value}
+
+
+def _cells_trained(folder: Path) -> dict[psutil.Process, str]:
+    """Map this user's processes of the run to their cells' folders; a supervisor's is empty."""
+    found = processes_with(RUN_VARIABLE, str(folder.resolve()))
+    return {one: own.get("CELL_DIR", "") for one, own in found.items()}
 
 
 def stop_processes(folder: Path, job: Job | None = None) -> int:
@@ -61,8 +64,8 @@ def stop_processes(folder: Path, job: Job | None = None) -> int:
     if job is not None and is_alive(job):
         targets = [psutil.Process(int(job.job_id))]
     else:
-        left = run_processes(folder)
-        targets = [process for process, cell in left.items() if cell is None] or [*left]
+        left = _cells_trained(folder)
+        targets = [process for process, cell in left.items() if not cell] or [*left]
     for process in targets:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -212,10 +215,10 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
             words = f"runs on {job.host}, and can be followed and stopped only there"
             return replace(state, reason=words, is_known=False)
         if not is_alive(job):
-            left = list(run_processes(run.folder).values())
+            left = list(_cells_trained(run.folder).values())
             state, _ = _read(cell)  # the job may have recorded its end since the first read
-            if state.state in status.OPEN and None not in left:
-                if num_training := left.count(cell.path.resolve()):
+            if state.state in status.OPEN and "" not in left:
+                if num_training := left.count(str(cell.path.resolve())):
                     words = (
                         f"process {job.job_id} was killed, and {num_training} of its processes "
                         f"still run; stop them: python submit.py cancel {run.name}"

@@ -23,6 +23,7 @@ from cookbook.run import own_job
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import kill_steps
+from cookbook.run.states import processes_with
 from cookbook.run.status import AttemptEnd, Cause
 from cookbook.supervise.exits import classify_exit
 
@@ -287,15 +288,9 @@ def end_orphan_processes(cell: CellFolder) -> None:
 
 
 def _orphans(cell: CellFolder) -> list[psutil.Process]:
-    found = list[psutil.Process]()
-    # psutil gives no environment for a zombie or another user's process.
-    for process in psutil.process_iter(["environ"]):
-        variables = process.info["environ"] or {}
-        if (
-            variables.get("CELL_DIR") == str(cell.path)
-            and "COOKBOOK_ATTEMPT_DIR" in variables
-            and process.pid != os.getpid()
-            and own_job.is_own(variables)
-        ):
-            found.append(process)
-    return found
+    found = processes_with("CELL_DIR", str(cell.path))
+    return [
+        one
+        for one, own in found.items()
+        if "COOKBOOK_ATTEMPT_DIR" in own and one.pid != os.getpid() and own_job.is_own(own)
+    ]
