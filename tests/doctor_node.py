@@ -11,7 +11,7 @@ from cookbook.config.cluster import load_cluster
 from cookbook.config.pins import read_pins
 from cookbook.doctor.check import Answer, CheckResult, Surroundings, diagnose, node_faults
 from cookbook.doctor.machine import KERNEL_LOG
-from cookbook.doctor.software import CONFIG, PARTITIONS
+from cookbook.doctor.software import CONFIG
 from tests.submit import ROOT
 
 COMMIT = next(pin.value for pin in read_pins() if pin.source)
@@ -21,7 +21,6 @@ A100 = InstalledGpu(Gpu("NVIDIA A100", 8.0, 80.0), "570.195.03", "GPU-0", 4, lin
 ANSWERS = {
     KERNEL_LOG: Answer(0, "[    1.000000] Linux version 6.8\n"),
     CONFIG: Answer(0, "AccountingStorageType   = (null)\nSLURM_VERSION           = 25.11.2\n"),
-    PARTITIONS: Answer(0, "main*|up|32|gpu:nvidia_b200:8|infinite\nhidden|up|32|(null)|1:00\n"),
 }
 DRIVER_OPTIONS = 'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n'
 LIMITS = "Limit                     Soft Limit           Hard Limit           Units\n"

@@ -16,7 +16,7 @@ from cookbook.cli.main import main
 from cookbook.config.pins import read_pins, stack_name
 from cookbook.doctor.check import CHECKS, Answer, is_ready
 from cookbook.doctor.machine import KERNEL_LOG
-from cookbook.doctor.software import CONFIG, PARTITIONS
+from cookbook.doctor.software import CONFIG
 from tests.doctor_node import A100, B200, COMMIT, H200, LIMITS, Node, whole_node
 from tests.submit import ROOT
 
@@ -37,7 +37,6 @@ def test_a_whole_node_is_ready(node: Node) -> None:
     assert not_ok <= {"disk", "python"}
     assert findings["gpus"].found.startswith("8 x NVIDIA B200 (10.0, 179 GiB)")
     assert "MXFP8 in hardware" in findings["gpus"].found
-    assert "32 nodes, gpu:nvidia_b200:8" in findings["partition"].found
     count = sum(not pin.extra for pin in read_pins())
     assert findings["pins"].found == f"stack {stack_name()}, {count} packages as pinned"
     assert node.problems(needs_ibgda=True) == {}
@@ -101,7 +100,6 @@ BROKEN: list[tuple[Break, str, str, str]] = [
         *("slurm", "problem", "does not answer: slurm_load_ctl_conf error"),
     ),
     (lambda node: node.commands.remove("sbatch"), "slurm", "not here", "--cluster local"),
-    (answer(PARTITIONS, 0, "main*|down|32|(null)|1:00\n"), "partition", "problem", "not up"),
     (
         remove(f"site/flash_attn_4-{FLASH}.dist-info"),
         *("flash attention", "warning", "not installed: cells with"),
@@ -180,10 +178,8 @@ def test_a_small_dev_shm_is_no_problem_where_an_image_is_built(
 
 
 class TestCluster:
-    def test_the_profile_s_partition(self, node: Node) -> None:
+    def test_the_ranks_software_is_that_of_their_image(self, node: Node) -> None:
         own = str(ROOT / "tests/clusters/container.yaml")
-        found = node.findings(own)["partition"].found
-        assert "no partition 'training'; there are: hidden, main" in found
         # The ranks use the image's packages and compiler.
         shutil.rmtree(node.folder / DEEPEP)
         states = {name: finding.state for name, finding in node.findings(own).items()}

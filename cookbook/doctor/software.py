@@ -126,8 +126,6 @@ def local_corpus(here: Surroundings) -> Outcome:
 
 
 CONFIG = ("scontrol", "show", "config")
-# Without --noconvert, sinfo abbreviates 2,048 nodes to 2K.
-PARTITIONS = ("sinfo", "--noheader", "--noconvert", "--format=%P|%a|%D|%G|%l")
 
 
 @check("slurm")
@@ -150,24 +148,3 @@ def slurm(here: Surroundings) -> Outcome:
     version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", config.output, re.MULTILINE)
     states = "sacct" if "slurmdbd" in config.output else "squeue and each run's status file"
     return "ok", f"{version[1] if version else 'its'} controller answers; states come from {states}"
-
-
-@check("partition")
-def partition(here: Surroundings) -> Outcome:
-    if not here.has_slurm or here.answer(CONFIG).status != 0:
-        return None
-    lines = here.answer(PARTITIONS).output.splitlines()
-    every = [row for line in lines if len(row := line.split("|")) == 5]
-    default = next((row[0].rstrip("*") for row in every if row[0].endswith("*")), None)
-    name = (here.cluster.partition if here.cluster else None) or default
-    rows = [row for row in every if row[0].rstrip("*") == name]
-    if not rows:
-        found = f"no partition {name!r}" if name else "no default partition"
-        known = ", ".join(sorted({row[0].rstrip("*") for row in every})) or "none"
-        return "problem", f"{found}; there are: {known}", "name one in the cluster profile"
-    nodes = sum(int(row[2]) for row in rows)
-    resources = sorted({row[3] for row in rows} - {"(null)"})
-    found = f"{name}: {nodes} nodes, {' '.join(resources) or 'no GPUs declared'}"
-    if any(row[1] != "up" for row in rows):
-        return "problem", f"{found}, not up", "ask who runs the cluster"
-    return "ok", f"{found}, time limit {rows[0][4]}"
