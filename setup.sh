@@ -375,7 +375,7 @@ main() {
     return 0
   fi
   echo
-  .venv/bin/python -m cookbook.cli doctor "${here_only[@]}" || status=1
+  .venv/bin/python -m cookbook.cli.main doctor "${here_only[@]}" || status=1
   if [[ -n "${failures}" ]]; then
     echo >&2
     echo -n "${failures}" >&2

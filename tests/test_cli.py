@@ -248,7 +248,7 @@ class TestWithoutPackages:
         findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
         assert findings["pins"]["state"] == "problem"
         assert set(findings["pins"]) == {"name", "state", "found", "remedy"}
-        for words in (["submit.py", "doctor"], ["-m", "cookbook.cli", "doctor"]):
+        for words in (["submit.py", "doctor"], ["-m", "cookbook.cli.main", "doctor"]):
             text = start([*BARE, *words], tmp_path)
             assert text.stdout.splitlines()[-1].startswith("not ready: ")
             profile = start([*BARE, *words, "--cluster", "local"], tmp_path)

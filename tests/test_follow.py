@@ -221,7 +221,7 @@ def test_the_table_has_a_summary_and_as_many_rows_as_the_terminal() -> None:
     counts = "5 cells: 1 running, 2 queued, 1 finished, 1 refused; 25/80 steps"
     assert " ".join(summary) == counts
     assert heads == ["step", "tokens/s", "now", "loss", "time", "left", "note"]
-    assert row[1:] == ["running", "5/20", "859", "3.9168", "2:05", "1:15"]
+    assert row[1:] == ["running", "5/20", "859", "3.9168", "0:02:05", "0:01:15"]
     assert more == ["and", "4", "more"]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any, Literal, TextIO
 
@@ -106,8 +107,8 @@ def _fields(cell: CellProgress) -> dict[str, str]:
         "step": step,
         "tokens/s now": "" if speed is None else f"{speed:,.0f}",
         "loss": "" if cell.loss is None else f"{cell.loss:.4f}",
-        "time": "" if cell.elapsed is None else duration(cell.elapsed),
-        "left": "" if left is None else duration(left),
+        "time": "" if cell.elapsed is None else str(timedelta(seconds=int(cell.elapsed))),
+        "left": "" if left is None else str(timedelta(seconds=int(left))),
         "note": ", ".join(notes),
     }
 
@@ -123,10 +124,3 @@ def summarize(cells: Sequence[CellProgress]) -> str:
         done = sum(min(cell.step or 0, cell.total_steps or 0) for cell in counted)
         text += f"; {done:,}/{sum(cell.total_steps or 0 for cell in counted):,} steps"
     return text
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as `2:05`, or as `1:02:05` from one hour on."""
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

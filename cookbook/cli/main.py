@@ -200,3 +200,7 @@ def _run(words: Sequence[str]) -> int:
         from cookbook.install import explain_missing
 
         raise explain_missing(error) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -25,7 +25,7 @@ def check_machine(arguments: argparse.Namespace) -> int:
 
         if cluster and cluster.scheduler != "local":
             found = f"proves the kernels of this machine, not those of {cluster.name}"
-            remedy = "on a node, or in its image: python -m cookbook.cli doctor --numerics"
+            remedy = "on a node, or in its image: python -m cookbook.cli.main doctor --numerics"
             raise InputError(
                 "--numerics", found, f"{remedy}; such as by srun --nodes=1 --exclusive"
             )
