@@ -167,6 +167,8 @@ class Scheduler(socketserver.ThreadingUnixStreamServer):
             array = (first, index) if of_array else None
             folder = options.get("chdir", cwd)
             rest = words[cut + 1 :]
+            # As Slurm does: the submitter may remove its file at once.
+            shutil.copy(script, self._spooled(number))
             self.jobs.append(Job(number, script, rest, options, variables, folder, array))
         return f"{first}\n" if "parsable" in options else f"Submitted batch job {first}\n"
 
@@ -257,8 +259,6 @@ class Scheduler(socketserver.ThreadingUnixStreamServer):
 
     def _start(self, job: Job, nodes: list[str]) -> None:
         job.nodes, job.state, job.steps = nodes, "RUNNING", {}
-        copy = self.folder / "spool" / f"{job.number}.sh"
-        shutil.copy(job.script, copy)
         own = {"JOB_ID": job.number, "JOB_NUM_NODES": len(nodes), "JOB_NODELIST": ",".join(nodes)}
         own |= {"CPUS_ON_NODE": 2, "RESTART_COUNT": job.restarts, "SUBMIT_DIR": job.folder}
         if job.array:
@@ -266,7 +266,7 @@ class Scheduler(socketserver.ThreadingUnixStreamServer):
         variables = {f"SLURM_{name}": str(value) for name, value in own.items()}
         with job.log.open("ab") as log:
             job.batch = subprocess.Popen(
-                ["bash", str(copy), *job.words],
+                ["bash", str(self._spooled(job.number)), *job.words],
                 env=job.environment | variables,
                 cwd=job.folder,
                 stdin=subprocess.DEVNULL,
@@ -274,6 +274,9 @@ class Scheduler(socketserver.ThreadingUnixStreamServer):
                 stderr=log,
                 start_new_session=True,
             )
+
+    def _spooled(self, number: int) -> Path:
+        return self.folder / "spool" / f"{number}.sh"
 
     def _kill(self, job: Job) -> None:
         for pid in job.pids:
