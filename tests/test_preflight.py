@@ -2,11 +2,13 @@
 
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from cookbook.supervise import preflight as module
 from cookbook.supervise.network_test import Network
 from cookbook.supervise.node_report import Report, ReportReader, format_report, report_node
 from cookbook.supervise.preflight import JobNodes
+from tests.cells import Point
 
 ECC = Fault("gpu memory", "GPU 3: 1 uncorrectable ECC error(s)", 24.0)
 BUSY = Fault("idle", "GPU 0: 9 GiB in use", 1.0)
@@ -51,6 +54,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
     cell.attempt(0).path.mkdir(parents=True)
     monkeypatch.setattr(slurm, "partition_nodes", lambda name: names(6))
     monkeypatch.setattr(slurm, "drained", lambda names: {})
+    monkeypatch.setattr(module, "rehearsed", lambda job: nullcontext())
     monkeypatch.setattr(slurm, "excluded_by", lambda job_id: [])
     monkeypatch.setattr(slurm, "nodes_in", lambda text: names(4))
     cluster = load_cluster("soperator-b200")
@@ -263,6 +267,32 @@ def test_switched_off_it_asks_nobody(job: JobNodes, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("COOKBOOK_PREFLIGHT", "of")
     with pytest.raises(InputError, match="found 'of', allowed: full, nodes, off"):
         module.preflight(job.cell, job.attempt, job.record)
+
+
+REHEARSED = module.rehearsed
+
+
+@pytest.mark.titan
+def test_what_would_end_every_rank_ends_the_job_before_they_start(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, content in (("tokenizer.json", "{}"), ("tokenizer_config.json", "{}")):
+        (tmp_path / name).write_text(content)
+    job.record = Point("debug", "bf16", "standard", "local").cell().job_record()
+    options = job.record.options | {"model.hf_assets_path": str(tmp_path)}
+    wrong = replace(job, record=replace(job.record, options=options))
+    says = f"debug-.*failed: ValueError: {tmp_path}: Exception: Model missing"
+    with pytest.raises(InputError, match=says), REHEARSED(wrong):
+        pass
+    with REHEARSED(job):
+        pass
+    write_attempt_end(job.attempt, AttemptEnd(0, Cause.ERROR, job_id="77"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("rehearsed again"))
+    with REHEARSED(job):
+        pass
+    assert re.fullmatch(
+        r"cookbook: preflight: rehearsed \([\d.]+ s\)\n", job.attempt.log.read_text()
+    )
 
 
 @pytest.mark.parametrize(

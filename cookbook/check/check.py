@@ -20,14 +20,13 @@ import psutil
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT, python_path
-from cookbook.base.text_identity import files_in
 from cookbook.check.warnings import ADVICE, BUILT_ADVICE
 from cookbook.config.cell import ERROR, WARNING, Cell, Finding, Verdict, train_argv
 from cookbook.config.dialect.argv import arguments
 from cookbook.config.dialect.names import PACKAGE, TORCHTITAN
 from cookbook.config.facts import Facts
 from cookbook.config.recipe import OF_PRECISION
-from cookbook.config.validate import judge
+from cookbook.config.validate import judge, may_read_texts
 from cookbook.predict.memory import FITS, TIGHT, StageMemory, predict_memory, state_gib, verdict
 from cookbook.predict.rank import Rank, Work, count_work, describe_ranks
 from cookbook.predict.step import StepTime, predict_step
@@ -121,23 +120,11 @@ def _request(cell: Cell) -> dict[str, Any]:
         "pp": cell.layout.pp,
         "ranks_per_node": cell.cluster.ranks_per_node,
         "compute_capability": gpu.compute_capability if gpu else None,
-        "reads_texts": _reads_texts(cell),
+        "reads_texts": may_read_texts(cell.facts),
         "stand_ins": {exchange.title: exchange.modules} if exchange.modules else {},
     }
 
 
-def _reads_texts(cell: Cell) -> bool:
-    """Whether tokenizer and texts are on this machine, and their first batch costs little."""
-    readers = cell.facts.readers
-    is_local = all(one.path or "hub:" not in "".join(one.files or ["hub:"]) for one in readers)
-    # `datasets` converts a whole folder before it reads the first text.
-    folders = [ROOT / one.path for one in readers if one.path and not one.files]
-    size = sum(file.stat().st_size for folder in folders for file in files_in(folder))
-    tokenizer = ROOT / (cell.facts.assets or "") / "tokenizer.json"
-    return is_local and size <= _FOLDER_BYTES and tokenizer.is_file()
-
-
-_FOLDER_BYTES = 32 * 2**20
 _MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
 # Ignore TorchTitan's warnings that start with these words. They do not matter here, or the
 # cookbook's own checks report the same problem.

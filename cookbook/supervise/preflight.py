@@ -8,16 +8,23 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.files import write_whole
+from cookbook.base.paths import ROOT
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cluster import Cluster, cluster_from_record
+from cookbook.config.dialect.argv import argv_of
+from cookbook.config.dialect.names import PACKAGE
 from cookbook.config.facts import facts_of
+from cookbook.config.options import options_of
+from cookbook.config.validate import may_read_texts
 from cookbook.doctor.check import HARDWARE_H, PASSING_H, Fault
 from cookbook.run import excluded, own_job, slurm
 from cookbook.run.excluded import Choice, Excluded, excluded_file
@@ -35,6 +42,8 @@ _MOST_DIFFERENCES = 3
 # Jobs list at most one in so many nodes of a partition: more have a common cause.
 _SHARE = 2
 _RESOLVE_S = 60.0
+# The last line of a rehearsal, before what it raised.
+REHEARSED, _REHEARSAL_S = "cookbook-rehearsed ", 120.0
 
 
 class RequeueNeededError(Exception):
@@ -116,17 +125,9 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     if mode == "off":
         return nodes[: record.nodes]
     job = JobNodes(cell, attempt, record, cluster_from_record(record), nodes)
-    started, listed = time.monotonic(), job.listed()
-    for node, why in retry_while_busy(lambda _: slurm.drained(job.nodes)).items():
-        job.faults[node] = [Fault("Slurm", why, 0.0)]
-        job.log(f"{node}: {why}; excluded")
-    for node in filter(listed.get, job.nodes):
-        job.faults[node] = [Fault("list", listed[node].reason, 0.0)]
-        job.log(str(listed[node]))
-    ask_nodes(job)
-    require_nodes(job)
-    while mode == "full" and not check_network(job):
-        require_nodes(job)
+    started = time.monotonic()
+    with rehearsed(job) if mode == "full" else contextlib.nullcontext():
+        _check_nodes(job, mode)
     chosen = job.healthy[: record.nodes]
     spare, seconds = len(job.healthy) - len(chosen), time.monotonic() - started
     job.log(
@@ -137,6 +138,66 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     )
     _write_findings(job, chosen, seconds)
     return chosen
+
+
+@contextlib.contextmanager
+def rehearsed(job: JobNodes) -> Iterator[None]:
+    """Rehearse the job beside the block, as `check` does, but without the model.
+
+    Raises InputError for what would end the ranks. Only a job's first attempt is rehearsed.
+    """
+    # Training in a container has torch only in its image.
+    if job.cluster.container or job_ends(job.cell):
+        yield
+        return
+    started, facts, options = time.monotonic(), facts_of(job.record), options_of(job.record)
+    question = {
+        "argv": argv_of(options.stack, options.settings),
+        "readers": facts.layout.replicas,
+        "reads_texts": may_read_texts(facts),
+    }
+    python = f"{os.environ.get('VENV') or sys.prefix}/bin/python"
+    process = subprocess.Popen(
+        [python, "-m", f"{PACKAGE}.rehearsal", json.dumps(question)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    try:
+        yield
+        said, _ = process.communicate(timeout=_REHEARSAL_S)
+    except subprocess.TimeoutExpired:
+        said = f"no answer in {_REHEARSAL_S:.0f} s"
+    finally:
+        process.kill()
+        process.wait()
+    answers, refusals = (
+        [line.partition(mark)[2] for line in said.splitlines() if mark in line]
+        for mark in (REHEARSED, "cookbook refuses: ")
+    )
+    if fault := "".join(answers[-1:]):
+        where, fault = job.record.name or job.cell.name, (refusals or [fault])[-1]
+        raise InputError(where, f"its rehearsal failed: {fault}", "correct its options or files")
+    seconds, last = time.monotonic() - started, said.strip().rpartition("\n")[2]
+    job.log(f"rehearsed ({seconds:.1f} s)" if answers else f"not rehearsed: {last}")
+
+
+def _check_nodes(job: JobNodes, mode: str) -> None:
+    listed = job.listed()
+    for node, why in retry_while_busy(lambda _: slurm.drained(job.nodes)).items():
+        job.faults[node] = [Fault("Slurm", why, 0.0)]
+        job.log(f"{node}: {why}; excluded")
+    for node in filter(listed.get, job.nodes):
+        job.faults[node] = [Fault("list", listed[node].reason, 0.0)]
+        job.log(str(listed[node]))
+    ask_nodes(job)
+    require_nodes(job)
+    while mode == "full" and not check_network(job):
+        require_nodes(job)
 
 
 def ask_nodes(job: JobNodes) -> None:

@@ -12,12 +12,15 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import SUFFIXES, TextFile, check_sources
+from cookbook.base.text_identity import files_in
 from cookbook.base.tokenizer import TokenizerFiles
 from cookbook.config.cell import WARNING, Cell, CellRule, Finding, Problems, Verdict, rule
 from cookbook.config.cluster import runs_here
 from cookbook.config.facts import TEXT, Facts
 from cookbook.config.validate import kernels, layout, values
 from cookbook.config.validate.weights import native_weights, published_weights
+
+_FOLDER_BYTES = 32 * 2**20
 
 
 def _set_up(cell: Cell) -> str:
@@ -57,6 +60,17 @@ def missing_here(cell: Cell) -> list[Finding]:
     where = f"this machine has no Slurm, so jobs on {cell.cluster.name} run elsewhere"
     words = f" (not an error: {where})"
     return [replace(one, level=WARNING, reason=one.reason + words) for one in found]
+
+
+def may_read_texts(facts: Facts) -> bool:
+    """Whether tokenizer and texts are on this machine, and their first batch costs little."""
+    readers = facts.readers
+    is_local = all(one.path or "hub:" not in "".join(one.files or ["hub:"]) for one in readers)
+    # `datasets` converts a whole folder before it reads the first text.
+    folders = [ROOT / one.path for one in readers if one.path and not one.files]
+    size = sum(file.stat().st_size for folder in folders for file in files_in(folder))
+    is_here = (ROOT / (facts.assets or "") / "tokenizer.json").is_file()
+    return is_local and size <= _FOLDER_BYTES and is_here
 
 
 # Rules about this machine. Paths are relative to the checkout, in which jobs run.

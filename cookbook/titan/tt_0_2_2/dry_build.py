@@ -35,7 +35,7 @@ from torchtitan.train import Trainer
 from cookbook.titan.common.varlen_attention import FLASH_ATTENTION_4
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.families.parts import chosen_attention
-from cookbook.titan.tt_0_2_2.rehearsal import rehearse
+from cookbook.titan.tt_0_2_2.rehearsal import compare_with_model, rehearse
 
 _LIMIT_S = 240.0
 # A warning with one of these words concerns the dry build itself, not the cell.
@@ -229,8 +229,10 @@ def build_trainer(request: dict[str, Any], rank: int, folder: Path) -> Build:
         notes.append("checkpoint: options read, nothing loaded or saved")
     trainer = Trainer(config)
     if rank == 0:
-        reads = bool(request["reads_texts"])
-        notes += rehearse(trainer, build_tokenizer, reads_texts=reads)
+        dims = trainer.parallel_dims
+        readers, reads = dims.dp_replicate * dims.dp_shard, bool(request["reads_texts"])
+        notes += rehearse(config, build_tokenizer, readers=readers, reads_texts=reads)
+        compare_with_model(config, trainer.model_parts)
     return Build(trainer, warnings, notes)
 
 
