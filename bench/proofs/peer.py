@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -69,6 +69,15 @@ class Training:
     first_loss: float | None = None
     error: str = ""
 
+    @property
+    def format(self) -> str:
+        return format_of(self.name)
+
+
+def format_of(name: str) -> str:
+    """Return the format of a training's GEMMs, by its parts."""
+    return "FP8" if FP8 & set(name.split("+")) else "BF16"
+
 
 @dataclass
 class Run:
@@ -85,7 +94,7 @@ class Run:
     @property
     def title(self) -> str:
         kind = "slice of the 671B" if self.model == "slice" else "16B, 8 layers"
-        formats = {"FP8" if FP8 & set(one.name.split("+")) else "BF16" for one in self.trainings}
+        formats = {one.format for one in self.trainings}
         gpus = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs, EP {self.gpus}"
         micro = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
         precision = " and ".join(sorted(formats))
@@ -107,10 +116,10 @@ class Run:
         return max(names, key=lambda name: median(self.speeds(name).values()), default="")
 
     def ratios(self, name: str) -> list[float]:
-        """Return the training's speed in each round over the peer's best of that round."""
+        """Return the training's speed in each round over the peer's best there in its format."""
         best: dict[int, float] = {}
         for one in self.trainings:
-            if not one.ours and not one.error:
+            if not one.ours and not one.error and one.format == format_of(name):
                 best[one.round] = max(one.tokens_per_second, best.get(one.round, 0.0))
         mine = self.speeds(name).items()
         return [speed / best[number] for number, speed in mine if number in best]
@@ -143,7 +152,7 @@ def first_loss_apart(trainings: Iterable[Training]) -> float | None:
     """Return how far apart the first losses of the peers in BF16 are; None for one peer alone."""
     losses: dict[str, list[float]] = {}
     for one in trainings:
-        if one.first_loss is not None and not FP8 & set(one.name.split("+")):
+        if one.first_loss is not None and one.format == "BF16":
             losses.setdefault(one.name, []).append(one.first_loss)
     every = [loss for several in losses.values() for loss in several]
     return max(every) - min(every) if len(losses) > 1 else None
@@ -257,9 +266,14 @@ def render(run: Run) -> str:
 
 
 def summary(runs: Iterable[Run]) -> str:
-    """Return where the cookbook leads, equals the peer and loses: its best over the peer's best."""
+    """Return where the cookbook leads, equals the peer and loses: best over best in one format."""
     rows = []
-    for run in runs:
+    each = ((run, {one.format for one in run.trainings}) for run in runs)
+    for run in (
+        replace(run, trainings=[one for one in run.trainings if one.format == kind])
+        for run, kinds in each
+        for kind in kinds
+    ):
         ours, peer = run.best(ours=True), run.best(ours=False)
         if not (ratios := run.ratios(ours)):
             continue

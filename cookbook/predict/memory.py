@@ -96,10 +96,15 @@ def predict_memory(cell: Cell, rank: Rank) -> StageMemory:
         # The multi-tensor Adam allocates the square roots of all second moments at once.
         moments["the optimizer step"] = {"optimizer step": state.get("parameters", 0.0)}
     rounds = rank.num_microbatches * rank.gradient_accumulation_steps
-    if rounds == rank.num_stages == 1 and not shapes.mixed_precision:
-        del state["gradients (not sharded)"]
-        moments["a layer's backward"] = layers.backward_alone()
-        moments["the optimizer step"]["gradients (not sharded)"] = layers.gradients_alone()
+    if rank.num_stages == 1 and rounds <= 2 and not shapes.mixed_precision and not offloads:
+        # The second microbatch turns the first one's gradients into float32, layer by layer.
+        gradients, first = state.pop("gradients (not sharded)"), layers.gradients_alone()
+        if rounds == 1:
+            moments["a layer's backward"] = layers.backward_alone()
+        else:
+            for name in ("the loss", "a layer's backward"):
+                moments[name]["gradients (not sharded)"] = first
+        moments["the optimizer step"]["gradients (not sharded)"] = (first, gradients)[rounds - 1]
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     compute = {**state, **moments[moment]}
     gpu = cell.cluster.gpu
