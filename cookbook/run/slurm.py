@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -358,9 +359,7 @@ def _try_step(
     on_line: Callable[[str], None],
     is_enough: Callable[[], bool],
 ) -> StepEnd:
-    created, started, errors = time.monotonic(), list[float](), list[str]()
-    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, errors="replace", **pipes)
+    created, started, is_late = time.monotonic(), list[float](), False
 
     def read_output() -> None:
         for line in process.stdout or ():
@@ -368,30 +367,28 @@ def _try_step(
             if line.strip() != _STARTED:
                 on_line(line)
 
-    readers = [
-        threading.Thread(target=read_output, daemon=True),
-        threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True),
-    ]
-    for reader in readers:
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
+        process = subprocess.Popen(command, text=True, errors="replace", **pipes)
+        reader = threading.Thread(target=read_output, daemon=True)
         reader.start()
-    is_late = False
-    try:
-        while process.poll() is None and not is_late and not is_enough():
-            time.sleep(0.05)
-            since = time.monotonic() - (started[0] if started else created)
-            is_late = since > (limit_s if started else start_limit_s)
-    finally:
-        # srun ends its tasks on SIGTERM, but leaves them running on SIGKILL.
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-    for reader in readers:
+        try:
+            while process.poll() is None and not is_late and not is_enough():
+                time.sleep(0.05)
+                since = time.monotonic() - (started[0] if started else created)
+                is_late = since > (limit_s if started else start_limit_s)
+        finally:
+            # srun ends its tasks on SIGTERM, but leaves them running on SIGKILL.
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(_GRACE_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
         reader.join(_GRACE_S)
-    text = "".join(errors)
+        errors.seek(0)
+        text = errors.read()
     not_launched = {node: why.strip() for node, why in _NOT_LAUNCHED.findall(text)}
     if not started and not not_launched and process.returncode:
         lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -276,15 +276,12 @@ def end_orphan_processes(cell: CellFolder) -> None:
 
     Find them by their environment variables, since ranks are not in the script's process group.
     """
-    deadline = time.monotonic() + _TERM_S
-    while orphans := _orphans(cell):
-        is_late = time.monotonic() > deadline
+    for number, seconds in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
+        orphans = _orphans(cell)
         for process in orphans:
             with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGKILL if is_late else signal.SIGTERM)
-        if time.monotonic() > deadline + _KILL_S:
-            return
-        time.sleep(0.2)
+                process.send_signal(number)
+        psutil.wait_procs(orphans, seconds)
 
 
 def _orphans(cell: CellFolder) -> list[psutil.Process]:
