@@ -31,8 +31,7 @@ def process_job(pid: int) -> Job:
     with contextlib.suppress(OSError):
         # Do not use psutil: the start times that it returns change when the clock is set.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # A process that frees its memory (PF_EXITING) before it becomes a zombie counts as ended.
-        started = None if fields[0] in "ZX" or int(fields[6]) & 0x4 else fields[19]
+        started = None if fields[0] in "ZX" else fields[19]
     return Job(str(pid), host=socket.gethostname(), boot=boot, started=started)
 
 
@@ -178,7 +177,9 @@ def merge_slurm_state(
 
     `is_shared`: the job trains several cells, of which some end, or wait, while it runs.
     """
-    said = _since_start(written, info)
+    said = written
+    if info.restarts > written.restarts:  # Slurm has requeued the job since
+        said = replace(written, state=status.QUEUED)
     with_job = said.state == status.CANCELLED or (said.reason or "").startswith("Slurm: ")
     # Slurm may still requeue a job that is ending, and with it what ended for that.
     if is_shared and said.state in status.ENDED and not (with_job and info.state == "COMPLETING"):
@@ -202,10 +203,6 @@ def merge_slurm_state(
         return status.FAILED, said.reason
     # TIMEOUT, NODE_FAIL, OUT_OF_MEMORY...: Slurm knows the reason better than the job.
     return status.FAILED, " ".join(["Slurm:", info.state, info.reason]).strip()
-
-
-def _since_start(written: Status, info: slurm.JobInfo) -> Status:
-    return written if info.restarts <= written.restarts else replace(written, state=status.QUEUED)
 
 
 def _local_state(run: Run, cell: CellFolder) -> CellState:
