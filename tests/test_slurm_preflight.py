@@ -184,15 +184,6 @@ def test_a_node_that_slurm_drains_meanwhile_is_left_out(jobs: Jobs) -> None:
     assert jobs.left_out() == {}
 
 
-def test_a_job_that_may_not_be_requeued_says_so(jobs: Jobs) -> None:
-    jobs.gpus.ecc_error("worker-0")
-    job = jobs.submit("--nodes=2", "--no-requeue")
-    assert jobs.cluster.wait(job) == "FAILED", jobs.log(job)
-    assert jobs.left_out().keys() == {"worker-0"} and jobs.trained_on() == []
-    assert f"scontrol requeue {job}: " in jobs.status()["reason"]
-    assert jobs.status()["state"] == "failed"
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("daemon", ["controller", "munge"])
 def test_a_daemon_that_is_away_while_a_job_begins_costs_no_job(jobs: Jobs, daemon: str) -> None:

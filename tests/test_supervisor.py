@@ -55,11 +55,9 @@ def make(
     body: str = "exit 0",
     most: int = 9,
     state: str = QUEUED,
-    run: str = "run",
-    saved: str = "checkpoint",
 ) -> CellFolder:
-    cell = CellFolder(folder / run / name)
-    options = {"checkpoint.enable": True, "checkpoint.folder": saved}
+    cell = CellFolder(folder / "run" / name)
+    options = {"checkpoint.enable": True}
     command, profile = f"{HEAD}{body}\n", {"description": "x", "scheduler": "local"}
     record = CellRecord(max_restarts=most, options=options, command=command, profile=profile)
     record.write(cell.record)
@@ -117,19 +115,6 @@ def test_a_dead_rank_is_followed_by_another_attempt(
     assert first.started < first.seen < first.ended
 
 
-def test_runs_and_cells_share_no_absolute_checkpoint_folder(tmp_path: Path) -> None:
-    used = set()
-    for run_name, name in (("a", "cell"), ("a", "cell-r2"), ("b", "cell")):
-        cell = make(tmp_path, name, run=run_name, saved="/data/mine")
-        assert run(cell) == 0
-        # Where the next start looks for them is where training is told to write them.
-        found = cell.checkpoints(read_record(cell.record).options)
-        assert f"  --checkpoint.folder={found}\n" in cell.attempt(0).script.read_text()
-        assert found.is_relative_to("/data/mine")
-        used.add(found)
-    assert len(used) == 3
-
-
 def test_a_run_is_rolled_back_once_and_parts_are_left_out_until_it_has_saved(
     tmp_path: Path,
 ) -> None:
@@ -177,15 +162,6 @@ sleep 300; exit 0
     rank, other = (int((cell / name).read_text()) for name in ("rank", "other"))
     assert not lives(rank) and lives(other)
     os.kill(other, signal.SIGKILL)
-
-
-def test_a_final_cause_ends_the_cell_at_its_first_start_with_a_remedy(
-    supervised: Callable[..., Outcome],
-) -> None:
-    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
-    done = supervised(f"step 1 7; raises '{error}'")
-    assert (done.code, done.causes, done.status.state) == (1, [Cause.OUT_OF_MEMORY], "failed")
-    assert "lower training.local_batch_size" in done.reason
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf"])

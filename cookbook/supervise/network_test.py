@@ -22,7 +22,7 @@ from cookbook.run.slurm import node_addresses, run_step
 
 _COLLECTIVES = "cookbook.titan.common.collectives"
 _MEASURED, _ENDED = "cookbook-link", "cookbook-links"
-# Seconds allowed for the test, with two imports of torch, by torchrun and by ranks, and NCCL's start.
+# Seconds for the test, with NCCL's start and two imports of torch: by torchrun and by the ranks.
 _LIMIT_S = 90.0
 _COLLECTIVE_S = 30.0
 # Message sizes: large on GPUs, so that bandwidth dominates latency; small on CPUs, as gloo is slow.
