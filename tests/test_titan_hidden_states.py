@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torchtitan.config.job_config import Optimizer
 
 from cookbook.titan.common import weight_copies
 from cookbook.titan.tt_0_2_2 import loss_and_optimizer
@@ -85,6 +86,22 @@ def test_a_rank_alone_keeps_narrow_gradients_and_sums_them_in_float32(rounds: in
     # A norm in BF16 would have three digits.
     norm = loss_and_optimizer._clip_and_note(weights, 1e9)
     torch.testing.assert_close(norm, torch.cat(exact).norm())
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_copies_of_weights_follow_every_optimizer(name: str, implementation: str) -> None:
+    """PyTorch's fused ones write weights without a new version."""
+    model: Any = nn.Module()
+    model.layers, model.weight = nn.ModuleDict(), nn.Parameter(torch.ones(2, 8, 16))
+    asked: Any = Optimizer(name=name, implementation=implementation, lr=0.5)
+    alone: Any = SimpleNamespace(ep_enabled=False)
+    optimizers = loss_and_optimizer.build_optimizers([model], asked, alone)
+    for _ in range(3):
+        copy = weight_copies.kept(model, "copy", [model.weight], model.weight.detach().clone)
+        assert torch.equal(copy, model.weight)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizers.step()
 
 
 def test_experts_weights_are_copied_once_until_they_change_and_gradients_are_added() -> None:

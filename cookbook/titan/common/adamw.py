@@ -41,8 +41,6 @@ class ClippingAdamW(torch.optim.AdamW):
                     local, _local(weight.grad), *moments, correction, factor, group["lr"],
                     *group["betas"], group["eps"], group["weight_decay"],
                 )  # fmt: skip
-                # Autograd did not see the kernel write: whoever compares versions must.
-                torch.autograd.graph.increment_version(local)
 
     def _state_of(self, weight: Tensor) -> Any:
         state = self.state[weight]

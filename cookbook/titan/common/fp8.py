@@ -62,7 +62,7 @@ def quantize(*parts: Tensor) -> Quantized:
             values[:, first:end], scales[:, first:end] = _quantized(part)
         first += part.shape[1]
     if device.type != "cuda":
-        group_scales = scales.amax(1)
+        group_scales = scales.amax(1) if total else group_scales
     return Quantized(values, scales, group_scales)
 
 

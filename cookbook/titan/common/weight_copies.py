@@ -45,6 +45,11 @@ def keep_dtypes(weights: Iterable[Tensor]) -> None:
         weight.grad_dtype = None
 
 
+def note_changes(weights: Iterable[Tensor]) -> None:
+    """Note that an optimizer has written `weights`: autograd does not see what fused ones write."""
+    torch.autograd.graph.increment_version(weights)
+
+
 def give(grad: Tensor, weight: Tensor, factor: Tensor | None = None) -> Tensor | None:
     """Return `grad` (..., rows, columns), times `factor`, for autograd.
 

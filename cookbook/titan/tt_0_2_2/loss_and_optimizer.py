@@ -37,7 +37,7 @@ from torchtitan.tools.logging import logger
 
 from cookbook.titan.common.adamw import ClippingAdamW, can_clip
 from cookbook.titan.common.chunked_loss import VocabularyShard, chunked_cross_entropy
-from cookbook.titan.common.weight_copies import is_alone, keep_dtypes
+from cookbook.titan.common.weight_copies import is_alone, keep_dtypes, note_changes
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.routing import moe_layers
 from cookbook.titan.tt_0_2_2.versions import refuse
@@ -185,6 +185,10 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
             keep_dtypes(weight for group in one.param_groups for weight in group["params"])
         GradientWatch.clipping = tuple(optimizers)
         dist_utils.clip_grad_norm_ = _clip_and_note
+    if is_alone():
+        groups = [group for one in optimizers for group in one.param_groups]
+        weights = [weight for group in groups for weight in group["params"]]
+        optimizers.register_step_post_hook(lambda *_: note_changes(weights))
     load = optimizers.load_state_dict
 
     def load_moments(state: dict[str, Any]) -> None:
