@@ -163,11 +163,10 @@ def test_option_of_a_failure(message: str, option: str, monkeypatch: pytest.Monk
 
 
 def test_a_model_that_is_not_counted_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_module = {"parallelism.module_fqns_per_model_part": [["tok_embeddings"], ["output"]]}
-    cell = with_options(on_gpus(4, {PP: 2, EP: 2, BATCH: 8}), by_module)
+    cell = with_options(on_gpus(4), {"optimizer.implementation": "for-loop"})
     (found,) = checked([cell], [built(cell)], monkeypatch)
-    assert found.may_run and found.is_built and not found.stages
-    assert "named module by module are not counted" in found.summary
+    assert found.may_run and found.is_built and found.stages and not found.step
+    assert "not fused: its time is not modelled" in found.no_step
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_every_measured_point_is_predicted() -> None:
         ({"optimizer.implementation": "foreach"}, "not fused"),
         ({"training.dataset_path": "/data/mine"}, "documents in /data/mine"),
         ({"model.flavor": "17B"}, "not counted"),
-        ({DEGREES["pp"]: 2, "parallelism.pipeline_parallel_schedule_csv": "a"}, "is not simu"),
+        ({DEGREES["pp"]: 2, "parallelism.pipeline_parallel_schedule": "a"}, "is not simu"),
     ],
 )
 def test_what_the_model_does_not_know_is_refused(options: dict[str, Any], word: str) -> None:

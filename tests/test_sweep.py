@@ -116,7 +116,6 @@ def test_words_of_the_command_line_become_torchtitans_types() -> None:
     words = [
         *["training.steps=5", "optimizer.lr=1", "compile.enable=false", "model.converters=a,b"],
         *["training.dataset_path=a=b c", "debug.seed=None"],
-        'parallelism.module_fqns_per_model_part=[["a"], ["b", "c"]]',
     ]
     settings = command_line_settings(words)
     assert {name: setting.value for name, setting in settings.items()} == {
@@ -126,7 +125,6 @@ def test_words_of_the_command_line_become_torchtitans_types() -> None:
         "model.converters": ["a", "b"],
         "training.dataset_path": "a=b c",
         "debug.seed": None,
-        "parallelism.module_fqns_per_model_part": [["a"], ["b", "c"]],
     }
 
 

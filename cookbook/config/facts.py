@@ -125,7 +125,7 @@ class Facts(Names):
     def known_schedule(self) -> str | None:
         """The schedule as PyTorch spells it; None if its stages are not known."""
         known = {name.lower(): name for name in STAGES_PER_RANK}
-        return None if self.schedule_csv else known.get(self.schedule.lower())
+        return known.get(self.schedule.lower())
 
     def num_stages(self, num_layers: int) -> int:
         """Return how many pipeline stages `num_layers` layers make; raise KeyError if unknown."""

@@ -51,13 +51,9 @@ class Option:
             raise InputError(place, found, quotes_remedy(value, _ALLOWED[self.kind]))
         if self.kind == "list" and not value and self.default:
             raise InputError(place, "found an empty list, which cannot be passed as an argument")
-        for items in {"list": [value], "lists": value}.get(self.kind, ()):
-            if any("," in item or item == "" for item in items):
-                found = f"found {items!r}: items may hold no comma and not be empty"
-                raise InputError(place, found, "split the item")
-            if self.kind == "lists" and (not items or items[0].startswith("-")):
-                found = f"found {items!r}: a list may not be empty or begin with '-'"
-                raise InputError(place, found)
+        if self.kind == "list" and any("," in item or item == "" for item in value):
+            found = f"found {value!r}: items may hold no comma and not be empty"
+            raise InputError(place, found, "split the item")
         return value
 
     def parse(self, place: str, text: str) -> Any:
@@ -69,11 +65,11 @@ class Option:
         if self.kind == "list" and re.fullmatch(r"\[.*\]", text):
             with contextlib.suppress(yaml.YAMLError):
                 value = yaml.safe_load(text)
-        readers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "lists": json.loads}
+        readers: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
         if self.kind == "bool":
             value = {"true": True, "false": False}.get(text.lower(), text)
         # int() and float() accept non-ASCII digits; TorchTitan and Slurm do not.
-        elif self.kind in readers and (text.isascii() or self.kind == "lists"):
+        elif self.kind in readers and text.isascii():
             with contextlib.suppress(ValueError):
                 value = readers[self.kind](text)
         return self.check(place, value)
@@ -83,18 +79,19 @@ class Option:
         if self.name in OFF and not value:
             return OFF[self.name]
         if isinstance(value, list):
-            return json.dumps(value) if self.kind == "lists" else ",".join(value)
+            return ",".join(value)
         return str(value)
 
 
 _ALLOWED = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
-_ALLOWED |= {"list": "a list of texts", "lists": "a list of lists of texts"}
+_ALLOWED |= {"list": "a list of texts"}
 
 
 def _holds(kind: str, value: Any) -> bool:
-    if kind in ("list", "lists"):
-        inner = "str" if kind == "list" else "list"
-        return isinstance(value, list) and all(_holds(inner, item) for item in value)
+    if kind == "list":
+        return isinstance(value, list) and all(_holds("str", item) for item in value)
+    if kind == "lists":
+        return True  # The only such option may only have its default.
     return type(value).__name__ == kind and (kind != "float" or math.isfinite(value))
 
 

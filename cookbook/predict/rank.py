@@ -205,10 +205,6 @@ def describe_ranks(cell: Cell) -> tuple[Rank, ...]:
     ranks: list[dict[str, Any]] = [{"stages": [0], "in_flight": [[1]], "actions": []}]
     microbatches = 1
     if pp > 1:
-        if facts.stage_modules:
-            found = "stages that are named module by module are not counted"
-            place = facts.options.origin(Facts.stage_modules)
-            raise InputError(place, found, f"use {Facts.layers_per_stage}")
         if (name := facts.known_schedule) is None:
             found = f"the schedule {facts.schedule!r} is not simulated"
             place = facts.options.origin(Facts.schedule)

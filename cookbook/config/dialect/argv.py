@@ -16,8 +16,6 @@ def arguments(option: Option, value: Any) -> list[str]:
     section, _, key = option.name.rpartition(".")
     if option.kind == "bool":
         return [f"--{section}.{key}" if value else f"--{section}.no_{key}"]
-    if option.kind == "lists" and value is not None:
-        return [f"--{option.name}", *(",".join(items) for items in value)]
     if option.kind == "list" and not value:
         return []
     return [f"--{option.name}={option.as_text(value)}"]
@@ -60,11 +58,6 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
                 no = f"--{section}.no_{key}"
                 raise InputError(at, f"takes no value, found {text!r}", f"write --{name} or {no}")
             value = not is_negative
-        elif option.kind == "lists" and not equals:
-            items = []
-            while left and not left[0].startswith("--"):
-                items.append(left.pop(0).split(","))
-            value = option.check(at, items)
         else:
             if not equals and not left:
                 raise InputError(at, "has no value", f"write --{name}=VALUE")

@@ -27,6 +27,8 @@ DEFAULT_ONLY: Mapping[str, tuple[str, str]] = {
     Names.cp: ("context parallelism is unproved: on CPU ranks it fails", "set it to 1"),
     "parallelism.context_parallel_load_balancer": (_UNPROVED, ""),
     "parallelism.context_parallel_rotate_method": (_UNPROVED, ""),
+    "parallelism.module_fqns_per_model_part": (_UNPROVED, f"set {Names.layers_per_stage}"),
+    "parallelism.pipeline_parallel_schedule_csv": (_UNPROVED, f"set {Names.schedule}"),
     "checkpoint.create_seed_checkpoint": (
         "the job would end without a step",
         f"set {Names.seed}: it determines the initial weights in every layout",

@@ -103,7 +103,6 @@ class Names:
 
     # Pipelines.
     schedule = Fact[str]("parallelism.pipeline_parallel_schedule")
-    schedule_csv = Fact[str | None]("parallelism.pipeline_parallel_schedule_csv")
     layers_per_stage = Fact[int | None]("parallelism.pipeline_parallel_layers_per_stage")
     first_stage_less = Fact[int](
         "parallelism.pipeline_parallel_first_stage_less_layers", within=_FROM_0
@@ -112,7 +111,6 @@ class Names:
         "parallelism.pipeline_parallel_last_stage_less_layers", within=_FROM_0
     )
     microbatch = Fact[int]("parallelism.pipeline_parallel_microbatch_size")
-    stage_modules = Fact[list[list[str]] | None]("parallelism.module_fqns_per_model_part")
     ep_overlap = Fact[bool]("parallelism.pipeline_parallel_expert_parallel_overlap")
 
     # Token dispatch and routing.

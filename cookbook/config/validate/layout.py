@@ -136,7 +136,7 @@ def _degrees(layout: Layout) -> Iterator[_Problem]:
 def _stages(facts: Facts, num_layers: int) -> Iterator[_Problem]:
     """Yield the errors that `pipeline_llm` would raise; embedding and output count as layers."""
     layout, schedule = facts.layout, facts.schedule
-    if layout.pp == 1 or facts.stage_modules or facts.schedule_csv:
+    if layout.pp == 1:
         return
     if facts.known_schedule is None:
         yield unknown(Facts.schedule, schedule, STAGES_PER_RANK)
