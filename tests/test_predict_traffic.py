@@ -6,7 +6,7 @@ import pytest
 
 from cookbook.config.cell import Cell
 from cookbook.config.facts import Layout
-from cookbook.predict.operators import fsdp_units, layer_operators
+from cookbook.predict import operators
 from cookbook.predict.rank import Work, count_work, describe_ranks, model_of
 from cookbook.predict.shapes import shapes_of
 from tests.check_cells import cell_of
@@ -60,7 +60,7 @@ def test_experts_are_divided_over_ep_tp_and_fsdp(
 ) -> None:
     ones = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp"), 1)
     layout = Layout(world=64, **(ones | degrees))
-    units = fsdp_units(layer_operators(MODEL, True), layout, in_layer=True)
+    units = operators.fsdp_units(operators.layer(MODEL, True), layout, in_layer=True)
     (own,) = (unit for unit in units if unit.name == "layer.moe.experts")
     assert (own.shards, own.gathered, own.local) == (shards, gathered, local)
 

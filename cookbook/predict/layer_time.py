@@ -9,14 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cookbook.predict.operators import (
-    Operator,
-    attention_operators,
-    expert_operators,
-    feed_forward_operators,
-    gemm_format,
-    head_operators,
-)
+from cookbook.predict import operators
 from cookbook.predict.rank import Layer, ModelPart, Rank, model_of
 from cookbook.predict.shapes import spared_products
 from cookbook.predict.traffic import Links
@@ -57,23 +50,23 @@ class Kernels(Links):
 
     @property
     def _expert_weights(self) -> int:
-        return sum(one.numel for one in expert_operators(self.shapes)) // self.shapes.ep
+        return sum(one.numel for one in operators.experts(self.shapes)) // self.shapes.ep
 
     def experts(self, backward: bool) -> Terms:
         """Return the time of the routed experts' GEMMs and row permutations; no communication."""
-        terms = self.multiply(expert_operators(self.shapes), backward)
+        terms = self.multiply(operators.experts(self.shapes), backward)
         if backward and self.chunks > 1:
             # Each chunk computes its own weight gradients, which have to be added up.
             added = 3.0 * self.shapes.act * self._expert_weights * (self.chunks - 1)
             terms = add(terms, {POINTWISE: self.bytes_ms(added)})
         return add(terms, self.move_rows(backward))
 
-    def multiply(self, operators: Iterable[Operator], backward: bool) -> Terms:
+    def multiply(self, operators: Iterable[operators.Operator], backward: bool) -> Terms:
         """Return the time of the operators' GEMMs and quantization, in forward or backward."""
         return add(*(self._product(one, backward) for one in operators if one.is_product))
 
-    def _product(self, one: Operator, backward: bool) -> Terms:
-        hw, s, quantized = self.hardware, self.shapes, gemm_format(self.cell, one)
+    def _product(self, one: operators.Operator, backward: bool) -> Terms:
+        hw, s, quantized = self.hardware, self.shapes, operators.gemm_format(self.cell, one)
         columns, inner = one.shape[-2:]
         kind, rows, weights = DENSE, s.tokens, one.numel
         share, fp8_share = hw.dense_gemm_share, hw.fp8_dense_gemm_share
@@ -243,9 +236,9 @@ class LayerTimes:
     def _compute(self, moe: bool, backward: bool) -> Terms:
         k = self._kernels
         terms = add(
-            k.multiply(attention_operators(k.shapes), backward),
+            k.multiply(operators.attention(k.shapes), backward),
             k.attend(backward),
-            k.multiply(feed_forward_operators(k.shapes, moe), backward),
+            k.multiply(operators.feed_forward(k.shapes, moe), backward),
             k.pointwise(moe, backward),
             {TP: (_TP_BACKWARD if backward else _TP_FORWARD) * k.tensor_ms},
         )
@@ -259,7 +252,7 @@ class LayerTimes:
         chunk_ms = k.deepep_ms(k.chunks)
         shared_ms = [
             sum(k.multiply([one], backward).values())
-            for one in feed_forward_operators(k.shapes, moe=True)
+            for one in operators.feed_forward(k.shapes, moe=True)
             if one.module.startswith("moe.shared_experts")
         ]
         before_ms, after_ms, queued = sum(shared_ms[:2]), sum(shared_ms[2:]), 2
@@ -313,7 +306,7 @@ class LayerTimes:
         backward = [self._backward_of(layer) for layer in part.layers]
         ends = [{TP: k.tensor_ms}] * (bool(part.embedding) + bool(part.head))
         if part.head:
-            head = head_operators(k.shapes)
+            head = operators.head(k.shapes)
             forward += [k.multiply(head, False), k.loss()]
             backward.append(k.multiply(head, True))
         return add(*forward, *ends), add(*backward, *ends)

@@ -41,7 +41,7 @@ class Operator:
         return math.prod(self.shape)
 
 
-def attention_operators(s: Sizes) -> Iterator[Operator]:
+def attention(s: Sizes) -> Iterator[Operator]:
     """Return attention's projections, and all norms of the layer."""
     head = s.nope + s.rope
     queries, keys = s.heads * head, s.kv_heads * head
@@ -67,7 +67,7 @@ def attention_operators(s: Sizes) -> Iterator[Operator]:
     yield Operator("ffn_norm", (s.dim,))
 
 
-def feed_forward_operators(s: Sizes, moe: bool) -> Iterator[Operator]:
+def feed_forward(s: Sizes, moe: bool) -> Iterator[Operator]:
     """Return the operators of a feed-forward network, or of an MoE's router and shared experts."""
     module, hidden = "feed_forward", s.dense_hidden
     if moe:
@@ -81,23 +81,23 @@ def feed_forward_operators(s: Sizes, moe: bool) -> Iterator[Operator]:
         yield Operator(f"{module}.w2", (s.dim, hidden), 1)
 
 
-def expert_operators(s: Sizes) -> Iterator[Operator]:
+def experts(s: Sizes) -> Iterator[Operator]:
     """Return the three grouped GEMMs of the routed experts."""
     yield Operator("moe.experts", (s.num_experts, s.expert_hidden, s.dim), 1)
     yield Operator("moe.experts", (s.num_experts, s.expert_hidden, s.dim), 1)
     yield Operator("moe.experts", (s.num_experts, s.dim, s.expert_hidden), 2)
 
 
-def layer_operators(s: Sizes, moe: bool) -> list[Operator]:
-    found = [*attention_operators(s), *feed_forward_operators(s, moe)]
-    return [*found, *expert_operators(s)] if moe else found
+def layer(s: Sizes, moe: bool) -> list[Operator]:
+    found = [*attention(s), *feed_forward(s, moe)]
+    return [*found, *experts(s)] if moe else found
 
 
-def embedding_operators(s: Sizes) -> list[Operator]:
+def embedding(s: Sizes) -> list[Operator]:
     return [Operator("tok_embeddings", (s.vocab, s.dim), 0)]
 
 
-def head_operators(s: Sizes) -> list[Operator]:
+def head(s: Sizes) -> list[Operator]:
     return [Operator("norm", (s.dim,)), Operator("output", (s.vocab, s.dim), 0)]
 
 

@@ -22,14 +22,7 @@ from cookbook.base.family import Model
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell
 from cookbook.config.facts import Facts
-from cookbook.predict.operators import (
-    BYTES,
-    Unit,
-    embedding_operators,
-    fsdp_units,
-    head_operators,
-    layer_operators,
-)
+from cookbook.predict import operators
 
 # An action is (stage, kind, microbatch). Kinds are F (forward), B (backward), and the halves of a
 # backward: I (gradients of inputs) and W (gradients of weights).
@@ -128,7 +121,7 @@ class Layer:
     id: int
     moe: bool
     recomputed: bool
-    units: tuple[Unit, ...] = ()
+    units: tuple[operators.Unit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,11 +129,11 @@ class ModelPart:
     """The part of the model on a pipeline stage; the first has the embedding, the last the head."""
 
     layers: tuple[Layer, ...]
-    embedding: tuple[Unit, ...] = ()
-    head: tuple[Unit, ...] = ()
+    embedding: tuple[operators.Unit, ...] = ()
+    head: tuple[operators.Unit, ...] = ()
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[operators.Unit]:
         in_layers = (unit for layer in self.layers for unit in layer.units)
         return [*self.embedding, *in_layers, *self.head]
 
@@ -165,7 +158,7 @@ class Rank:
     gradient_accumulation_steps: int
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[operators.Unit]:
         return [unit for part in self.parts for unit in part.units]
 
     @property
@@ -241,9 +234,9 @@ def stage_layers(
 def _parts(
     cell: Cell, splits: Sequence[Sequence[int]], stages: Sequence[int]
 ) -> tuple[ModelPart, ...]:
-    model, width = model_of(cell), BYTES[cell.facts.dtype]
-    units = functools.partial(fsdp_units, layout=cell.layout, width=width)
-    of_layer = [units(layer_operators(model, moe), in_layer=True) for moe in (False, True)]
+    model, width = model_of(cell), operators.BYTES[cell.facts.dtype]
+    units = functools.partial(operators.fsdp_units, layout=cell.layout, width=width)
+    of_layer = [units(operators.layer(model, moe), in_layer=True) for moe in (False, True)]
     numbers, parts = itertools.count(1), []
     for stage in stages:
         indices, layers = splits[stage], []
@@ -251,19 +244,19 @@ def _parts(
             recomputed = cell.facts.recomputes(place, len(indices), number)
             moe = model.is_moe(index)
             layers.append(Layer(index, moe, recomputed, of_layer[moe]))
-        embedding = units(embedding_operators(model)) if stage == 0 else ()
-        head = units(head_operators(model)) if stage == len(splits) - 1 else ()
+        embedding = units(operators.embedding(model)) if stage == 0 else ()
+        head = units(operators.head(model)) if stage == len(splits) - 1 else ()
         parts.append(ModelPart(tuple(layers), embedding, head))
     return tuple(parts)
 
 
 def count_parameters(model: Model) -> tuple[int, int]:
     """Return the number of parameters of the model, and the number that each token uses."""
-    operators = [*embedding_operators(model), *head_operators(model)]
+    every = [*operators.embedding(model), *operators.head(model)]
     for layer in range(model.n_layers):
-        operators += layer_operators(model, model.is_moe(layer))
-    total = sum(one.numel for one in operators)
-    experts = sum(one.numel for one in operators if one.is_expert)
+        every += operators.layer(model, model.is_moe(layer))
+    total = sum(one.numel for one in every)
+    experts = sum(one.numel for one in every if one.is_expert)
     return total, total - experts + experts * model.top_k // model.num_experts
 
 

@@ -7,13 +7,7 @@ from typing import Any
 
 from cookbook.base.family import Model, Sizes
 from cookbook.config.cell import Cell
-from cookbook.predict.operators import (
-    BYTES,
-    Operator,
-    attention_operators,
-    feed_forward_operators,
-    gemm_format,
-)
+from cookbook.predict import operators
 from cookbook.predict.rank import model_of
 
 # How many tokens the fullest EP rank gets under real routing, as a multiple of the mean. This is
@@ -94,8 +88,8 @@ def shapes_of(cell: Cell) -> Shapes:
         rows=int(sent * model.top_k * uneven),
         ranks_per_token=destinations(model, layout.ep, routing),
         nodes_per_token=destinations(model, nodes, routing),
-        act=BYTES[facts.param_dtype],
-        grad=BYTES[facts.mixed_precision_reduce],
+        act=operators.BYTES[facts.param_dtype],
+        grad=operators.BYTES[facts.mixed_precision_reduce],
         ep=layout.ep,
         deepep=has_own_layer,
         scored_activations=has_own_layer and facts.score_activations,
@@ -162,11 +156,11 @@ def _chosen_experts(model: Model) -> Any:
     return np.argpartition(scores.reshape(_TOKENS, -1), -model.top_k, axis=1)[:, -model.top_k :]
 
 
-def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Operator]:
+def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[operators.Operator]:
     """Return a layer's large BF16 GEMMs whose outputs are kept because the save list has `mm`."""
     # Only the cookbook's save list affects compiled code; TorchTitan's own list does not.
     if not (moe and s.compiled and cell.facts.saves and "mm" in cell.facts.ac_save_list):
         return []
-    found = [*attention_operators(s), *feed_forward_operators(s, moe)]
+    found = [*operators.attention(s), *operators.feed_forward(s, moe)]
     large = (one for one in found if one.is_product and one.shape[-1] >= s.dim)
-    return [one for one in large if not gemm_format(cell, one)]
+    return [one for one in large if not operators.gemm_format(cell, one)]

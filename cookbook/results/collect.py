@@ -8,6 +8,7 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.config.resolve import cell_from_record
 from cookbook.predict.step import StepTime, predict_step
+from cookbook.results import verdicts
 from cookbook.results.recorded import repeated_facts
 from cookbook.results.result import (
     Judged,
@@ -19,15 +20,6 @@ from cookbook.results.result import (
     measure_cell,
     of_repeats,
     unlike,
-)
-from cookbook.results.verdicts import (
-    LossVerdict,
-    SpeedUp,
-    judge_curves,
-    losses_of,
-    paired_speed_up,
-    speed_up,
-    speeds_of,
 )
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
@@ -124,7 +116,7 @@ def _merge_repeats(runs: Sequence[Result]) -> Result:
     )
 
 
-def speed_up_over(cell: Result, base: Result) -> SpeedUp | None:
+def speed_up_over(cell: Result, base: Result) -> verdicts.SpeedUp | None:
     """Return the speed-up over the pairs of finished repeats, or over the first pair's steps."""
     if unlike(cell, base, ""):
         return None
@@ -137,13 +129,13 @@ def speed_up_over(cell: Result, base: Result) -> SpeedUp | None:
     ]
     pairs = [pair for pair in pairs if {run.status for run in pair} == {FINISHED}]
     speeds = [[run.tokens_per_second_per_gpu for run in pair] for pair in pairs]
-    paired = paired_speed_up([(one, other) for one, other in speeds if one and other])
+    paired = verdicts.paired_speed_up([(one, other) for one, other in speeds if one and other])
     if paired or not pairs:
         return paired
-    return speed_up(*([*speeds_of(one.timed).values()] for one in pairs[0]))
+    return verdicts.speed_up(*([*verdicts.speeds_of(one.timed).values()] for one in pairs[0]))
 
 
-def loss_verdict(cell: Result, base: Result) -> tuple[LossVerdict | None, LossVerdict | None]:
+def loss_verdict(cell: Result, base: Result) -> Sequence[verdicts.LossVerdict | None]:
     """Judge the loss of the first finished repeats with the same texts, whole and last tenth."""
     finished = (
         (own, other)
@@ -155,5 +147,4 @@ def loss_verdict(cell: Result, base: Result) -> tuple[LossVerdict | None, LossVe
     pair = next(finished, None)
     if pair is None or masks_differ(cell, base):
         return None, None
-    whole, last = judge_curves(*(losses_of(run.measured.curve) for run in pair))
-    return whole, last
+    return verdicts.judge_curves(*(verdicts.losses_of(run.measured.curve) for run in pair))

@@ -11,17 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from cookbook.base.files import json_text
 from cookbook.base.tables import markdown_table
+from cookbook.results import verdicts
 from cookbook.results.recorded import UNKNOWN, routing_of
 from cookbook.results.result import Result, RunResults
-from cookbook.results.verdicts import (
-    LEVEL,
-    LOSS_LEVEL,
-    STALL,
-    STEPS,
-    LossVerdict,
-    SpeedUp,
-    Throughput,
-)
 
 CELLS, SPEED = "cells", "speed"
 REPEATS, LOSSES, LOAD, COMPARE = "repeats", "losses", "load", "compare"
@@ -34,8 +26,8 @@ _TITLES = {
     SPEED: (
         "Speed",
         "Median and quartiles of tokens/s/{unit} over the measured steps. A stall took "
-        f"{STALL:g} times the median step or more; their share is the time beyond the median. A "
-        "speed-up whose interval holds 0% is inside the noise.",
+        f"{verdicts.STALL:g} times the median step or more; their share is the time beyond the "
+        "median. A speed-up whose interval holds 0% is inside the noise.",
     ),
     REPEATS: (
         "Repeats",
@@ -45,8 +37,8 @@ _TITLES = {
     LOSSES: (
         "Loss verdicts",
         "Mean loss minus the baseline's over the steps that both logged, with its "
-        f"{LOSS_LEVEL:.0%} interval. Equivalent: the interval lies within the margin. Different: "
-        "it lies outside.",
+        f"{verdicts.LOSS_LEVEL:.0%} interval. Equivalent: the interval lies within the margin. "
+        "Different: it lies outside.",
     ),
     LOAD: (
         "Router load",
@@ -169,19 +161,15 @@ def _tflops(value: float) -> str:
     return f"{value:,.1f}" if value >= 10 else f"{value:.2g}"
 
 
-def _quartiles(found: Throughput) -> str:
+def _basis(speed: verdicts.SpeedUp) -> str:
+    return verdicts.STEPS if speed.basis == verdicts.STEPS else f"{speed.num} repeats"
+
+
+def _quartiles(found: verdicts.Throughput) -> str:
     return f"{tokens_text(found.lower_quartile)} to {tokens_text(found.upper_quartile)}"
 
 
-def _stalls(found: Throughput) -> str:
-    return f"{len(found.stalls):,}"
-
-
-def _basis(speed: SpeedUp) -> str:
-    return STEPS if speed.basis == STEPS else f"{speed.num} repeats"
-
-
-def _verdict(speed: SpeedUp) -> str:
+def _verdict(speed: verdicts.SpeedUp) -> str:
     return speed.verdict or "too few steps"
 
 
@@ -191,11 +179,11 @@ def _span(text: Callable[[float], str]) -> Callable[[Any], str]:
     )
 
 
-def _judged(found: LossVerdict) -> str:
+def _judged(found: verdicts.LossVerdict) -> str:
     return f"{found.verdict}: {found.reason}" if found.reason else str(found.verdict)
 
 
-def _difference(found: LossVerdict) -> str:
+def _difference(found: verdicts.LossVerdict) -> str:
     return UNKNOWN if found.difference is None else f"{found.difference:+.4f}"
 
 
@@ -211,7 +199,8 @@ def _predicted(row: Result) -> float | None:
     return row.judged.predicted.tokens_per_second_per_gpu if row.judged.predicted else None
 
 
-_SPEED_LEVEL, _LOSS_LEVEL = f"{LEVEL:.0%} interval", f"{LOSS_LEVEL:.0%} interval"
+_SPEED_LEVEL = f"{verdicts.LEVEL:.0%} interval"
+_LOSS_LEVEL = f"{verdicts.LOSS_LEVEL:.0%} interval"
 _NAMED = (CELLS, SPEED, LOSSES, LOAD, COMPARE)
 _ALL, _COSTS = (CELLS, REPEATS, COMPARE), (SPEED, COMPARE)
 _LAST, _SIGNED_SPAN = "last tenth: ", _span("{:+.4f}".format)
@@ -233,7 +222,9 @@ COLUMNS: tuple[Column[Any], ...] = (
     Column("verdict", (SPEED,), lambda r: r.judged.speed, _verdict, align="l"),
     Column("steps measured", (SPEED,), lambda r: r.measured.throughput, "{0.num_steps:,}"),
     Column("warm-up left out", (SPEED,), lambda r: r.measured.throughput, "{0.warm_up_steps:,}"),
-    Column("stalls", (SPEED, REPEATS), lambda r: r.measured.throughput, _stalls),
+    Column(
+        "stalls", (SPEED, REPEATS), lambda r: (t := r.measured.throughput) and len(t.stalls), "{:,}"
+    ),
     Column("stalls' share", (SPEED,), lambda r: r.measured.throughput, "{0.stall_share:.1%}"),
     Column("final loss", (CELLS, REPEATS), lambda r: r.measured.final_loss, "{:.4f}"),
     Column("validation loss", _ALL, lambda r: r.measured.validation_loss, "{:.4f}"),
@@ -316,17 +307,17 @@ FIELDS: tuple[tuple[str, str, Callable[[Result], object]], ...] = (
     (
         "repeats",
         "each repeat's name, status, steps, speed and final loss",
-        lambda r: [_fields_of(one, _OF_REPEAT) for one in r.repeats],
+        lambda r: [fields_of(one, _OF_REPEAT) for one in r.repeats],
     ),
 )
 
 
-def _fields_of(row: Result, names: Sequence[str]) -> dict[str, object]:
+def fields_of(row: Result, names: Sequence[str]) -> dict[str, object]:
     return {name: value(row) for name, _, value in FIELDS if name in names}
 
 
 def render_json(results: RunResults) -> str:
     """Return the report as one JSON object; unknown, NaN and infinite values are null."""
     run, names = results.run, [name for name, *_ in FIELDS]
-    cells = [_fields_of(cell, names) for cell in results.cells]
+    cells = [fields_of(cell, names) for cell in results.cells]
     return json_text({"run": run.run, "sweep": run.sweep, "cells": cells, "baseline": run.baseline})

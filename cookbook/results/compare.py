@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from cookbook.base.files import json_text
 from cookbook.config.facts import Facts
 from cookbook.results.collect import loss_verdict, speed_up_over
-from cookbook.results.columns import COMPARE, table_of
+from cookbook.results.columns import COMPARE, fields_of, table_of
 from cookbook.results.recorded import UNKNOWN, asked_facts, asked_value, seen_facts
 from cookbook.results.result import Judged, Result, RunResults, unlike
 from cookbook.run.status import FINISHED
@@ -121,31 +121,24 @@ def comparison_markdown(comparison: Comparison) -> str:
     return "\n\n".join(part for part in (head, table, below) if part) + "\n"
 
 
+_OF_BOTH = (
+    *("status", "tokens_per_second_per_gpu", "speed", "loss", "loss_last_tenth"),
+    *("gpu_hours", "cost_per_billion_tokens"),
+)
+
+
 def comparison_json(comparison: Comparison) -> str:
     """Return the comparison as a JSON object; unknown values are null."""
     cells = [
         {
             "cell": row.name,
             "run": row.judged.run,
-            "status": row.measured.status,
-            "tokens_per_second_per_gpu": row.measured.tokens_per_second_per_gpu,
+            **fields_of(row, _OF_BOTH),
             "reference_tokens_per_second_per_gpu": row.judged.reference_tokens,
-            "speed": row.judged.speed,
-            "loss": row.judged.loss,
-            "loss_last_tenth": row.judged.loss_last_tenth,
-            "gpu_hours": row.measured.gpu_hours,
-            "cost_per_billion_tokens": row.measured.cost_per_billion_tokens,
             "reason": row.judged.incomparable,
             "is_slower": row.judged.is_slower,
         }
         for row in comparison.rows
     ]
-    return json_text(
-        {
-            "reference": comparison.reference,
-            "tolerance": comparison.tolerance,
-            "cells": cells,
-            "differences": comparison.differences,
-            "is_fast_enough": not comparison.slower,
-        }
-    )
+    same = {key: getattr(comparison, key) for key in ("reference", "tolerance", "differences")}
+    return json_text({**same, "cells": cells, "is_fast_enough": not comparison.slower})

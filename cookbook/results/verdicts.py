@@ -236,47 +236,33 @@ def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
 
 def judge_curves(own: Losses, reference: Losses) -> list[LossVerdict]:
     """Return two verdicts on the steps that both runs logged: one on all, one on the last tenth."""
-    verdicts = []
-    for window, steps in _windows(own, reference):
-        pair = [own[step] for step in steps], [reference[step] for step in steps]
-        spread, num = None, len(steps)
-        gaps = [one - other for one, other in zip(*pair, strict=True)]
-        if num >= LEAST_VALUES and all(map(math.isfinite, gaps)):
-            mean = statistics.fmean(gaps)
-            parts = [statistics.fmean(batch) for batch in batches(gaps)]
-            spread = batch_spread(mean, parts, correlation([gap - mean for gap in gaps]), num)
-        logged = "1 step" if num == 1 else f"{num} steps"
-        reason = f"both logged only {logged}, {LEAST_VALUES} are needed"
-        verdicts.append(_judge(window, *pair, spread, reason, num))
-    return verdicts
+    common = sorted(own.keys() & reference)
+    start = (1 - LAST) * common[-1] if common else 0.0
+    windows = {WHOLE: common, LAST_TENTH: [step for step in common if step > start]}
+    return [
+        _judge(window, [own[step] for step in steps], [reference[step] for step in steps])
+        for window, steps in windows.items()
+    ]
 
 
-def _judge(
-    window: str,
-    own: Sequence[float],
-    reference: Sequence[float],
-    spread: Spread | None,
-    reason: str,
-    num_steps: int,
-) -> LossVerdict:
-    verdict = CANNOT_TELL
+def _judge(window: str, own: Sequence[float], reference: Sequence[float]) -> LossVerdict:
+    verdict, num = CANNOT_TELL, len(own)
     if not all(map(math.isfinite, reference)):
         reason = "the reference's loss is not finite"
     elif not all(map(math.isfinite, own)):
         verdict, reason = DIFFERENT, "the loss is not finite"
-    elif spread is not None:
-        difference = statistics.fmean(own) - statistics.fmean(reference)
-        half, limit = spread.half_width(LOSS_LEVEL), MARGIN * statistics.fmean(reference)
-        if abs(difference) + half <= limit:
+    elif num < LEAST_VALUES:
+        logged = "1 step" if num == 1 else f"{num} steps"
+        reason = f"both logged only {logged}, {LEAST_VALUES} are needed"
+    else:
+        gaps = [one - other for one, other in zip(own, reference, strict=True)]
+        mean, limit = statistics.fmean(gaps), MARGIN * statistics.fmean(reference)
+        parts = [statistics.fmean(batch) for batch in batches(gaps)]
+        alike = correlation([gap - mean for gap in gaps])
+        half = batch_spread(mean, parts, alike, num).half_width(LOSS_LEVEL)
+        if abs(mean) + half <= limit:
             verdict = EQUIVALENT
-        elif abs(difference) - half > limit:
+        elif abs(mean) - half > limit:
             verdict = DIFFERENT
-        low, high = difference - half, difference + half
-        return LossVerdict(window, verdict, difference, low, high, limit, num_steps)
-    return LossVerdict(window, verdict, None, None, None, None, num_steps, reason)
-
-
-def _windows(own: Losses, reference: Losses) -> list[tuple[str, list[int]]]:
-    common = sorted(own.keys() & reference)
-    end = common[-1] if common else 0
-    return [(WHOLE, common), (LAST_TENTH, [step for step in common if step > end - LAST * end])]
+        return LossVerdict(window, verdict, mean, mean - half, mean + half, limit, num)
+    return LossVerdict(window, verdict, None, None, None, None, num, reason)
