@@ -19,9 +19,9 @@ from cookbook.config import cluster
 from cookbook.config.cell import Cell
 from cookbook.config.dialect.names import DEGREES
 from cookbook.config.facts import Facts
-from cookbook.config.recipe import load_recipe
+from cookbook.config.options import command_line_settings
 from cookbook.plan import search as searching
-from cookbook.plan.render import as_mapping, render_json, render_recipe, render_text
+from cookbook.plan.render import as_mapping, command_of, render_json, render_text
 from cookbook.plan.search import Candidate, SearchResult, evaluate
 from cookbook.predict.hardware import C4, Documents
 from cookbook.predict.memory import FITS, TIGHT, TOO_LARGE, StageMemory
@@ -113,36 +113,6 @@ def test_the_best_is_held_to_published_numbers() -> None:
     assert "published" not in render_text(SearchResult(), base, None, 1, C4, 1)
 
 
-def test_a_recipe_says_where_it_runs_and_what_limits_it() -> None:
-    base = cell_of("deepseek_v3_671b", precision="mxfp8", ep_backend="deepep")
-    planned = dataclasses.replace(base, nodes=16)
-    text = render_recipe(Path("mine.yaml"), candidate(123.4, 56.7, cell=planned), base)
-    assert "\nnodes: 16\nprecision: mxfp8\nep_backend: deepep\nstand_in: " in text
-    assert "# 123 tokens/s/GPU, 57 GiB a GPU, limited by dense GEMMs (50% of a step).\n" in text
-    assert not re.search(r"quantize|comm_backend|mixed_precision|# Changed: ", text)
-    # A recipe cannot change an overlay's option; `--set` can.
-    changed = with_options(planned, {BATCH: 17, "quantize.grouped_mm.mx.fqns": ["experts", "wo"]})
-    text = render_recipe(RECIPES / "mine.yaml", candidate(1, 2, cell=changed), base)
-    assert re.findall("# Changed: (.*)", text) == [f"{BATCH} from 64 to 17"]
-    line = "run mine --cluster soperator-b200 --set quantize.grouped_mm.mx.fqns=experts,wo\n"
-    assert f" submit.py {line}" in text
-
-
-def test_a_planned_recipe_keeps_the_recipes_own_keys(tmp_path: Path) -> None:
-    """But for published numbers, which were not of this layout."""
-    text = (RECIPES / "deepseek_v3_671b.yaml").read_text()
-    own = {"spare_nodes": 1, "too_few_nodes": "stop", "max_restarts": 0, "stand_in": "debug"}
-    rest = "\n".join(line for line in text.splitlines() if line.partition(":")[0] not in own)
-    source = tmp_path / "own.yaml"
-    source.write_text(rest + "\n" + "".join(f"{key}: {own[key]}\n" for key in own))
-    base = cell_of(str(source), nodes=16)
-    planned = tmp_path / "planned.yaml"
-    planned.write_text(render_recipe(planned, candidate(1, 2, cell=base), base))
-    kept, recipe = load_recipe(str(planned)), base.recipe
-    assert {key: getattr(kept, key) for key in own} == own
-    assert recipe.published is not None and kept.published is None
-
-
 class Search:
     """Stands in for the search: notes its cells, and finds two of them or what a test sets."""
 
@@ -187,7 +157,9 @@ def test_held_and_varied_values(search: Search, capsys: pytest.CaptureFixture[st
     assert not [line for line in rows if re.match(r" *1 ", line)]
 
 
-def test_precisions_that_are_no_names(search: Search, tmp_path: Path) -> None:
+def test_precisions_that_are_no_names(
+    search: Search, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`fp8` depends on the GPU; a recipe may name a file of the user's."""
     assert main([*ONE_NODE, "--precision", "fp8", "--ep-backend", "standard"]) == 0
     assert {cell.pair for cell in search.cells} == {"float8+standard"}
@@ -195,10 +167,10 @@ def test_precisions_that_are_no_names(search: Search, tmp_path: Path) -> None:
     own.write_text((RECIPES / "precision" / "bf16.yaml").read_text())
     recipe = (RECIPES / "deepseek_v3_16b.yaml").read_text()
     source.write_text(f"{recipe}\nprecision: {own}\n")
-    search.found.candidates, target = [], tmp_path / "won.yaml"
-    assert main(["plan", str(source), *ONE_NODE[2:], "-o", str(target)]) == 0
+    search.found.candidates = []
+    assert main(["plan", str(source), *ONE_NODE[2:]]) == 0
     assert {cell.precision.name for cell in search.cells} == {"own", "bf16"}
-    assert load_recipe(str(target)).pair[0].path == own
+    assert f"run {source} --cluster h200-node --precision {own} " in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -212,34 +184,36 @@ def eight_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("eight_h200")
 @pytest.mark.parametrize("where", ["h200-node", "local"])
-def test_the_line_in_a_planned_recipe_runs_its_layout(
-    where: str,
-    search: Search,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_command_of_a_layout_trains_it(
+    where: str, search: Search, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On `local`, which gives a recipe the largest EP degree, too."""
-    monkeypatch.chdir(tmp_path)
     # Without `compile` the time of the debug recipe is not modelled.
     fixed = ["--set", f"{EP}=2", "--set", "compile.enable=true"]
-    assert main(["plan", "debug", "--cluster", where, *fixed, "-o", "mine.yaml"]) == 0
-    (line,) = re.findall("^# +python submit.py run (.*)", Path("mine.yaml").read_text(), re.M)
-    capsys.readouterr()
+    assert main(["plan", "debug", "--cluster", where, *fixed]) == 0
+    (line,) = re.findall("^1: python submit.py run (.*)", capsys.readouterr().out, re.M)
     assert main(["show", *shlex.split(line)]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)["options"]
     planned = search.cells[0].options.values
-    assert {name: shown.get(name) for name in planned} == planned
-    assert main(["plan", "debug", "--cluster", where, *fixed, "-o", "/proc/mine.yaml"]) == 1
-    assert "tokens/s/GPU" in capsys.readouterr().out
+    default = CELL.options.stack.options
+    assert {name: shown.get(name, default[name].default) for name in planned} == planned
 
 
-def test_nothing_fits(search: Search, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_has_the_nodes_and_the_overlays_options() -> None:
+    base = cell_of("deepseek_v3_671b", precision="mxfp8", ep_backend="deepep")
+    planned = dataclasses.replace(base, nodes=16)
+    changed = with_options(planned, {BATCH: 17, "quantize.grouped_mm.mx.fqns": ["experts", "wo"]})
+    assert command_of(changed) == (
+        "python submit.py run deepseek_v3_671b --cluster soperator-b200 --precision mxfp8 "
+        f"--ep-backend deepep --nodes 16 --set {BATCH}=17 "
+        "--set quantize.grouped_mm.mx.fqns=experts,wo"
+    )
+
+
+def test_nothing_fits(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
     search.found.candidates = [candidate(1, 500.0, TOO_LARGE)]
-    target = tmp_path / "won.yaml"
-    assert main([*ONE_NODE, "-o", str(target)]) == 1
+    assert main(ONE_NODE) == 1
     assert "no layout fits" in capsys.readouterr().out
-    assert not target.exists()
 
 
 UNKNOWN = "found 2, and context parallelism is unproved: on CPU ranks it fails; set it to 1"
@@ -248,7 +222,6 @@ UNKNOWN = "found 2, and context parallelism is unproved: on CPU ranks it fails; 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*ONE_NODE, "-o", "won.txt"], "-o won.txt: is not the name of a YAML file"),
         ([*ONE_NODE, "--set", "model.flavor=17B"], "the layers of deepseek_v3 17B are not counted"),
         ([*ONE_NODE, "--documents", "400"], "--documents: found '400', allowed: MEAN:MEDIAN"),
         ([*ONE_NODE, "--vary", f"{EP}=1"], f"--vary {EP}: has its values twice"),
@@ -276,26 +249,19 @@ def test_rejected_values_and_reasons(search: Search, capsys: pytest.CaptureFixtu
     assert left_out == [f"{TP}=3: 3 does not divide 8 ranks; try 2", f"{CONTEXT}=2: {UNKNOWN}"]
 
 
-def test_a_search_and_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The written recipe is the winner, and says which options differ from the recipe's own."""
-    path = tmp_path / "won.yaml"
+def test_a_search_and_its_winner(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--vary", f"{PP}=1", "--vary", f"{TP}=1", "--ep-backend", "deepep"]
-    words = ["--best", "2", "-o", str(path)]
-    assert main([*ONE_NODE, *few, *words]) == 0
+    assert main([*ONE_NODE, *few, "--best", "2"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     assert said.out.startswith("16b on 1 node(s) x 8 H200: 25 of 25 layouts; ")
-    assert "tokens/s/GPU" in said.out and said.out.endswith(f"\nwrote {path}\n")
+    assert "tokens/s/GPU" in said.out and said.out.count("submit.py run deepseek_v3_16b ") == 2
     assert main([*ONE_NODE, *few, "--json"]) == 0
     best: dict[str, Any] = json.loads(capsys.readouterr().out)["best"][0]
-    planned = cell_of(str(path), cluster="h200-node")
+    words = [word for word in shlex.split(best["command"]) if "=" in word]
+    options = {name: one.value for name, one in command_line_settings(words).items()}
+    planned = cell_of("deepseek_v3_16b", options, cluster="h200-node", ep_backend="deepep")
     assert (
         as_mapping(evaluate(planned)).items()
         >= {key: value for key, value in best.items() if key != "times_the_recipe"}.items()
     )
-    base = cell_of("deepseek_v3_16b", {EP: 8}, cluster="h200-node", ep_backend="deepep")
-    names = {*planned.options.settings, *base.options.settings}
-    changed = {name for name in names if planned.options[name] != base.options[name]}
-    assert changed == {*re.findall(r"# Changed: (\S+) from", path.read_text())} != set()
-    assert main([*ONE_NODE, "-o", str(path)]) == 2
-    assert "exists already" in capsys.readouterr().err

@@ -7,7 +7,13 @@ from cookbook.base.paths import ROOT
 from cookbook.config.cell import HINT, WARNING, Cell, CellRule, Problems, rule
 from cookbook.config.cluster import seconds_of
 from cookbook.config.dialect.classes import not_judged
-from cookbook.config.dialect.names import FLASH_ATTENTION, PIPELINING, TORCHAO, TORCHTITAN
+from cookbook.config.dialect.names import (
+    FLASH_ATTENTION,
+    PIPELINING,
+    SWITCHES,
+    TORCHAO,
+    TORCHTITAN,
+)
 from cookbook.config.facts import Facts
 from cookbook.predict.operators import BYTES
 from cookbook.predict.rank import count_parameters, model_of
@@ -52,22 +58,14 @@ def passed_on(cell: Cell) -> Problems:
 @rule(ADVICE, level=WARNING)
 def without_effect(cell: Cell) -> Problems:
     """Warn of options that another one turns off, unless the recipe's own file has both."""
-    facts = cell.facts
-    off = {
-        "deepep.": f"{Facts.comm_backend} {facts.comm_backend}" * (facts.comm_backend != "deepep"),
-        "validation.": f"{Facts.validates} false" * (not facts.validates),
-        Facts.validation_files: f"{Facts.validates} false" * (not facts.validates),
-        "checkpoint.": f"{Facts.checkpoints} false" * (not facts.checkpoints),
-        "profiling.": f"{Facts.profiles} false" * (not (facts.profiles or facts.memory_snapshots)),
-        Facts.ac_budget: f"{Facts.ac_mode} {facts.ac_mode}" * (facts.budget is None),
-        Facts.ac_selective: f"{Facts.ac_mode} {facts.ac_mode}" * (facts.ac_mode != "selective"),
-        "parallelism.pipeline_parallel_": f"{Facts.pp} 1" * (facts.pp == 1),
-    }
-    for option, setting in cell.options.settings.items():
-        why = next((why for prefix, why in off.items() if option.startswith(prefix)), "")
-        is_default = setting.value == cell.options.stack.options[option].default
-        if why and not is_default and cell.recipe.settings.get(option) != setting:
-            yield option, f"has no effect with {why}", "leave it out"
+    facts, options = cell.facts, cell.options
+    off = {prefix: switch for prefix, (switch, is_off) in SWITCHES.items() if is_off(options)}
+    for option, setting in options.settings.items():
+        switch = next((off[prefix] for prefix in off if option.startswith(prefix)), "")
+        is_default = setting.value == options.stack.options[option].default
+        if switch and not is_default and cell.recipe.settings.get(option) != setting:
+            value = str(options[switch]).replace("False", "false")
+            yield option, f"has no effect with {switch} {value}", "leave it out"
     for option, found, what in (
         (Facts.validation_freq, facts.validates and facts.validation_freq, "validated"),
         (Facts.log_freq, facts.log_freq, "logged"),

@@ -87,7 +87,6 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--vary", metavar="KEY=V,V,...", action="append", default=[], help=values)
     plan.add_argument("--best", metavar="N", type=int, default=10, help="how many to print (10)")
     plan.add_argument("--documents", metavar="MEAN:MEDIAN", help="document lengths, in tokens")
-    plan.add_argument("-o", "--output", metavar="FILE.yaml", help="write the first as a recipe")
     line = verb("check-line", "validate an sbatch command without submitting it", "run:check_line")
     typed = "as you would type it: PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh ..."
     line.add_argument("line", metavar="LINE", nargs=argparse.REMAINDER, help=typed)

@@ -1,16 +1,13 @@
 """Run the verb `plan`: predict the fastest layouts of a recipe that fit in memory."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
 from cookbook.base.errors import InputError
-from cookbook.base.files import write_whole
 from cookbook.base.tables import fitted
-from cookbook.base.yamlfile import shown_path
 from cookbook.cli.inspect import cell_request
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import merge_config
@@ -23,7 +20,7 @@ from cookbook.predict.rank import model_of
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Search for layouts, and print and write the best ones; return 1 if none fits."""
+    """Search for layouts, and print the best ones; return 1 if none fits."""
     if arguments.best < 0:
         raise InputError("--best", f"found {arguments.best}, allowed: 0 and up")
     request, recipe = cell_request(arguments), load_recipe(arguments.recipe)
@@ -33,8 +30,6 @@ def plan(arguments: argparse.Namespace) -> int:
     # Fail before the search if the model is not supported or the GPU's specs are not known.
     model_of(base)
     hardware_of(base)
-    if arguments.output:
-        render.check_target(Path(arguments.output))
     named = parse_documents("--documents", arguments.documents) if arguments.documents else None
     documents = documents_of(base, named)
     if named and documents is None:
@@ -54,7 +49,6 @@ def plan(arguments: argparse.Namespace) -> int:
         "transient": True,
         "disable": not stderr.is_terminal,
     }
-    shown["disable"] = not stderr.is_terminal
     found = search(track(cells, "Ctrl-C keeps these", **shown), documents)
     ranked = found.ranked()
     if arguments.json:
@@ -62,10 +56,4 @@ def plan(arguments: argparse.Namespace) -> int:
     else:
         text = render.render_text(found, base, own, arguments.best, documents, len(cells), refused)
         print(fitted(text), end="")
-    # Write after printing: if the file cannot be written, the table is already on the screen.
-    if arguments.output and ranked:
-        path = Path(arguments.output)
-        write_whole(path, render.render_recipe(path, ranked[0], base))
-        if not arguments.json:
-            print(f"wrote {shown_path(path)}")
     return 0 if ranked else 1

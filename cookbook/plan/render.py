@@ -1,17 +1,13 @@
-"""Render layouts as a table for people, JSON for programs, or a recipe to train."""
+"""Render layouts as a table for people or JSON for programs, with the commands that train them."""
 
-import dataclasses
 import json
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from cookbook.base.errors import InputError
 from cookbook.base.tables import text_table
-from cookbook.base.yamlfile import dump_yaml, shown_path
 from cookbook.config.cell import Cell
-from cookbook.config.recipe import check_name, reference
+from cookbook.config.recipe import reference
 from cookbook.config.resolve import merge_config
 from cookbook.plan.search import Candidate, SearchResult, recomputation
 from cookbook.predict.hardware import Documents, attended_text
@@ -19,6 +15,7 @@ from cookbook.predict.step import BUBBLE
 
 _HEAD = ["", "tokens/s/GPU", "", "layout", "batch", "recomputation", "precision+EP backend"]
 _HEAD += ["GiB", "exposed", "bubble", "limited by"]
+_COMMANDS = 3  # predictions are off by some percent: more layouts than one are worth a run
 
 
 def degrees(cell: Cell) -> str:
@@ -65,6 +62,7 @@ def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str,
         "limited_by": step.largest if step else None,
         "terms_ms": terms_ms,
         "unknown": candidate.unknown or None,
+        "command": command_of(cell),
     }
 
 
@@ -109,6 +107,8 @@ def render_text(
         "",
         text_table(rows, align="rrrlrllrrrl"),
     ]
+    first = enumerate(ranked[: min(best, _COMMANDS)], 1)
+    lines += [f"{place}: {command_of(one.cell)}" for place, one in first]
     if not ranked and not counts["fit"]:
         lines.append("no layout fits; use more nodes, or vary what --set fixes")
     unknown = {one.unknown for one in found.candidates if one.unknown}
@@ -140,61 +140,17 @@ def _row(place: str, one: Candidate, base: Candidate | None) -> list[str]:
     return [*row, exposed, bubble, f"{step.largest} ({largest})"]
 
 
-# Fields of the base recipe that `render_recipe` does not copy to the new recipe.
-_NOT_KEPT = {"name", "short_name", "description", "nodes", "precision", "ep_backend"}
-_NOT_KEPT |= {"settings", "path", "published"}
-
-
-def check_target(path: Path) -> None:
-    """Raise InputError if `path` is not a valid name for a recipe or exists already."""
-    if path.suffix not in (".yaml", ".yml"):
-        raise InputError(f"-o {path}", "is not the name of a YAML file", "as recipes/mine.yaml")
-    check_name(f"-o {path}", path.stem)
-    if path.exists():
-        raise InputError(shown_path(path), "exists already", "choose another name")
-
-
-def render_recipe(path: Path, candidate: Candidate, base: Cell) -> str:
-    """Return the YAML for `path`: the layout of `candidate`, and how it differs from `base`."""
-    cell, step, recipe, name = candidate.cell, candidate.step, candidate.cell.recipe, path.stem
-    overlays, options = (cell.precision, cell.ep_backend), cell.options.stack.options
-    # Do not write options that the precision, EP backend or cluster would override anyway.
-    theirs = {**cell.ep_backend.settings, **cell.precision.settings, **cell.cluster.settings}
-    kept = {n: one for n, one in cell.options.settings.items() if n not in theirs}
-    merged = merge_config(dataclasses.replace(recipe, settings=kept), *overlays, cell.cluster)
-    command = ["python", "submit.py", "run", reference("", path)]
-    command += ["--cluster", reference("cluster", cell.cluster.path)]
-    for option, value in cell.options.values.items():
-        if merged.options[option] != value:
-            command += ["--set", f"{option}={options[option].as_text(value)}"]
-    settings = {n: v for n, v in cell.options.values.items() if n not in theirs}
-    lines = [
-        f"{recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",
-        "",
-        "Predicted, not measured (docs/evidence/prediction.md). Run it with:",
-        f"    {shlex.join(command)}",
-    ]
-    if step is not None:
-        share = step.terms_ms[step.largest] / step.step_ms
-        lines.append(
-            f"{candidate.speed:,.0f} tokens/s/GPU, {candidate.memory.total:.0f} GiB a GPU, "
-            f"limited by {step.largest} ({share:.0%} of a step)."
-        )
-    changed = {n: (base.options[n], v) for n, v in settings.items() if base.options[n] != v}
-    lines += [f"Changed: {n} from {old} to {new}" for n, (old, new) in changed.items()]
-    content: dict[str, Any] = {
-        "name": name,
-        "description": f"{recipe.short_name} as planned: {degrees(cell)}",
-    }
-    content["nodes"] = cell.nodes
-    content |= {one.kind: reference(one.kind, one.path) for one in overlays}
-    for field in dataclasses.fields(recipe):
-        value = getattr(recipe, field.name)
-        if field.name not in _NOT_KEPT and value != field.default:
-            content[field.name] = value
-    for option, value in settings.items():
-        section, _, key = option.partition(".")
-        if value is not None or options[option].default is not None:
-            content.setdefault(section, {})[key] = value
-    comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-    return f"{comment}\n{dump_yaml(content)}"
+def command_of(cell: Cell) -> str:
+    """Return the command that trains a layout, with the options that only the layout has."""
+    parts = cell.recipe, cell.precision, cell.ep_backend, cell.cluster
+    plain, stack = merge_config(*parts), cell.options.stack
+    words = ["python", "submit.py", "run", reference("", cell.recipe.path)]
+    for part in ("cluster", "precision", "ep_backend"):
+        name = reference(part, getattr(cell, part).path)
+        words += [f"--{part.replace('_', '-')}", name]
+    if cell.nodes != plain.nodes:
+        words += ["--nodes", str(cell.nodes)]
+    for option in {**plain.options.settings, **cell.options.settings}:
+        if (value := cell.options[option]) != plain.options[option]:
+            words += ["--set", f"{option}={stack.options[option].as_text(value)}"]
+    return shlex.join(words)

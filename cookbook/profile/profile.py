@@ -16,10 +16,9 @@ from cookbook.base.tables import text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION
 from cookbook.profile.rank import RankProfile, profile_rank
-from cookbook.profile.trace import read_header
 from cookbook.run.folder import CellFolder
 
-# With more traces than this, only each pipeline stage's first rank is read by default.
+# The most traces to read by default. At even distances they are of all pipeline stages.
 MOST_TRACES = 8
 _TRACE = re.compile(r"rank[-_]?(\d+).*\.json(\.gz)?")
 
@@ -87,14 +86,11 @@ def _newest(folder: Path) -> dict[int, Path]:
 def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
     """Return the traces selected by `asked`: `all`, rank numbers separated by commas, or None.
 
-    None selects all traces or, if there are more than `MOST_TRACES`, one per pipeline stage.
+    None selects all traces or, if there are more than `MOST_TRACES`, as many at even distances.
     """
-    if asked is None and len(traces) > MOST_TRACES:
-        first = min(traces)
-        stages = read_header(traces[first]).pipeline or [first]
-        return [traces[rank] for rank in stages if rank in traces]
     if asked in (None, "all"):
-        return list(traces.values())
+        every = 1 if asked else -(-len(traces) // MOST_TRACES)
+        return list(traces.values())[::every]
     known = {str(rank): path for rank, path in traces.items()}
     chosen = {word.strip() for word in str(asked).split(",")}
     for number in sorted(chosen - known.keys()):

@@ -32,9 +32,6 @@ _LAUNCH = re.compile(r"Launch|Memcpy|Memset")
 # Names of CUDA runtime and driver calls, such as cudaMemcpyAsync and cuLaunchKernel.
 _CALL = re.compile(r"cu(da)?[A-Z]")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
-_EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
-# Bytes to read for the header: Kineto writes rank, groups and device before the first event.
-_HEADER_SIZE = 1 << 22
 
 _GEMM = re.compile(r"aten::(mm|bmm|addmm|baddbmm|_scaled_mm|_grouped_mm|_scaled_grouped_mm)")
 _BITS = {"BFloat16": 16, "Half": 16, "float": 32, "Float": 32, "double": 64}
@@ -154,13 +151,6 @@ class Trace:
         while (over := (at != NOTHING) & (self.host.end[at] < times)).any():
             at[over] = self.parent[at[over]]
         return at
-
-
-def read_header(path: Path) -> Header:
-    """Read a trace's metadata, which precedes its first event."""
-    with _open(path) as file:
-        found = _EVENTS.split(file.read(_HEADER_SIZE), maxsplit=1)
-    return Header(path, json.loads(found[0] + '"traceEvents": []}') if len(found) > 1 else {})
 
 
 def read_trace(path: Path) -> Trace:

@@ -5,6 +5,7 @@ is a job's value, and `Facts.seq_len` the option's name, for messages and new se
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, overload
 
@@ -252,6 +253,20 @@ SET_BY_SCRIPTS = {
     Names.linear_layers: "set linear_layers in the precision's `expect` block",
     Names.dispatch: "set dispatch in the EP backend's `expect` block",
     Names.emulated: "it follows from precision and cluster",
+}
+# Options, by name or prefix, that another one turns off, and when it does.
+SWITCHES: dict[str, tuple[str, Callable[[_Values], bool]]] = {
+    "deepep.": (Names.comm_backend, lambda own: own[Names.comm_backend] != "deepep"),
+    "validation.": (Names.validates, lambda own: not own[Names.validates]),
+    Names.validation_files: (Names.validates, lambda own: not own[Names.validates]),
+    "checkpoint.": (Names.checkpoints, lambda own: not own[Names.checkpoints]),
+    "profiling.": (
+        Names.profiles,
+        lambda own: not (own[Names.profiles] or own[Names.memory_snapshots]),
+    ),
+    Names.ac_budget: (Names.ac_mode, lambda own: own[Names.ac_mode] != "memory_budget"),
+    Names.ac_selective: (Names.ac_mode, lambda own: own[Names.ac_mode] != "selective"),
+    "parallelism.pipeline_parallel_": (Names.pp, lambda own: own[Names.pp] == 1),
 }
 # Options that 0 turns off, as do null and inf; the value is what TorchTitan takes for it.
 OFF = {Names.max_norm: "inf"}
