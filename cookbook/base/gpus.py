@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cookbook.base.yamlfile import Number, Text
+
 
 @dataclass(frozen=True)
 class Gpu:
     """A GPU model: its name, compute capability (10.0 for B200) and memory in GiB."""
 
-    name: str
-    compute_capability: float
-    memory_gib: float
+    name: Text
+    compute_capability: Number
+    memory_gib: Number
 
 
 @dataclass(frozen=True)
