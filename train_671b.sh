@@ -174,7 +174,6 @@ precision:
     emulated: {}
   mxfp8:
     description: MXFP8 on the routed experts' grouped GEMMs
-    synonyms: [mxfp8_default, fp8]
     expect:
       grouped_gemms: mxfp8
       linear_layers: bf16
@@ -212,7 +211,6 @@ precision:
         linear.mx.emulate: true
   mxfp8_wgrad_hp:
     description: MXFP8 grouped GEMMs, weight gradients in high precision
-    synonyms: [mxfp8_wgrad_with_hp]
     expect:
       grouped_gemms: mxfp8_wgrad_with_hp
       linear_layers: bf16

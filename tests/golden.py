@@ -2,7 +2,7 @@
 
     python -m tests.golden        (or: make golden)
 
-Recorded are a cell's script and predictions in tests/golden, train_671b.sh and train_16b.sh, and
+Recorded are a cell's script in tests/golden, tests/predictions.json, train_671b.sh, train_16b.sh, and
 the table of the installed TorchTitan's options. Tests compare all of them exactly; look at
 `git diff` before you commit what this has renewed.
 """

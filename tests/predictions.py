@@ -1,4 +1,4 @@
-"""Cells of all kinds and what is predicted for them, as tests/golden/predictions.json keeps it.
+"""Cells of all kinds and what is predicted for them, as tests/predictions.json keeps it.
 
 Pipelines are not among them, since torch lists their actions: see tests/test_predict_pipeline.py.
 """
@@ -19,7 +19,7 @@ from cookbook.predict.step import predict_step
 from tests.check_cells import cell_of
 from tests.predict_machine import on_gpus
 
-PREDICTIONS = Path(__file__).parent / "golden/predictions.json"
+PREDICTIONS = Path(__file__).parent / "predictions.json"
 MODE, LIST = "activation_checkpoint.mode", "activation_checkpoint.op_sac_save_list"
 EVERY_NTH = "activation_checkpoint.selective_ac_option"
 BATCH, POLICY = "training.local_batch_size", "parallelism.fsdp_reshard_after_forward"

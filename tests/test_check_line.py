@@ -28,7 +28,7 @@ def check_line(
     ("words", "verdict"),
     [
         (["sbatch", "train_671b.sh"], "671b-bf16-standard may run: 32 node(s) x 8 B200"),
-        (["PRECISION=fp8", "sbatch", "train_671b.sh"], "671b-mxfp8-standard may run"),
+        (["RECIPE=mxfp8_default sbatch train_671b.sh"], "671b-mxfp8-standard may run"),
         (
             ["PRECISION=mxfp8", "sbatch", "--nodes=16", "train_671b.sh", "--training.steps=5"],
             "671b-mxfp8-standard may run: 16 node(s)",

@@ -75,14 +75,14 @@ def test_a_copy_of_the_second_familys_recipe_is_checked_and_trains(tmp_path: Pat
     assert done.returncode == 0 and "| mine-bf16-standard |" in done.stdout, done
 
 
-def test_files_of_other_kinds_are_copied_without_the_names_of_the_original(own: Checkout) -> None:
+def test_files_of_other_kinds_are_copied(own: Checkout) -> None:
     # The ending may be typed too.
     sources = {"mine.yaml": "mxfp8", "my-cluster": "soperator-b200", "my-sweep": "matrix"}
     for name, source in sources.items():
         done = own.run("new", name, "--from", source)
         assert done.returncode == 0, done.stderr
     text = (own.folder / "recipes/precision/mine.yaml").read_text()
-    assert "synonyms" not in text and yaml.safe_load(text)["expect"]
+    assert yaml.safe_load(text)["expect"]
     words = ["--precision", "mine", "--cluster", "my-cluster", "--dry-run"]
     plan = own.run("sweep", "my-sweep", *words)
     assert plan.stdout.startswith("my-sweep on cluster my-cluster: 32 node(s) x 8 B200")

@@ -169,7 +169,7 @@ def test_axes_have_their_values(
         (LARGE, ["precision=mxfp8_wgrad_hp", "ep_backend=deepep"], {"mxfp8_wgrad_hp+deepep"}),
         # An H200 has no MXFP8.
         (BASE, [f"{BATCH}=4"], {"bf16+standard", "bf16+deepep"}),
-        (BASE, ["precision=bf16,fp8", "ep_backend=deepep"], {"bf16+deepep", "float8+deepep"}),
+        (BASE, ["precision=bf16,float8", "ep_backend=deepep"], {"bf16+deepep", "float8+deepep"}),
     ],
 )
 def test_precisions_and_ep_backends_are_axes(base: Cell, words: list[str], pairs: set[str]) -> None:

@@ -88,9 +88,7 @@ def list_all(arguments: argparse.Namespace) -> int:
 
 def _description(kind: str, name: str) -> str:
     if kind in ("precision", "ep_backend"):
-        overlay = load_overlay(kind, name)
-        also = f" (also: {', '.join(overlay.synonyms)})" if overlay.synonyms else ""
-        return overlay.description + also
+        return load_overlay(kind, name).description
     if kind == "cluster":
         is_default = False
         with contextlib.suppress(InputError):
@@ -152,8 +150,8 @@ def new(arguments: argparse.Namespace) -> int:
     if kind == "":
         # Quote the new name: without quotes, YAML would read the name `true` as a boolean.
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
-    # `published` and `synonyms` are true of the original file only: drop them and their comments.
-    block = r"(?m)^(?:#[^\n]*\n)*(?:published|synonyms):[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"
+    # `published` is true of the original file only: drop it and its comments.
+    block = r"(?m)^(?:#[^\n]*\n)*published:[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"
     try:
         write_whole(target, re.sub(block, "", text, count=1))
     except OSError as error:

@@ -4,7 +4,6 @@ To add a precision or an EP backend, write a YAML file. If an EP backend dispatc
 way, also describe that way: see CONTRIBUTING.md.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -142,7 +141,6 @@ class Overlay:
     # Extra options where software emulates missing hardware; None if that is not supported.
     emulated: Settings | None
     path: Path
-    synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
     # `A: B` sets environment variable A to the value of variable B, unless A is set already.
     environment_from: Words = field(default_factory=Words)
@@ -151,14 +149,12 @@ class Overlay:
         return self.expect[EXPECTED[key]].value
 
 
-def load_precision(name: str, gpu: Gpu | None = None) -> Overlay:
-    """Read a precision by name, synonym or path; `fp8` means the format that `gpu` supports."""
-    if name != "fp8":
-        return load_overlay("precision", name)
-    for precision in (load_overlay("precision", "mxfp8"), load_overlay("precision", "float8")):
-        if gpu and precision.needs.compute_capability <= gpu.compute_capability:
-            return precision
-    raise InputError("precision", "'fp8' depends on the GPU", "name mxfp8 or float8")
+# Precisions by the names that the published scripts gave them.
+SYNONYMS = {"mxfp8_default": "mxfp8", "mxfp8_wgrad_with_hp": "mxfp8_wgrad_hp"}
+
+
+def load_precision(name: str) -> Overlay:
+    return load_overlay("precision", SYNONYMS.get(name, name))
 
 
 def load_ep_backend(name: str) -> Overlay:
@@ -167,16 +163,9 @@ def load_ep_backend(name: str) -> Overlay:
 
 @functools.cache
 def load_overlay(kind: Kind, name: str) -> Overlay:
-    """Read an overlay of `kind` by name, synonym or path."""
-    path = find_file(kind, _owners(kind).get(name, [name])[0])
-    file = read_yaml(path)
-    overlay, place = read_overlay(kind, file, path), file.place("synonyms")
-    for synonym in overlay.synonyms:
-        check_name(place, synonym)
-        for other in {*_owners(kind).get(synonym, ())} - {overlay.name}:
-            found = f"found {synonym!r}, which {shown_path(find_file(kind, other))} has already"
-            raise InputError(place, found, "remove one of the two")
-    return overlay
+    """Read an overlay of `kind` by name or path."""
+    path = find_file(kind, name)
+    return read_overlay(kind, read_yaml(path), path)
 
 
 def read_overlay(kind: Kind, file: YamlFile, path: Path) -> Overlay:
@@ -202,17 +191,6 @@ def read_overlay(kind: Kind, file: YamlFile, path: Path) -> Overlay:
     overlay = fill(Overlay, file, beside=beside, **own)
     check_environment(file, overlay.environment, overlay.environment_from)
     return overlay
-
-
-@functools.cache
-def _owners(kind: Kind) -> Mapping[str, list[str]]:
-    found = {name: [name] for name in names_in(kind)}
-    for name in names_in(kind):
-        with contextlib.suppress(InputError):
-            synonyms = read_yaml(find_file(kind, name)).content.get("synonyms")
-            for synonym in synonyms if isinstance(synonyms, list) else ():
-                found.setdefault(str(synonym), []).append(name)
-    return found
 
 
 @dataclass(frozen=True)

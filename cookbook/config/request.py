@@ -27,7 +27,7 @@ from cookbook.config.cell import PARTS, Cell
 from cookbook.config.cluster import read_cluster
 from cookbook.config.dialect.argv import parse_argv
 from cookbook.config.options import exported, read_options
-from cookbook.config.recipe import Overlay, read_overlay, read_recipe
+from cookbook.config.recipe import SYNONYMS, Overlay, read_overlay, read_recipe
 from cookbook.config.resolve import merge_config, published_number
 from cookbook.config.stack import load_stack
 
@@ -77,9 +77,6 @@ def request_text(cell: Cell, command: str, overlays: Sequence[Overlay], name: st
         kind = part.kind if isinstance(part, Overlay) else "cluster"
         own = parts[kind].setdefault(part.name, _content(part.path))
         own |= {"environment": exported(part.environment)} if part.environment else {}
-        own |= (
-            {"synonyms": list(part.synonyms)} if isinstance(part, Overlay) and part.synonyms else {}
-        )
     content = {
         "name": name or cell.name,
         "run": recipe.short_name + ("-local" if cell.cluster.scheduler == "local" else ""),
@@ -165,9 +162,8 @@ def _chosen(file: YamlFile, kind: str, variables: Mapping[str, str]) -> str:
     if kind == "precision" and not variables.get(variable) and variables.get("RECIPE"):
         variable = "RECIPE"  # the published scripts' name
     asked = variables.get(variable) or only or default
-    for name in known:
-        if asked in (name, *mapping_at(file, kind, name).get("synonyms", ())):
-            return name
+    if (name := SYNONYMS.get(asked, asked)) in known:
+        return name
     if only:
         raise InputError(f"{variable}={asked}", f"this script trains {only}", "render another one")
     raise unknown_name(variable, "value", asked, known)

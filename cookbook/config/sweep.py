@@ -129,7 +129,7 @@ def requested_pair(recipe: Recipe, request: CellRequest, pair: Pair | None = Non
     precision, ep_backend = pair or recipe.pair
     if request.precision is not None:
         with named_at("--precision"):
-            precision = load_precision(request.precision, cluster.gpu)
+            precision = load_precision(request.precision)
     if request.ep_backend is not None:
         with named_at("--ep-backend"):
             ep_backend = load_ep_backend(request.ep_backend)

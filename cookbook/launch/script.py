@@ -6,7 +6,6 @@ Python makes every decision; the templates only lay out text.
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import jinja2
@@ -129,10 +128,6 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
     Unlike a cell's script, it has no absolute paths, so it can be checked in to the repository.
     """
     precisions = [load_precision(name) for name in names_in("precision")]
-    if cluster.gpu:
-        fp8 = load_precision("fp8", cluster.gpu)
-        own = replace(fp8, synonyms=(*fp8.synonyms, "fp8"))
-        precisions = [own if one.name == fp8.name else one for one in precisions]
     backends = [load_ep_backend(name) for name in names_in("ep_backend")]
     header = [
         recipe.description,

@@ -187,7 +187,7 @@ def space_of(
     varied: dict[str, Sequence[Any]] = {name: [s.value] for name, s in asked.items()}
     gpu, stack = base.cluster.gpu, base.options.stack
     load: dict[str, Callable[[str], Overlay]] = {
-        "precision": functools.partial(load_precision, gpu=gpu),
+        "precision": load_precision,
         "ep_backend": load_ep_backend,
     }
     named = {kind: [load[kind](name)] for kind, name in overlays.items() if name is not None}

@@ -144,7 +144,6 @@ recipe:
 precision:
   mxfp8:
     description: MXFP8 on the routed experts' grouped GEMMs
-    synonyms: [mxfp8_default]
     expect:
       grouped_gemms: mxfp8
       linear_layers: bf16
