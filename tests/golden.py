@@ -2,8 +2,8 @@
 
     python -m tests.golden        (or: make golden)
 
-Recorded are a cell's script in tests/golden, tests/predictions.json, train_671b.sh, train_16b.sh, and
-the table of the installed TorchTitan's options. Tests compare all of them exactly; look at
+Recorded are a cell's script in tests/golden, tests/predictions.json, train_671b.sh, train_16b.sh
+and the table of the installed TorchTitan's options. Tests compare all of them exactly; look at
 `git diff` before you commit what this has renewed.
 """
 
