@@ -337,7 +337,7 @@ def require_nodes(job: JobNodes) -> None:
         raise JobError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = own_job.slurm_job() or ""
     # Go on excluding the nodes that the user or the profile excludes. Those that the submission or
-    # an earlier check left out are judged anew, because their exclusion may have expired.
+    # an earlier check excluded are judged anew, because their exclusion may have expired.
     of_list = {*job.listed(), *os.environ.get(excluded.EXCLUDED_VARIABLE, "").split(",")}
     for end in job_ends(job.cell):
         of_list.update(read_json(job.cell.attempt(end.attempt).preflight).get("for_slurm", ()))
