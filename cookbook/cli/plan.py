@@ -44,12 +44,8 @@ def plan(arguments: argparse.Namespace) -> int:
         raise InputError("--vary", "leaves no layout that the rules allow", first)
     own = None if validation_errors(base) else evaluate(base, documents)
     stderr = Console(stderr=True)
-    shown: dict[str, Any] = {
-        "console": stderr,
-        "transient": True,
-        "disable": not stderr.is_terminal,
-    }
-    found = search(track(cells, "Ctrl-C keeps these", **shown), documents)
+    shown: dict[str, Any] = {"console": stderr, "disable": not stderr.is_terminal}
+    found = search(track(cells, "Ctrl-C keeps these", transient=True, **shown), documents)
     ranked = found.ranked()
     if arguments.json:
         print(render.render_json(found, base, own, arguments.best, refused), end="")
