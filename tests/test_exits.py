@@ -28,7 +28,7 @@ def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CellFolder:
 
 
 def ended(cell: CellFolder, code: int) -> AttemptEnd:
-    return exits.classify_exit(cell, cell.attempt(0), CellRecord(), 1.0, code)
+    return exits.classify_exit(cell, cell.attempt(0), 1.0, code)
 
 
 def ends(*causes: Cause, step: int = 1) -> list[AttemptEnd]:
@@ -147,7 +147,7 @@ def test_a_step_with_a_gradient_that_is_no_number_is_no_good_one(cell: CellFolde
 
 def test_only_an_attempt_without_a_word_of_its_end_was_cut_short(cell: CellFolder) -> None:
     def causes() -> list[Cause]:
-        exits.note_killed_attempt(cell, CellRecord())
+        exits.note_killed_attempt(cell)
         return [end.cause for end in status.read_history(cell.attempts())]
 
     status.write_attempt_end(cell.attempt(0), AttemptEnd(0, Cause.HANG, "no step for 90 s"))

@@ -234,7 +234,7 @@ class RunningAttempt:
     def _end(
         self, code: int | None, seen: float | None, cause: Cause | None, reason: str | None
     ) -> AttemptEnd:
-        end = classify_exit(self.cell, self.attempt, self._record, self._started, code)
+        end = classify_exit(self.cell, self.attempt, self._started, code)
         end = replace(end, seen=seen or (end.ended if code else None))
         return end if cause is None else replace(end, cause=cause, reason=reason)
 

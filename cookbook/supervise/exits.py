@@ -12,7 +12,6 @@ from cookbook.observe.failure import cause_of, find_cause
 from cookbook.observe.metrics import read_steps
 from cookbook.run import own_job, status
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.record import CellRecord
 from cookbook.run.status import OPEN, QUEUED, AttemptEnd, Cause
 
 GO_ON = "python submit.py run --resume RUN"
@@ -130,7 +129,7 @@ _FULL_DISK_BYTES = 8 << 20
 
 
 def classify_exit(
-    cell: CellFolder, attempt: Attempt, record: CellRecord, started: float, code: int | None
+    cell: CellFolder, attempt: Attempt, started: float, code: int | None
 ) -> AttemptEnd:
     """Return how and why an attempt ended."""
     end = _with_steps(_end(attempt, Cause.FINISHED, None, code, started), attempt)
@@ -196,7 +195,7 @@ def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
     return replace(end, cause=cause, reason=reason), state
 
 
-def note_killed_attempt(cell: CellFolder, record: CellRecord) -> None:
+def note_killed_attempt(cell: CellFolder) -> None:
     """Record the newest attempt's end if its supervisor was killed before recording it."""
     attempts, now = cell.attempts(), status.read_status(cell)
     if not attempts or attempts[-1].end.exists():

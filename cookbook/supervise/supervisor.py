@@ -156,7 +156,7 @@ class Supervisor:
         if own_job.slurm_job():
             self.late_s = float(cluster_from_record(record).late_seconds)
         end_orphan_step(cell)
-        exits.note_killed_attempt(cell, record)
+        exits.note_killed_attempt(cell)
         ends = exits.job_ends(cell)
         while True:
             end, decision = self._attempt(cell, record, ends)
