@@ -178,7 +178,9 @@ def _status(states: States, verb: Verb, row: Row) -> None:
     line = next(
         line for line in said.stdout.splitlines() if line.startswith(f"{run.cells[0].name} ")
     )
-    pattern = rf"\S+ +{row.word} +job {states.job(row.state)}(?: +step 3/\d+)?(?:  +(.+))?"
+    # On a busy machine more than a minute may have passed since the log's last line.
+    step = r"(?: +step 3/\d+(?:, silent for .+)?)?"
+    pattern = rf"\S+ +{row.word} +job {states.job(row.state)}{step}(?:  +(.+))?"
     found = re.fullmatch(pattern, line.rstrip())
     assert found and said.status == 0, said
     _agrees(found[1], row)

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.yamlfile import Number, Text
-
 
 @dataclass(frozen=True)
 class Gpu:
     """A GPU model: its name, compute capability (10.0 for B200) and memory in GiB."""
 
-    name: Text
-    compute_capability: Number
-    memory_gib: Number
+    name: str
+    compute_capability: float
+    memory_gib: float
 
 
 @dataclass(frozen=True)

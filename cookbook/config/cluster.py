@@ -30,6 +30,13 @@ from cookbook.run.record import CellRecord
 
 
 @dataclass(frozen=True)
+class _GpuKeys:
+    name: Text
+    compute_capability: Number
+    memory_gib: Number
+
+
+@dataclass(frozen=True)
 class Container:
     """A pyxis container that the job's tasks run in, instead of the virtual environment."""
 
@@ -199,8 +206,10 @@ def cluster_from_record(record: CellRecord) -> Cluster:
 
 def _read_cluster(file: YamlFile, path: Path) -> Cluster:
     own: dict[str, Any] = {"name": path.stem, "path": path, "content": file.content}
-    own["settings"] = read_sections(file)
-    cluster = fill(Cluster, file, beside=load_stack().sections, **own)
+    if file.content.get("gpu") is not None:
+        own["gpu"] = Gpu(**vars(fill(_GpuKeys, file, ("gpu",))))
+    beside = {"gpu", *load_stack().sections}
+    cluster = fill(Cluster, file, beside=beside, settings=read_sections(file), **own)
     for key, reason, remedy in _problems(file, cluster):
         raise InputError(file.place(*key), reason, remedy)
     check_environment(file, cluster.environment)
