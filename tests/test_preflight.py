@@ -279,7 +279,9 @@ def test_what_would_end_every_rank_ends_the_job_before_they_start(
     for name, content in (("tokenizer.json", "{}"), ("tokenizer_config.json", "{}")):
         (tmp_path / name).write_text(content)
     job.record = Point("debug", "bf16", "standard", "local").cell().job_record()
-    options = job.record.options | {"model.hf_assets_path": str(tmp_path)}
+    # Also where the texts are not here.
+    hub = {"training.dataset": "c4", "training.dataset_path": None}
+    options = job.record.options | hub | {"model.hf_assets_path": str(tmp_path)}
     wrong = replace(job, record=replace(job.record, options=options))
     says = f"debug-.*failed: ValueError: {tmp_path}: Exception: Model missing"
     with pytest.raises(InputError, match=says), REHEARSED(wrong):

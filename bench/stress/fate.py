@@ -3,8 +3,10 @@
     python -m bench.stress.fate [--cases 2000] [--seed 1]       (make fate)
 
 Each case trains DeepSeek-V3's debug model for two steps on CPU ranks, in forks of this process,
-whether or not the rules accept it. A case disagrees if it is accepted and dies, refused and trains,
-raises a traceback, or trains otherwise than its options say. It is shrunk to one command line.
+whether or not the rules accept it. Where it saves, it resumes, often with one more option, and its
+last checkpoint is exported. A case disagrees if it is accepted and dies, refused and trains, raises
+a traceback, or trains, resumes or exports otherwise than its options say. It is shrunk to one
+command line.
 """
 
 import argparse
@@ -25,21 +27,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bench.stress.fate_files import FILES, write_files, write_weights
 from cookbook.base.errors import InputError
 from cookbook.check.check import _request
+from cookbook.config.asked import keep_request
 from cookbook.config.cell import Cell, train_argv
 from cookbook.config.dialect.argv import argv_of, parse_argv
 from cookbook.config.dialect.classes import REFUSED, class_of
 from cookbook.config.dialect.names import DEGREES, OVERRIDES, TEXTS, Names, options_that
-from cookbook.config.options import command_line_settings
+from cookbook.config.options import command_line_settings, settings_of
 from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.stack import Option, load_stack
 from cookbook.config.validate import judge
+from cookbook.run.folder import CellFolder, read_checkpoint, saved_steps
+from cookbook.supervise.resume_point import note_saved, prepare
 
-_SECONDS, _STEPS, _ENDED = 120, 2, "ended with status"
+_SECONDS, _STEPS, _ENDED, _SAVED = 120, 2, "ended with status", "saved"
 _OPTIONS = load_stack().options
 # A model so small that a step takes no time; the options under test override these.
 _BASE = {
@@ -61,19 +67,31 @@ _STRICTER |= {"vocabulary", "addresses", "texts", "needs_gpus", "formats", "with
 _STRICTER |= {"parse", "kept_checkpoints", "profiled_steps", "validation"}
 # Options that change a rank's batches, beside those that decide the texts.
 _BATCH = {Names.local_batch, Names.global_batch, Names.data_workers, *DEGREES.values()}
+# What a resume sets, of the options that a user sets.
+_OF_RESUMES = (Names.checkpoint_folder, Names.load_step, Names.load_excluded)
 _FEW = ("model.name", "compile.", "model.overrides.vocab_size")  # slow, or another model
 
 
 @dataclass(frozen=True)
 class Case:
-    """Options as a user writes them after `--set`, and a number of ranks."""
+    """Options as a user writes them after `--set`, also of a resume, and a number of ranks."""
 
     ranks: int = 1
     options: Mapping[str, str] = field(default_factory=dict)
+    later: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        words = [f"--set {shlex.quote(f'{name}={one}')}" for name, one in self.options.items()]
-        return f"{self.ranks} rank(s): {' '.join(words)}"
+        first, later = (
+            " ".join(f"--set {shlex.quote(f'{name}={one}')}" for name, one in options.items())
+            for options in (self.options, self.later)
+        )
+        return f"{self.ranks} rank(s): {first}" + (f"; resumed with {later}" if later else "")
+
+    @property
+    def resumed(self) -> "Case":
+        """The case as it resumes, for one more step."""
+        steps = {Names.steps: str(_STEPS + 1)}
+        return replace(self, options={**self.options, **steps, **self.later}, later={})
 
 
 @dataclass
@@ -83,6 +101,7 @@ class Outcome:
     died: str = ""
     rule: str = ""  # what refused it: a rule, `build`, `parse` or `TRACEBACK`
     values: dict[str, Any] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)  # a checksum before and after each step
     batches: list[int] = field(default_factory=list)
@@ -110,7 +129,13 @@ def draw(chance: random.Random, files: Path) -> Case:
             options |= {dataset: "text"}
     if "/weights/hf" in options.get(Names.initial_load_path, ""):
         options |= {Names.initial_load_in_hf: chance.choice(("true", "true", "false"))}
-    return Case(ranks, options)
+    if chance.random() < 0.3:
+        options |= {Names.checkpoints: "true"}
+    # Another layout, or another model, saves other shards.
+    pool = [one for one in known if not one.name.startswith(("parallelism.", "model."))]
+    later = chance.choice((chance.choice(pool), *(_OPTIONS[name] for name in FILES)))
+    more = {later.name: _value(later, chance, files)} if chance.random() < 0.6 else {}
+    return Case(ranks, options, more)
 
 
 def _value(option: Option, chance: random.Random, files: Path) -> str:
@@ -173,7 +198,18 @@ def verdict(case: Case, folder: Path) -> Outcome:
         if read.values != {name: one for name, one in cell.options.values.items() if one != []}:
             return Outcome(f"argv is read back otherwise: {read.values}", "TRACEBACK")
         built = _build_rank(_request(cell), 0, folder)
-        return Outcome(built.get("error", ""), "build" if "error" in built else "")
+        if "error" in built:
+            return Outcome(built["error"], "build")
+        own = CellFolder(folder)
+        if (first := own.attempt(0)).metrics.exists():
+            note_saved(own, first)
+        asked = cell.job_record()
+        asked.options[Names.checkpoint_folder] = _SAVED
+        keep_request(own, asked, "")
+        attempt = own.next_attempt()
+        loads = prepare(own, attempt, asked)
+        attempt.metrics.touch()
+        return Outcome(values=loads)
     except InputError as error:
         return Outcome(str(error), "parse")
     except Exception:
@@ -203,6 +239,7 @@ def train(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> Ou
         return sum(float(getattr(one, "_data", one).double().abs().sum()) for one in local)
 
     def noted_step(self: Any, data: Any) -> None:
+        found.steps.append(self.step)
         found.weights.append(checksum(self))
         found.rates.append(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         step(self, data)
@@ -215,7 +252,7 @@ def train(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> Ou
             yield inputs, labels
 
     def goes_on(self: Any) -> bool:
-        return bool(self.step < min(self.job_config.training.steps, _STEPS))
+        return bool(self.step < min(self.job_config.training.steps, _STEPS + 1))
 
     trainer.train_step, trainer.batch_generator = noted_step, noted_batches
     trainer.should_continue_training = goes_on
@@ -233,15 +270,21 @@ def train(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> Ou
     return found
 
 
-def truth(case: Case, folder: Path) -> list[Outcome]:
+def truth(
+    case: Case, folder: Path, loads: Mapping[str, Any] = MappingProxyType({}), again: bool = True
+) -> list[Outcome]:
     """Train the case whatever the rules say; return the outcome of each rank."""
-    argv = train_argv(cell_of(case))
-    argv = [*argv, f"--job.dump_folder={folder}", f"--checkpoint.folder={folder}/saved"]
+    cell, own = cell_of(case), {Names.checkpoint_folder: f"{folder}/{_SAVED}"}
+    argv = [*train_argv(cell), *argv_of(load_stack(), settings_of({**loads, **own}))]
+    argv += [f"--job.dump_folder={folder}"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     waits = [forked(train, argv, rank, case.ranks, port, folder) for rank in range(case.ranks)]
-    return [wait() for wait in waits]
+    ranks = [wait() for wait in waits]
+    # gloo aborts now and then.
+    is_aborted = again and any(one.died.startswith(_ENDED) for one in ranks)
+    return truth(case, folder, loads, again=False) if is_aborted else ranks
 
 
 def silent(case: Case, ranks: list[Outcome], usual: list[Outcome]) -> str:
@@ -250,7 +293,7 @@ def silent(case: Case, ranks: list[Outcome], usual: list[Outcome]) -> str:
     for one, plain in zip(ranks, usual, strict=True):
         for name, value in cell.options.values.items():
             said = "inf" if name == Names.max_norm and value == 0 else value
-            if name != Names.checkpoint_folder and str(one.values[name]) != str(said):
+            if name not in _OF_RESUMES and str(one.values[name]) != str(said):
                 return f"{name}: TorchTitan reads {one.values[name]!r}, the cell has {value!r}"
         if any(not 0 <= rate <= cell.facts.lr * 1.000001 for rate in one.rates):
             return f"learning rates {one.rates} beside {cell.facts.lr}"
@@ -258,12 +301,63 @@ def silent(case: Case, ranks: list[Outcome], usual: list[Outcome]) -> str:
             return "the weights are not finite"
         if max(one.rates, default=0) > 0 and one.weights[0] == one.weights[-1]:
             return "the weights do not change"
-        is_same = not case.options.keys() & {*options_that(TEXTS), *_BATCH}
-        if is_same and one.batches[:_STEPS] != plain.batches[:_STEPS]:
+        is_same = not case.options.keys() & {*options_that(TEXTS), *_BATCH, Names.load_excluded}
+        own = [plain.batches[step - 1] for step in one.steps]
+        if is_same and one.batches[: len(own)] != own:
             return "the batches differ from those without the options"
-        if not case.options.keys() & {*options_that(TEXTS)} and len({*one.batches}) < _STEPS:
+        is_usual = not case.options.keys() & {*options_that(TEXTS)}
+        if is_usual and len({*one.batches}) < len(one.steps):
             return "a batch is trained twice"
     return ""
+
+
+def after_saving(
+    case: Case, folder: Path, first: list[Outcome], usual: Mapping[int, list[Outcome]]
+) -> str:
+    """Resume the case's newest checkpoint as a job does, and export it; return what is wrong."""
+    saved = saved_steps(folder / _SAVED)
+    if not saved or (error := forked(export_newest, case, *saved[0], first)().died):
+        return f"EXPORT: {error}" if saved else ""
+    resumed = case.resumed
+    said = forked(verdict, resumed, folder)()
+    if said.died:
+        return f"TRACEBACK: {said.died}" if said.rule in ("TRACEBACK", "") else ""
+    ranks = truth(resumed, folder, said.values)
+    if died := next((one.died for one in ranks if one.died), ""):
+        return f"RESUMED, AND DIES: {died}"
+    if words := silent(resumed, ranks, usual[case.ranks]):
+        return f"RESUMED, SILENT: {words}"
+    for one, before in zip(ranks, first, strict=True):
+        is_loaded = one.steps and "model" not in said.values[Names.load_excluded]
+        if is_loaded and one.steps[0] != before.steps[-1] + 1:
+            return f"RESUMED, SILENT: begins with step {one.steps[0]} after {before.steps}"
+        if is_loaded and one.weights[0] != before.weights[-1]:
+            return "RESUMED, SILENT: the weights are not those that were saved"
+    return ""
+
+
+def export_newest(case: Case, step: int, path: Path, ranks: list[Outcome]) -> Outcome:
+    """Export a checkpoint as `submit.py export` does, and compare it with what was trained."""
+    from safetensors.torch import load_file
+
+    from cookbook.titan.tt_0_2_2.export import Request, export
+
+    _quiet(path.with_name("export.log"))
+    options, to = cell_of(case).options, path.with_name("exported")
+    assert options.family and options.model
+    if read_checkpoint(step, path).is_exported or options.family.unpublished(options.model):
+        return Outcome()
+    flavor, length = options[Names.flavor], options[Names.seq_len]
+    request = Request(str(path), str(to), options[Names.model_name], flavor, length, "float32")
+    try:
+        export(replace(request, overrides=options.overrides))
+    except Exception:
+        return Outcome(traceback.format_exc())
+    tensors = [one for file in to.glob("*.safetensors") for one in load_file(file).items()]
+    weights = sum(float(t.double().abs().sum()) for name, t in tensors if "bias" not in name)
+    if len(ranks) == 1 and not math.isclose(weights, ranks[0].weights[-1], rel_tol=1e-5):
+        return Outcome(f"the weights sum to {weights}, and {ranks[0].weights[-1]} was trained")
+    return Outcome()
 
 
 def disagreement(case: Case, usual: Mapping[int, list[Outcome]]) -> str:
@@ -276,20 +370,19 @@ def disagreement(case: Case, usual: Mapping[int, list[Outcome]]) -> str:
         if said.rule in _STRICTER or said.died.startswith(OVERRIDES):
             return ""
         ranks = truth(case, Path(name))
-        if any(one.died.startswith(_ENDED) for one in ranks):  # gloo aborts now and then
-            ranks = truth(case, Path(name))
         died = next((one.died for one in ranks if one.died), "")
         if died:
             return "" if said.died else f"ACCEPTED, AND DIES: {died}"
         words = silent(case, ranks, usual[case.ranks])
         if said.died:
             return "" if words else f"REFUSED, AND TRAINS: {said.rule}: {said.died}"
-        return f"SILENT: {words}" if words else ""
+        return f"SILENT: {words}" if words else after_saving(case, Path(name), ranks, usual)
 
 
 def shrink(case: Case, words: str, usual: Mapping[int, list[Outcome]]) -> tuple[Case, str]:
     """Leave out options and ranks without which the case disagrees in the same way."""
     smaller = [replace(case, ranks=1)] if case.ranks > 1 else []
+    smaller += [replace(case, later={})] if case.later else []
     for name in case.options:
         rest = {key: one for key, one in case.options.items() if key != name}
         smaller += [replace(case, options=rest)] if rest else []
@@ -322,7 +415,7 @@ def prepared() -> Any:
         usual = {}
         for ranks in (1, 2, 4):
             (files / f"{ranks}").mkdir()
-            usual[ranks] = truth(Case(ranks), files / f"{ranks}")
+            usual[ranks] = truth(Case(ranks).resumed, files / f"{ranks}")
             assert not any(one.died for one in usual[ranks]), usual
         yield files, usual
 

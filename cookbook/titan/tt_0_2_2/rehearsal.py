@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +35,12 @@ _RATES = 10_000
 
 def rehearse(config: Any, build_tokenizer: Any, *, readers: int, reads_texts: bool) -> list[str]:
     """Raise what a job on `readers` data-parallel ranks would raise; return what was not done."""
-    notes = list[str]()
-    if reads_texts:
+    notes, tokenizer = list[str](), None
+    # Also beside texts of the hub, or too many to read here.
+    if Path(config.model.hf_assets_path, "tokenizer.json").is_file():
         with _named(config.model.hf_assets_path):
             tokenizer = build_tokenizer(config)
+    if reads_texts:
         _read_batches(config, tokenizer, readers)
     else:
         notes.append("data loader: not built")
