@@ -68,6 +68,10 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
             before = options_of(saver or newest)
             _check_model(options, before)
             _check_states(checkpoint, saved, excluded)
+            if step and "train_state" in excluded:
+                found = f"leaves out train_state, so steps would count from 1 beside {path.name}"
+                remedy = f"start a new run with {Facts.initial_load_path}={path.resolve()}"
+                raise InputError(Facts.load_excluded, found, remedy)
             if step and "dataloader" not in excluded:
                 _check_texts(checkpoint, options, before, record.world, texts)
             remedy = "move its folder away, and an older checkpoint is taken"
