@@ -174,13 +174,13 @@ def _impatient(conf: Path) -> Path:
 
 def _status(states: States, verb: Verb, row: Row) -> None:
     run = states.runs[row.state]
+    for log in filter(None, [run.cells[0].newest_log()]):
+        log.touch()  # else, on a busy machine, it may be silent for over a minute
     said = verb("status", run.name)
     line = next(
         line for line in said.stdout.splitlines() if line.startswith(f"{run.cells[0].name} ")
     )
-    # On a busy machine more than a minute may have passed since the log's last line.
-    step = r"(?: +step 3/\d+(?:, silent for .+)?)?"
-    pattern = rf"\S+ +{row.word} +job {states.job(row.state)}{step}(?:  +(.+))?"
+    pattern = rf"\S+ +{row.word} +job {states.job(row.state)}(?: +step 3/\d+)?(?:  +(.+))?"
     found = re.fullmatch(pattern, line.rstrip())
     assert found and said.status == 0, said
     _agrees(found[1], row)

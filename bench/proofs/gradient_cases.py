@@ -43,6 +43,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recompute": {"activation_checkpoint.mode": "full", "compile.enable": False},
     "compile": {**_KEPT, **_COMPILED},
     "rows": {**_KEPT, "cookbook.row_kernels": True},
+    # FP8 linear layers give BF16, and so do the partial sums of TP's ranks: only experts are exact.
+    "experts": {
+        **_KEPT,
+        "model.converters": ["quantize.grouped_mm.float8"],
+        "cookbook.linear_layers": "",
+    },
     "fast": {**_FAST, "compile.enable": False},
     "fast-compile": {**_FAST, **_COMPILED},
 }
@@ -107,8 +113,9 @@ class Case:
     def reference(self) -> Case:
         """The reference: one rank, in float32 except where precision or EP backend round."""
         backend = self.backend if self.backend == "mxfp8_a2a" else "standard"
-        variant = "random" if self.variant == "random" else "plain"
-        return Case(self.precision, backend, ALONE, variant, recipe=self.recipe)
+        variant = self.variant if self.variant in ("random", "experts") else "plain"
+        exact = self.exact or self.precision != "float8"
+        return Case(self.precision, backend, ALONE, variant, exact=exact, recipe=self.recipe)
 
     @property
     def first(self) -> Case:
@@ -159,13 +166,8 @@ def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
             precision = case.precision
             options |= {"model.converters": ["quantize.linear.mx"], "cookbook.grouped_gemms": ""}
     if case.precision == "float8":
-        # The reference has TorchAO's experts too: a GPU sums FP8 products with fewer bits than
-        # float32. Linear layers stay BF16: TorchAO scales their gradients over a rank's tokens.
+        # The reference has the same FP8: a GPU sums FP8 products with fewer bits than float32.
         precision = case.precision
-        options |= {
-            "model.converters": ["quantize.grouped_mm.float8"],
-            "cookbook.linear_layers": "",
-        }
     return cell_on(
         this_machine(case.ranks, gpu), case.recipe, precision, backend, options, case.name
     )
@@ -186,11 +188,15 @@ def corrected_cases() -> list[Case]:
         for layout in ("tp1-ep4", "tp2-ep4"):
             cases += [Case(precision, backend, layout) for backend in three]
     cases += [Case("mxfp8_linear", backend, "tp1-ep4") for backend in both]
-    return [*cases, Case("mxfp8_linear", "mxfp8_a2a", "tp2-ep4")]
+    cases.append(Case("mxfp8_linear", "mxfp8_a2a", "tp2-ep4"))
+    for variant, exact in (("experts", True), ("plain", False)):
+        for backend in both:
+            cases += [Case("float8", backend, name, variant, exact=exact) for name in LAYOUTS]
+    return cases
 
 
-def qwen3_cases(has_fp8: bool = False) -> list[Case]:
-    """Return the cells of Qwen3-MoE, which has no pipelines; nothing emulates `float8`."""
+def qwen3_cases() -> list[Case]:
+    """Return the cells of Qwen3-MoE, which has no pipelines."""
     three = ("standard", "deepep", "mxfp8_a2a")
     found = [Case("bf16", backend, "tp1-ep4") for backend in three]
     found += [Case("bf16", backend, "tp2-ep4") for backend in three[:2]]
@@ -200,8 +206,7 @@ def qwen3_cases(has_fp8: bool = False) -> list[Case]:
     found += [Case("mxfp8", backend, "tp1-ep4") for backend in three]
     found += [Case("mxfp8", "standard", "tp2-ep4"), Case("mxfp8_wgrad_hp", "standard", "tp1-ep4")]
     found += [Case("mxfp8_linear", "standard", "tp1-ep4")]
-    if has_fp8:
-        found.append(Case("float8", "standard", "tp1-ep4"))
+    found += [Case("float8", backend, "tp1-ep4", "experts") for backend in three[:2]]
     return [replace(case, recipe="qwen3_debug") for case in found]
 
 

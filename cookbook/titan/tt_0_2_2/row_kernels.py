@@ -103,7 +103,7 @@ def sum_of_experts(experts: Any, tokens: Tensor, groups: Groups) -> Tensor:
         last = last_product() if needed else None
         return fp8.experts(
             tokens, groups.scores, base, (w1, w2, w3), expert_weights(experts, weights), plan, last,
-            dtype or torch.bfloat16,
+            dtype,
         )  # fmt: skip
     use_grouped = getattr(experts, "use_grouped_mm", True)
     rows = spread(tokens, plan, torch.bfloat16 if use_grouped else tokens.dtype)
@@ -156,7 +156,8 @@ class RowMoE(MoE):
         # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
         plan = plan_on_device(chosen, self.router.num_experts, alignment)
-        dtype = torch.bfloat16 if getattr(experts, "use_grouped_mm", True) else x.dtype
+        is_bf16 = getattr(experts, "use_grouped_mm", True) and not hasattr(experts, "cookbook_fp8")
+        dtype = torch.bfloat16 if is_bf16 else x.dtype
         groups = Groups(scores=row_scores(scores, plan), plan=plan, dtype=x.dtype)
         activity.rows.add("kernels")
         if experts.cookbook_ep is None:
