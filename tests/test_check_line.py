@@ -40,6 +40,7 @@ def check_line(
         ),
         (["sbatch", "--nodes", "8-16", "train_671b.sh"], "may run: 8 node(s)"),
         (["sbatch", "--gres=nvme:1", "train_671b.sh"], "may run: 32 node(s) x 8 B200"),
+        (["NNODES= sbatch train_671b.sh --deepep.num_chunks=2"], "warning: deepep.num_chunks: has"),
     ],
 )
 def test_a_line_that_may_run(checkout: Path, words: list[str], verdict: str) -> None:
@@ -61,6 +62,9 @@ def test_a_line_that_may_run(checkout: Path, words: list[str], verdict: str) -> 
             "PRECISION: unknown value 'fp4'",
         ),
         (["PRECISON=mxfp8", "sbatch", "train_671b.sh"], "did you mean PRECISION?"),
+        (["RECIPE=mxfp8_default PRECISION=bf16 sbatch train_671b.sh"], "PRECISION is bf16; unset"),
+        (["CELL_DIR=~/a/b", "sbatch", "train_671b.sh"], "found ~/a/b, and nothing is expanded"),
+        (["COOKBOOK_PREFLIGHT=of sbatch train_671b.sh"], "found 'of', allowed: full, nodes, off"),
         (["bash", "train_671b.sh"], "runs inside a Slurm job; start it with: sbatch train_671b"),
         (["sbatch", "--nodes=three", "train_671b.sh"], "--nodes: found 'three', allowed: a whole"),
         (["srun", "train_671b.sh"], "found 'srun', which is no file; allowed: sbatch"),

@@ -191,7 +191,7 @@ def test_a_folder_of_something_else_is_refused(runner: ScriptRunner, checkout: P
     assert not runs.exists()
     file = runner.folder / "file"
     file.touch()
-    for folder in (file, "/"):
+    for folder in (file, file.parent, "/"):
         assert "is no folder of a cell; name one below runs/" in refused(folder)
     # Another precision, and another recipe, left in the environment or named by mistake.
     cell = runs / "mine/cell"

@@ -164,6 +164,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, text("good.jsonl#body"), "good.jsonl:1: has no key 'body', found: text"),
     (DRY_RUN, text("latin.txt#body"), ".txt files have no keys; remove #body"),
     (DRY_RUN, text("good.jsonl#"), "'#' is followed by no key of a text"),
+    (DRY_RUN, text("good.jsonl,{}/*.jsonl.gz,{}/goo*"), "good.jsonl twice; name it once, or"),
+    (DRY_RUN, text("good.jsonl", **{f"{D}.text_key": ""}), "text_key: is empty; name the key"),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "hub:imdb"}, "is no data set or folder"),
     (
         DRY_RUN,

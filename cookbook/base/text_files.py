@@ -20,6 +20,7 @@ import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -270,6 +271,9 @@ def find_sources(patterns: Sequence[str], key: str, root: Path = Path()) -> list
     if weighted or len(sources) == 1:
         return [source for _, _, source in sources]
     files = tuple(file for _, _, source in sources for file in source.files)
+    if twice := [str(file.path) for file, times in Counter(files).items() if times > 1]:
+        remedy = "name it once, or give each entry a weight"
+        raise InputError(place, f"names {twice[0]} twice", remedy)
     return [TextSource(", ".join(patterns), files)]
 
 

@@ -61,11 +61,19 @@ def without_effect(cell: Cell) -> Problems:
     facts, options = cell.facts, cell.options
     off = {prefix: switch for prefix, (switch, is_off) in SWITCHES.items() if is_off(options)}
     for option, setting in options.settings.items():
-        switch = next((off[prefix] for prefix in off if option.startswith(prefix)), "")
+        switch = next((off[prefix] for prefix in off if option.startswith(prefix)), option)
         is_default = setting.value == options.stack.options[option].default
-        if switch and not is_default and cell.recipe.settings.get(option) != setting:
+        if switch != option and not is_default and cell.recipe.settings.get(option) != setting:
             value = str(options[switch]).replace("False", "false")
             yield option, f"has no effect with {switch} {value}", "leave it out"
+    if facts.load_excluded and not cell.resumes:
+        is_all = facts.initial_load_path and not facts.initial_load_model_only
+        if not (facts.checkpoints and is_all):
+            yield (
+                Facts.load_excluded,
+                "has no effect: a new run loads no such state",
+                "leave it out",
+            )
     for option, found, what in (
         (Facts.validation_freq, facts.validates and facts.validation_freq, "validated"),
         (Facts.log_freq, facts.log_freq, "logged"),

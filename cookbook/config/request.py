@@ -162,7 +162,10 @@ def _chosen(file: YamlFile, kind: str, variables: Mapping[str, str]) -> str:
     if kind == "precision" and not variables.get(variable) and variables.get("RECIPE"):
         variable = "RECIPE"  # the published scripts' name
     asked = variables.get(variable) or only or default
-    if (name := SYNONYMS.get(asked, asked)) in known:
+    name, other = SYNONYMS.get(asked, asked), variables.get("RECIPE") or asked
+    if kind == "precision" and SYNONYMS.get(other, other) != name:
+        raise InputError(f"RECIPE={other}", f"{CHOICES[kind][0]} is {asked}", "unset one of them")
+    if name in known:
         return name
     if only:
         raise InputError(f"{variable}={asked}", f"this script trains {only}", "render another one")

@@ -15,9 +15,10 @@ from cookbook.base.errors import InputError
 from cookbook.base.files import locked
 from cookbook.base.paths import ROOT, runs_folder
 from cookbook.base.yamlfile import YamlFile, mapping_at, shown_path
+from cookbook.check.warnings import ADVICE
 from cookbook.config import validate as rules
 from cookbook.config.asked import keep_request
-from cookbook.config.cell import Cell, Finding
+from cookbook.config.cell import WARNING, Cell, Finding
 from cookbook.config.request import cell_of_script, read_script
 from cookbook.config.resolve import keep_schedule
 from cookbook.run import own_job, slurm, status
@@ -49,7 +50,7 @@ def chosen_cell(file: YamlFile, words: Sequence[str]) -> tuple[Cell, CellFolder]
         raise InputError(name, "runs inside a Slurm job", f"start it with: sbatch {name}")
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or 1) if scheduler == "slurm" else 1
     cell = cell_of_script(file, words, os.environ, nodes)
-    if (asked := os.environ.get("NNODES", str(cell.nodes))) != str(cell.nodes):
+    if (asked := os.environ.get("NNODES") or str(cell.nodes)) != str(cell.nodes):
         found = f"is not read, and the job has {cell.nodes} node(s)"
         remedy = f"write: sbatch --nodes={asked} {file.path.name}, or unset NNODES"
         raise InputError(f"NNODES={asked}", found, remedy)
@@ -84,7 +85,11 @@ def _refuse(errors: Sequence[Finding], cell: Cell) -> None:
 
 def _check_folder(path: Path, cell: Cell) -> None:
     place = f"CELL_DIR={shown_path(path)}"
-    if path == Path("/") or (path.exists() and not path.is_dir()):
+    is_other = path in (Path("/"), runs_folder().resolve()) or (path.exists() and not path.is_dir())
+    ours = (*CellFolder.names, *Path(cell.facts.checkpoint_folder).parts[:1], ".", "attempt-")
+    if not CellFolder(path).record.exists():
+        is_other |= any(not one.name.startswith(ours) for one in path.glob("*"))
+    if is_other:
         raise InputError(place, "is no folder of a cell", "name one below runs/, or unset CELL_DIR")
     if path.parent == runs_folder().resolve():
         wrong = "is the folder of a run, allowed: one of a cell below it"
@@ -177,4 +182,6 @@ def check(file: YamlFile, words: Sequence[str]) -> None:
     """Validate what a script would train, without a trace; raise InputError if it must not."""
     cell, folder = chosen_cell(file, words)
     cell = validated(cell, folder)
+    for finding in (one for rule in ADVICE for one in rule(cell) if one.level == WARNING):
+        print(f"warning: {finding}", file=sys.stderr)
     print(f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}", file=sys.stderr)

@@ -254,20 +254,6 @@ SET_BY_SCRIPTS = {
     Names.dispatch: "set dispatch in the EP backend's `expect` block",
     Names.emulated: "it follows from precision and cluster",
 }
-# Options, by name or prefix, that another one turns off, and when it does.
-SWITCHES: dict[str, tuple[str, Callable[[_Values], bool]]] = {
-    "deepep.": (Names.comm_backend, lambda own: own[Names.comm_backend] != "deepep"),
-    "validation.": (Names.validates, lambda own: not own[Names.validates]),
-    Names.validation_files: (Names.validates, lambda own: not own[Names.validates]),
-    "checkpoint.": (Names.checkpoints, lambda own: not own[Names.checkpoints]),
-    "profiling.": (
-        Names.profiles,
-        lambda own: not (own[Names.profiles] or own[Names.memory_snapshots]),
-    ),
-    Names.ac_budget: (Names.ac_mode, lambda own: own[Names.ac_mode] != "memory_budget"),
-    Names.ac_selective: (Names.ac_mode, lambda own: own[Names.ac_mode] != "selective"),
-    "parallelism.pipeline_parallel_": (Names.pp, lambda own: own[Names.pp] == 1),
-}
 # Options that 0 turns off, as do null and inf; the value is what TorchTitan takes for it.
 OFF = {Names.max_norm: "inf"}
 # What other projects call an option.
@@ -333,6 +319,42 @@ CONVERTERS = {
             filter="quantize.linear.float8.filter_fqns",
         ),
     )
+}
+
+# Options, by name or prefix, that another one turns off, and when it does.
+Switch = tuple[str, Callable[[_Values], bool]]
+
+
+def _unless(*options: str) -> Switch:
+    return options[0], lambda own: not any(own[one] for one in options)
+
+
+def _if(option: str, *values: object) -> Switch:
+    return option, lambda own: own[option] in values
+
+
+def _without_converter(name: str) -> Switch:
+    return Names.converters, lambda own: name not in own[Names.converters]
+
+
+SWITCHES: dict[str, Switch] = {
+    "deepep.": _if(Names.comm_backend, "standard"),
+    "validation.": _unless(Names.validates),
+    Names.validation_files: _unless(Names.validates),
+    "checkpoint.": _unless(Names.checkpoints),
+    "checkpoint.export_dtype": _unless(Names.last_save_model_only),
+    "profiling.": _unless(Names.profiles, Names.memory_snapshots),
+    "compile.": _unless(Names.is_compile_on),
+    "metrics.save_for_all_ranks": _unless(Names.is_tensorboard_on, Names.is_wandb_on),
+    "debug.deterministic_warn_only": _unless("debug.deterministic"),
+    Names.ac_budget: _if(Names.ac_mode, "none", "selective", "full"),
+    Names.ac_selective: _if(Names.ac_mode, "none", "full", "memory_budget"),
+    "activation_checkpoint.": _if(Names.ac_mode, "none"),
+    "parallelism.pipeline_parallel_": _if(Names.pp, 1),
+    Names.is_loss_parallel_off: _if(Names.tp, 1),
+    Names.decay_type: _if(Names.decay_ratio, 0),
+    Names.min_lr_factor: _if(Names.decay_ratio, 0),
+    **{f"{name}.": _without_converter(name) for name in CONVERTERS},
 }
 
 # URLs of source code at the stack's versions; for FlashAttention, of the main branch.

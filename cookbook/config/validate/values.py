@@ -1,6 +1,7 @@
 """Rules for values that TorchTitan accepts by mistake, or rejects only once all ranks run."""
 
 import math
+import os
 import re
 from pathlib import Path
 
@@ -64,6 +65,17 @@ def names(cell: Cell) -> Problems:
         for name in [value] if isinstance(value, str) else value:
             if name not in known:
                 yield unknown(option, name, known)
+
+
+@rule(RULES, is_input=True)
+def variables(cell: Cell) -> Problems:
+    """Refuse environment variables that would end the job, or mean another folder, once it runs."""
+    for name in ("CELL_DIR", "COOKBOOK_RUNS", "COOKBOOK_RECIPES", "VENV"):
+        if (value := os.environ.get(name, "")).startswith(("~", "$")):
+            yield name, f"found {value}, and nothing is expanded", "write the whole path"
+    allowed = ("full", "nodes", "off")
+    if (mode := os.environ.get("COOKBOOK_PREFLIGHT") or "full") not in allowed:
+        yield unknown("COOKBOOK_PREFLIGHT", mode, allowed)
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/tools/profiling.py", is_input=True)
@@ -186,6 +198,8 @@ def texts(cell: Cell) -> Problems:
         if is_text and not reader.files:
             remedy = f"set {files} to globs or folders of .jsonl, .txt or .parquet files"
             yield files, f"is empty, and {dataset} is text", remedy
+        if is_text and not facts.text_key:
+            yield Facts.text_key, "is empty", "name the key of a text in its line of JSON"
         if reader.files and not is_text:
             yield files, f"is set, and {dataset} is {reader.dataset}", f"set {dataset}: text"
     own = cell.options.stack.options
