@@ -321,7 +321,7 @@ def test_a_variable_from_another_one_does_not_replace_the_users(job: Job) -> Non
     [
         ({}, "bf16"),
         ({"RECIPE": "mxfp8_default"}, "mxfp8"),
-        ({"PRECISION": "float8", "RECIPE": "mxfp8_default"}, "float8"),
+        ({"PRECISION": "mxfp8", "RECIPE": "mxfp8_default"}, "mxfp8"),
         ({"PRECISION": "fp4"}, ""),
         ({"EP_BACKEND": "deep"}, ""),
     ],

@@ -86,10 +86,9 @@ def _refuse(errors: Sequence[Finding], cell: Cell) -> None:
 def _check_folder(path: Path, cell: Cell) -> None:
     place = f"CELL_DIR={shown_path(path)}"
     is_other = path in (Path("/"), runs_folder().resolve()) or (path.exists() and not path.is_dir())
-    ours = (*CellFolder.names, *Path(cell.facts.checkpoint_folder).parts[:1], ".", "attempt-")
-    if not CellFolder(path).record.exists():
-        is_other |= any(not one.name.startswith(ours) for one in path.glob("*"))
-    if is_other:
+    inside = {one.name.partition("-")[0] for one in path.glob("[!.]*")}
+    ours = {*CellFolder.names, *Path(cell.facts.checkpoint_folder).parts[:1], "attempt"}
+    if is_other or (inside and not inside & ours):
         raise InputError(place, "is no folder of a cell", "name one below runs/, or unset CELL_DIR")
     if path.parent == runs_folder().resolve():
         wrong = "is the folder of a run, allowed: one of a cell below it"
