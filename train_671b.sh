@@ -80,11 +80,13 @@ ranks_per_node: 8
 # their values into the attempt's folder.
 command: |
   # Without --cpus-per-task, which srun has not inherited since Slurm 22.05, all ranks share one core. One
-  # failed node ends the step. The supervisor finds a step that hangs by its --job-name.
+  # failed node ends the step. The supervisor finds a step that hangs by its --job-name. The line before
+  # torchrun keeps ranks alive when Slurm announces a preemption by SIGTERM, so that they can save.
   # Training goes on if its log can't be written, as on a full disk.
   srun --nodes="${NUM_NODES}" --ntasks="${NUM_NODES}" --nodelist="${TRAIN_NODES}" \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE}}" \
     --kill-on-bad-exit=1 --wait=60 --job-name="${ATTEMPT}" \
+    python -m cookbook.titan.common.outlive \
     torchrun --nnodes="${NUM_NODES}" --nproc-per-node="${RANKS_PER_NODE}" --role=rank \
     --rdzv-backend=c10d --rdzv-endpoint="${RDZV_ENDPOINT}" --rdzv-id="${RDZV_ID}" \
     --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks" --redirects=3 --tee=3 --local-ranks-filter="${SHOWN_RANKS}" \

@@ -325,6 +325,7 @@ def test_texts_reach_torchrun_unchanged_and_none_is_executed(
         environment = write_script(
             folder_of, attempt, record, job, {}, ["w-0", "w-1"], "10.0.0.7", {}
         )
+    write_program(runner.venv / "bin/python", '#!/bin/bash\nshift 2; exec "$@"\n')
     done = subprocess.run(["bash", attempt.script], env=environment, capture_output=True)
     assert done.returncode == 0, done
     given = (records / "torchrun").read_bytes().decode().split("\0")[:-1]

@@ -80,7 +80,7 @@ def endpoint(start: Start) -> str:
 def test_one_srun_starts_one_torchrun_a_node(job: Job) -> None:
     start = job.run("--training.steps=5")
     attempt = job.cell_dir / "attempt-0"
-    cut = start.srun.index("torchrun")
+    cut = start.srun.index("python")
     assert set(start.srun[:cut]) == {
         "--nodes=2",
         "--ntasks=2",

@@ -42,7 +42,8 @@ NODES = 2
 SLURM_SETTINGS = Settings(
     extra_conf="PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
     "PartitionName=DEFAULT Nodes=ALL GraceTime=20\n"
-    "PartitionName=urgent PriorityTier=10 PreemptMode=OFF"
+    "PartitionName=urgent PriorityTier=10 PreemptMode=OFF\n"
+    "PartitionName=poor PreemptMode=CANCEL"
 )
 
 
@@ -169,20 +170,38 @@ def test_an_element_of_an_array_touches_no_other(by_hand: ByHand) -> None:
     until(lambda: began(first) == ["stop", "end"], by_hand.log)
 
 
-def test_a_preemption_with_a_grace_time_is_no_failure(by_hand: ByHand) -> None:
-    job = by_hand.submit("train end")
-    by_hand.until_attempts(["train"])
+@pytest.mark.parametrize(
+    ("does", "partition", "said"),
+    [
+        ("stop", "main", ("saved", "asked to stop")),
+        ("stop", "poor", ("saved", "asked to stop")),
+        ("train", "main", ("stopped", "Slurm: PREEMPTED")),
+    ],
+)
+def test_a_preemption_saves_in_the_grace_time_and_is_no_failure(
+    by_hand: ByHand, does: str, partition: str, said: tuple[str, str]
+) -> None:
+    job = by_hand.submit(f"{does} end", f"--partition={partition}")
+    by_hand.until_attempts([does])
     urgent = by_hand.folder / "urgent.sh"
     urgent.write_text("#!/bin/bash\nsleep 2\n")
     options = ["--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null"]
     by_hand.slurm.submit(urgent, options=options, cwd=by_hand.folder)
     assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED"}, 150) == "COMPLETED", by_hand.log()
-    # Nothing was trained in the grace time, and nothing was counted.
-    assert by_hand.attempts() == ["train", "end"]
+    # Nothing was trained in between, and nothing was counted.
+    assert by_hand.attempts() == [does, "end"]
     assert by_hand.slurm.job_field(job, "Restarts") == "1"
     end = json.loads((by_hand.cell / "attempt-0/end.json").read_text())
-    assert (end["cause"], end["reason"]) == ("stopped", "Slurm: PREEMPTED"), end
-    assert "(1 of 3)" not in by_hand.log()
+    assert (end["cause"], end["reason"][: len(said[1])]) == said, by_hand.log()
+    assert "(1 of " not in by_hand.log()
+
+
+def test_sigterm_to_a_step_without_a_preemption_restarts_it(by_hand: ByHand) -> None:
+    job = by_hand.submit("train end")
+    by_hand.until_attempts(["train"])
+    by_hand.slurm.run("scancel", "--signal=TERM", job)
+    assert by_hand.slurm.wait(job) == "COMPLETED", by_hand.log()
+    assert "dead rank: a node got SIGTERM, and no preemption; restarted (1 of 10)" in by_hand.log()
 
 
 def test_the_time_limit_is_no_end(by_hand: ByHand) -> None:

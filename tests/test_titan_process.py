@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -19,7 +21,7 @@ from tests.started import lives, python
 from tests.submit import ROOT
 from tests.titan_ranks import free_port
 from tests.titan_run import job
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 pytestmark = pytest.mark.titan
 
@@ -144,6 +146,40 @@ def test_a_rank_ends_with_its_torchrun_and_another_program_does_not() -> None:
     until(lambda: not lives(rank))
     assert lives(other)
     os.kill(other, signal.SIGKILL)
+
+
+_RANK = """
+import os, sys, time
+from pathlib import Path
+from cookbook.titan.common.process import die_with_parent
+die_with_parent()
+Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def test_ranks_outlive_slurms_sigterm_and_obey_torchruns(tmp_path: Path) -> None:
+    slurm, script = tmp_path / "slurmstepd", tmp_path / "rank.py"
+    slurm.symlink_to(shutil.which("kill") or "")
+    script.write_text(_RANK)
+    words = ["-m", "cookbook.titan.common.outlive", f"{sys.prefix}/bin/torchrun"]
+    words += ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    words += ["--local-addr=127.0.0.1", str(script), str(tmp_path)]
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *words]
+    task = subprocess.Popen(command, env=own, stdout=-1, stderr=-1, text=True)
+    ranks = [tmp_path / "0", tmp_path / "1"]
+    until(lambda: all(path.exists() and path.read_text() for path in ranks) or task.poll())
+    tree = [task.pid, *(one.pid for one in psutil.Process(task.pid).children(recursive=True))]
+    for pid in tree:
+        subprocess.run([slurm, "-TERM", str(pid)], check=True)
+    assert task.stdout and "a node got SIGTERM" in task.stdout.readline()
+    assert all(map(lives, tree))
+    os.kill(int(ranks[0].read_text()), signal.SIGKILL)
+    said = task.communicate(timeout=HANG_S)[1]
+    assert task.returncode == 1
+    # Else torchrun would have waited for it in vain, and killed it.
+    assert "exitcode  : -15" in said, said
 
 
 def test_a_run_that_is_done_ends_well_whatever_comes_after(assets: Path, tmp_path: Path) -> None:

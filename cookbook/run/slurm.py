@@ -228,11 +228,13 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def is_preempted(job_id: str) -> bool:
-    """Whether Slurm is ending this job for another one; False if it does not answer."""
-    with contextlib.suppress(JobError):
-        return _field_of(job_id, "PreemptTime") not in ("", "None", "N/A")
-    return False
+def is_preempted(job_id: str) -> bool | None:
+    """Whether Slurm is ending this job for another one; None if it does not answer."""
+    try:
+        shown = _output_of(["scontrol", "show", "job", job_id])
+    except JobError as error:
+        return None if isinstance(error, NoAnswerError) else False
+    return _field_in(shown, "PreemptTime") not in ("", "None", "N/A")
 
 
 def excluded_by(job_id: str) -> list[str]:
@@ -248,7 +250,10 @@ def asked_cpus(job_id: str) -> str:
 
 
 def _field_of(job_id: str, name: str) -> str:
-    shown = _run(["scontrol", "show", "job", job_id]).stdout
+    return _field_in(_run(["scontrol", "show", "job", job_id]).stdout, name)
+
+
+def _field_in(shown: str, name: str) -> str:
     found = re.search(rf"(?<![\w/]){name}=(\S+)", shown)
     return found[1] if found else ""
 

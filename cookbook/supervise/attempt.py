@@ -22,7 +22,7 @@ from cookbook.observe.metrics import Phase, StepMetrics, Tail, longest_save, ste
 from cookbook.run import own_job
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
-from cookbook.run.slurm import kill_steps
+from cookbook.run.slurm import is_preempted, kill_steps
 from cookbook.run.states import processes_with
 from cookbook.run.status import AttemptEnd, Cause
 from cookbook.supervise.exits import classify_exit
@@ -32,6 +32,8 @@ _GONE = re.compile(
     rb"failed \(exitcode: -?[0-9]+\) local_rank: [0-9]+"
     rb"|srun: error: \S+: tasks? [0-9,-]+: |srun: error: Node failure on"
 )
+# cookbook/titan/common/outlive.py prints this.
+_TERMED = re.compile(rb"^cookbook: a node got SIGTERM")
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class RunningAttempt:
         `ask_to_stop`. It still runs, so call `wait` again.
         """
         seen: float | None = None
-        cause, reason = None, None
+        cause, reason, is_termed = None, None, False
         while self.process.poll() is None:
             time.sleep(_POLL_S)
             if self._is_stopped:
@@ -210,6 +212,7 @@ class RunningAttempt:
             self.clock.look(self._tail, lines, time.monotonic())
             if seen is None and any(map(_GONE.search, lines)):
                 seen = time.time()
+            is_termed |= any(map(_TERMED.match, lines))
             if seen is not None:
                 if time.time() - seen > _GRACE_S:
                     end_step(self.process, self.attempt)
@@ -222,6 +225,13 @@ class RunningAttempt:
             elif hang := self.clock.hang:
                 cause, who = Cause.HANG, describe_stacks(self.attempt, self._record.world)
                 reason = "; ".join(filter(None, [hang, who]))
+            elif is_termed and (is_own := is_preempted(own_job.slurm_job() or "")) is not None:
+                is_termed = False
+                if is_own:
+                    own_job.log("Slurm preempts this job: a checkpoint is saved in the grace time")
+                    self.ask_to_stop(0)
+                else:
+                    cause, reason = Cause.DEAD_RANK, "a node got SIGTERM, and no preemption"
             if cause is not None:
                 seen = time.time()
                 end_step(self.process, self.attempt)

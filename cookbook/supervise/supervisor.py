@@ -259,15 +259,12 @@ class Supervisor:
         status.write_status(cell, now)
 
     def _is_preempted(self) -> bool:
-        """Whether Slurm preempts this job; if so, wait until it ends the job, or thinks better.
-
-        With a grace time, Slurm first sends SIGTERM to the steps alone, and torchrun obeys.
-        """
+        """Whether Slurm preempts this job; if so, wait until it ends the job, or thinks better."""
         job, found = own_job.slurm_job(), False
-        while job and not self.signal_number and slurm.is_preempted(job):
-            if not found:
-                log("Slurm preempts this job and has ended its step: waiting for the job's end")
-            found = True
+        while job and not self.signal_number and (now := slurm.is_preempted(job)) is not False:
+            if now and not found:
+                log("Slurm preempts this job: waiting for its end")
+            found |= now is True
             self._pause(_PREEMPTED_S)
         return found
 

@@ -3,6 +3,8 @@
 - torchrun starts each rank in its own session, so signals to torchrun's process group miss it. A
   rank that outlives torchrun would continue training and overwrite the next attempt's checkpoints.
   A forked data-loader worker that outlives its rank would hold the rank's GPU memory.
+- On Slurm, `outlive.py` has it inherit a blocked SIGTERM. It still obeys torchrun's, else torchrun
+  would wait 30 s for the other ranks when one has died.
 - A rank that hangs in a collective cannot report it. So each rank sets an alarm at every step. When
   it fires, faulthandler's thread, which needs no GIL, writes the stacks, and a Python thread writes
   the flight recorder's trace. The supervisor decides whether the rank hangs.
@@ -49,6 +51,18 @@ def die_with_parent(_worker: int = 0) -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+            threading.Thread(target=_obey_all_but_slurm, daemon=True).start()
+
+
+def _obey_all_but_slurm() -> None:
+    while True:
+        sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
+        # Slurm's may be out of sight: in another namespace, or root's.
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{sender}/comm").read_text().strip() != "slurmstepd":
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def exit_without_teardown() -> None:
