@@ -24,7 +24,10 @@ import psutil
 from tests.programs import write_program
 from tests.started import lives
 
-AWAY = "Unable to contact slurm controller (connect failure)"
+AWAY = {
+    "slurmctld": "Unable to contact slurm controller (connect failure)",
+    "munge": "Munge encode failed: Failed to access munge.socket.2: No such file or directory",
+}
 # What a job that Slurm stops finds in its log, and its state once its processes are gone.
 STOPS = {
     "requeue": (" DUE TO JOB REQUEUE", "PENDING"),
@@ -33,7 +36,7 @@ STOPS = {
     "cancel": ("", "CANCELLED"),
 }
 _CLIENT = """\
-import json, os, socket, subprocess, sys, time
+import json, os, signal, socket, subprocess, sys, time
 link = socket.socket(socket.AF_UNIX)
 link.connect({path!r})
 asked = [os.path.basename(sys.argv[0]), sys.argv[1:], dict(os.environ), os.getcwd(), os.getpid()]
@@ -43,6 +46,7 @@ sys.stdout.write(out), sys.stderr.write(err)
 tasks = {{
     node: subprocess.Popen(command, env=dict(os.environ, SLURMD_NODENAME=node)) for node in nodes
 }}
+signal.signal(signal.SIGTERM, lambda *_: [task.kill() for task in tasks.values()])
 while tasks:
     for node, task in list(tasks.items()):
         if task.poll() is not None:
@@ -74,6 +78,7 @@ class Job:
     steps: dict[str, int] = field(default_factory=dict)  # names and processes of srun
     next_state: str = ""
     preempted: bool = False
+    is_held: bool = False
     kill_at: float = 0.0
 
     @property
@@ -91,14 +96,14 @@ class Job:
 
 
 class Scheduler(socketserver.ThreadingUnixStreamServer):
-    """Runs the jobs; the test calls what users do not: `stop`, `is_away`."""
+    """Runs the jobs; the test calls what users do not: `stop`, `terminate`, and sets `away`."""
 
     daemon_threads = True
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
         self.folder, self.programs = folder, folder / "bin"
         self.nodes = [f"worker-{number}" for number in range(num_nodes)]
-        self.is_away = False
+        self.away = ""
         self.jobs: list[Job] = []
         self._lock = threading.RLock()
         (folder / "spool").mkdir(parents=True)
@@ -143,13 +148,19 @@ class Scheduler(socketserver.ThreadingUnixStreamServer):
             for process in job.pids:
                 _signal(process, signal.SIGTERM)
 
+    def terminate(self, job: Job) -> None:
+        """Send SIGTERM to what srun started, and to nothing else."""
+        for pid in [*job.steps.values()]:
+            for task in psutil.Process(pid).children(recursive=True):
+                task.terminate()
+
     def answer(
         self, name: str, words: list[str], variables: dict[str, str], cwd: str, pid: int
     ) -> Any:
         """Return what a command says on each stream, its status, and what srun starts where."""
         with self._lock:
-            if self.is_away and name != "srun":
-                return "", f"{name}: error: {AWAY}\n", 1, [], []
+            if self.away and name != "srun":
+                return "", f"{name}: error: {AWAY[self.away]}\n", 1, [], []
             said: Any = getattr(self, f"_{name}")(words, variables, cwd, pid)
             return said if isinstance(said, tuple) else (said or "", "", 0, [], [])
 
@@ -188,7 +199,9 @@ class Scheduler(socketserver.ThreadingUnixStreamServer):
         if "--steps" in words:
             return "".join(f"{j.name}.{n} {s}\n" for j in jobs for n, s in enumerate(j.steps))
         lines = (
-            [j.name, j.state, "None", j.restarts, " ".join([str(j.script), *j.words])] for j in jobs
+            [j.name, j.state, why, j.restarts, " ".join([str(j.script), *j.words])]
+            for j in jobs
+            for why in ["JobHeldUser" if j.is_held else "None"]
         )
         return "".join(f"{'|'.join(map(str, line))}|\n" for line in lines)
 
@@ -255,7 +268,8 @@ class Scheduler(socketserver.ThreadingUnixStreamServer):
         busy = {node for one in self.jobs for node in one.nodes}
         free = [node for node in self.nodes if node not in busy]
         count = int(job.options.get("nodes", 1))
-        return free[:count] if job.state == "PENDING" and len(free) >= count else []
+        may = job.state == "PENDING" and not job.is_held and len(free) >= count
+        return free[:count] if may else []
 
     def _start(self, job: Job, nodes: list[str]) -> None:
         job.nodes, job.state, job.steps = nodes, "RUNNING", {}

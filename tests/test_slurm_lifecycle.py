@@ -34,11 +34,12 @@ from cookbook.run.run import find_run
 from cookbook.run.states import cell_states
 from cookbook.run.status import Cause, read_attempt_end, read_job, read_status
 from cookbook.supervise.exits import RULES
-from tests.lifecycle_slurm import Job, Scheduler
+from tests.checkout import copy_checkout
+from tests.lifecycle_slurm import AWAY, Job, Scheduler
 from tests.programs import write_program
 from tests.saved import save
 from tests.slurm_cluster import CPU_NODES
-from tests.submit import environment
+from tests.submit import ROOT, environment
 
 STEPS = 12
 # What waits for minutes in a real job waits for moments here; a hang is one where the test says so.
@@ -58,10 +59,13 @@ if "cookbook.supervise" in sys.orig_argv:
 """
 _SAYS = {"PENDING": "queued", "COMPLETED": "finished"}
 _OPTIONS = ("--nodes=2", "--set", f"training.steps={STEPS}", "--set", "checkpoint.enable=true")
-_EVENTS = [
-    *("rank", "hang", "nan", "requeue", "preempt", "node failure", "grace"),
-    *("USR1", "USR2", "slow save", "kill", "cancel"),
-]
+_FAULTS = ("rank", "hang", "nan", "disk")
+_BY_SLURM = ("requeue", "preempt", "node failure")
+# These need a Slurm that answers.
+_ASKS = ("grace", "short grace", "TERM", "hold", "USR1", "USR2", "slow save", "kill", "cancel")
+_EVENTS = [*_FAULTS, *_BY_SLURM, *_ASKS]
+_RESUMES = [(), ("--nodes=1",), ("--nodes=3",), ("--set", "checkpoint.keep_latest_k=5")]
+_HALF = "import a_file_that_the_pull_has_not_brought_yet\n"
 _PICK = st.integers(0, 5)
 
 
@@ -79,7 +83,10 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.life = Path(tempfile.mkdtemp(prefix="life-"))
         save(self.life, 0).rename(self.life / "template")
-        (self.life / "two.yaml").write_text(f"{CPU_NODES}nodes: 2\n")
+        self.profile = self.life / "two.yaml"
+        self.profile.write_text(f"{CPU_NODES}nodes: 2\n")
+        self.checkout = copy_checkout(self.life / "checkout")
+        (self.checkout / "assets").symlink_to(ROOT / "assets")
         (self.life / "site").mkdir()
         (self.life / "site/sitecustomize.py").write_text(_SITE.format(life=str(self.life)))
         self.slurm = Scheduler(self.life / "slurm", num_nodes=5)
@@ -101,7 +108,7 @@ class Histories(RuleBasedStateMachine):
         other.write_text(f"#!/bin/bash\n{words}\n")
         self.sbatch(str(other))
         assert until(lambda: self.slurm.jobs[0].steps)
-        self.user("render", "debug", "--cluster", self.life / "two.yaml", *_OPTIONS, "-o", script)
+        self.user("render", "debug", "--cluster", self.profile, *_OPTIONS, "-o", script)
         # A user's own copy, whose elements train cells of their own.
         own = 'export CELL_DIR="${COOKBOOK_RUNS}/mine/cell-${SLURM_ARRAY_TASK_ID:-0}"'
         text = script.read_text().replace("set -euo pipefail\n", f"set -euo pipefail\n{own}\n")
@@ -122,7 +129,8 @@ class Histories(RuleBasedStateMachine):
             return out.getvalue()
 
     def sbatch(self, *words: str) -> None:
-        self.slurm.answer("sbatch", [*words], self.variables, str(self.life), 0)
+        own = self.variables | {"COOKBOOK_ROOT": str(self.checkout)}
+        self.slurm.answer("sbatch", [*words], own, str(self.life), 0)
 
     def pace(self, steps: int) -> None:
         self.allowed = steps
@@ -146,14 +154,14 @@ class Histories(RuleBasedStateMachine):
                 attempt = cell.attempts()[-1]
                 loads = [int(one.read_text()) for one in attempt.path.glob("loads-*")]
                 made = max([*loads, *(one.step for one in read_steps(attempt))], default=0)
-                if len(loads) < 2 or made < min(self.allowed, STEPS) or made == STEPS:
+                if len(loads) < len(job.nodes) or made < min(self.allowed, STEPS) or made == STEPS:
                     return False
             elif job.state in ("RUNNING", "COMPLETING") or self.slurm.may_start(job):
                 return False
         return True
 
     def settle(self) -> None:
-        if self.slurm.is_away:
+        if self.slurm.away:
             time.sleep(0.5)
         else:
             assert until(self.is_settled), f"no job moves:\n{self.slurm}"
@@ -161,8 +169,9 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def submits_by_the_driver(self) -> None:
         if len(self.cells) < 3:
-            words = ("run", "debug", "--detach", "--cluster", self.life / "two.yaml", *_OPTIONS)
-            self.user(*words, allowed=(1,) if self.slurm.is_away else (0,))
+            words = ("run", "debug", "--detach", "--cluster", self.profile, *_OPTIONS)
+            allowed = 1 if self.slurm.away else 0
+            self.user(*words, allowed=(2 if "half" in self.profile.read_text() else allowed,))
             self.settle()
 
     @rule(array=st.booleans())
@@ -179,30 +188,36 @@ class Histories(RuleBasedStateMachine):
     @rule(pick=_PICK, event=st.sampled_from(_EVENTS))
     def happens(self, pick: int, event: str) -> None:
         """Let something happen to a running job; what Slurm does to it counts against nobody."""
-        if not (found := self.running()) or (self.slurm.is_away and event in _EVENTS[6:]):
+        if not (found := self.running()) or (self.slurm.away and event in _ASKS):
             return
         cell, job = found[pick % len(found)]
         attempt, batch = cell.attempts()[-1], job.batch.pid if job.batch else 0
-        fault = self.life / f"fault-{job.nodes[0 if event == 'nan' else -1]}"
-        if event in ("rank", "hang", "nan", "USR1", "USR2", "slow save"):
+        fault = self.life / f"fault-{job.nodes[0 if event in ('nan', 'disk') else -1]}"
+        slow = self.life / "fault-save"
+        if event in _FAULTS or event in _ASKS[:7]:
             self.pace(self.allowed + 1)
-        if event in ("rank", "hang", "nan"):
+        if event in _FAULTS:
             fault.write_text(event)
-        elif event == "grace":
-            job.preempted = True
-            for pid in [*job.steps.values()]:
-                os.kill(pid, signal.SIGTERM)
-            time.sleep(1.0)
-            self.slurm.stop(job, "preempt")
-        elif event in ("requeue", "preempt", "node failure"):
+        elif event in ("grace", "short grace", "TERM"):
+            slow.write_text("slow" * (event == "short grace"))
+            job.preempted = event != "TERM"
+            self.slurm.terminate(job)
+            if event == "short grace":
+                assert until((attempt.path / "stop").exists)
+                self.slurm.stop(job, "preempt")
+                assert until(lambda: job.batch is None or job.state == "RUNNING")
+            slow.write_text("")
+        elif event in _BY_SLURM:
             self.slurm.stop(job, event)
+        elif event == "hold":
+            job.is_held = True
+            self.slurm.stop(job, "requeue")
         elif event == "kill":
             psutil.Process(batch).children()[0].kill()
             assert until(lambda: cell.attempts()[-1] != attempt), "nobody took over"
         elif event == "cancel":
             assert cell.name in self.user("cancel", cell.path.parent)
         else:
-            slow = self.life / "fault-save"
             slow.write_text("slow" * (event == "slow save"))
             os.kill(batch, signal.SIGUSR2 if event == "USR2" else signal.SIGUSR1)
             time.sleep(2.2 * (event == "slow save"))
@@ -213,25 +228,46 @@ class Histories(RuleBasedStateMachine):
         fault.unlink(missing_ok=True)
         self.settle()
         end = read_attempt_end(attempt)
-        if event in ("requeue", "preempt", "grace", "USR1", "USR2"):
+        if event in ("requeue", "preempt", "short grace", "hold", "grace", "USR1", "USR2"):
             assert end and not RULES[end.cause].is_counted, end
-        if event in ("USR1", "USR2", "slow save"):
+        if event in ("TERM", "disk"):
+            cause = Cause.DISK_FULL if event == "disk" else Cause.DEAD_RANK
+            assert end and end.cause in (cause, Cause.FINISHED), end
+        if event in ("grace", "USR1", "USR2", "slow save"):
             assert end and end.cause in (Cause.SAVED, Cause.TOO_LATE, Cause.FINISHED), end
             assert job.state in ("RUNNING", "PENDING", "COMPLETED"), f"ends early: {job.state}"
 
-    @rule(is_away=st.booleans())
-    def the_controller_is_away(self, is_away: bool) -> None:
-        self.slurm.is_away = is_away
+    @rule(away=st.sampled_from(["", *AWAY]))
+    def slurm_is_away(self, away: str) -> None:
+        self.slurm.away = away
         self.settle()
 
-    @rule(pick=_PICK, what=st.sampled_from(["copy", "move", "stale", "resume"]))
+    @rule()
+    def jobs_that_wait_are_held(self) -> None:
+        for job in self.slurm.jobs:
+            job.is_held = job.state == "PENDING" and not job.is_held
+        self.settle()
+
+    @rule()
+    def half_a_pull(self) -> None:
+        """Break what jobs would read of the checkout, or mend it."""
+        for path in (self.profile, self.checkout / "cookbook/supervise/supervisor.py"):
+            text, half = path.read_text(), f"{_HALF}half: [\n"
+            path.write_text(text.removeprefix(half) if text.startswith(half) else half + text)
+
+    @rule(pick=_PICK, how=st.sampled_from(_RESUMES))
+    def resumes(self, pick: int, how: tuple[str, ...] = ()) -> None:
+        for cell in self.cells[pick : pick + 1]:
+            self.user("run", "--detach", "--resume", cell.path, *how, allowed=(0, 1, 2))
+            self.settle()
+
+    @rule(pick=_PICK, what=st.sampled_from(["copy", "move", "stale", "delete"]))
     def the_user_does(self, pick: int, what: str) -> None:
-        """Copy or move checkpoints, resume by hand, or have half of the nodes see old folders."""
+        """Copy or move checkpoints, delete a run, or have half of the nodes see old folders."""
         for cell in self.cells[pick : pick + 1]:
             saved = [*cell.path.glob("checkpoint/step-*[0-9]")]
-            if what == "resume":
-                self.user("run", "--detach", "--resume", cell.path, allowed=(0, 1, 2))
-                self.settle()
+            if what == "delete":
+                self.deletes(cell.path.parent)
             elif what == "copy" and saved:
                 copy = saved[0].with_name(f"{saved[0].name}-keep")
                 self.kept.append(shutil.copytree(saved[0], copy, dirs_exist_ok=True))
@@ -242,6 +278,18 @@ class Histories(RuleBasedStateMachine):
                 for node in self.slurm.nodes[pick % 2 :: 2]:
                     steps = " ".join(path.name[5:] for path in saved)
                     (self.life / f"stale-{node}").write_text(steps)
+
+    def deletes(self, run: Path) -> None:
+        """Delete a run, also under its jobs, which then end."""
+        self.kept = [path for path in self.kept if run not in path.parents]
+        self.away = [cell for cell in self.away if run != cell.path.parent]
+        while run.exists():
+            shutil.rmtree(run, ignore_errors=True)
+        self.pace(self.allowed + 1)
+        if not self.slurm.away:
+            self.settle()
+        # Ranks may have saved once more.
+        shutil.rmtree(run, ignore_errors=not run.exists())
 
     @invariant()
     def nothing_is_wrong(self) -> None:
@@ -261,7 +309,7 @@ class Histories(RuleBasedStateMachine):
             made = collect_steps(cell)
             kept = [(one.step, one.loss) for one in made if not math.isnan(one.loss or 0)]
             assert kept == [(step, float(step)) for step in range(1, len(kept) + 1)], cell
-        assert self.slurm.is_away or until(lambda: not self.lies(), 5), self.lies()
+        assert self.slurm.away or until(lambda: not self.lies(), 5), self.lies()
 
     def lies(self) -> list[str]:
         """Where `status` says something else than Slurm."""
@@ -288,7 +336,11 @@ class Histories(RuleBasedStateMachine):
 
     def all_goes_on(self) -> None:
         """Heal the cluster, follow the remedy for what has ended, and see each cell finish."""
-        self.slurm.is_away = False
+        self.slurm.away = ""
+        if "half" in self.profile.read_text():
+            self.half_a_pull()
+        for job in self.slurm.jobs:
+            job.is_held = False
         for cell in self.away:
             if (cell.path / "away").exists():
                 shutil.rmtree(cell.path / "checkpoint", ignore_errors=True)
@@ -336,7 +388,12 @@ _KEPT: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "together": [_ONE, _TRAINS, _ONE],
     "killed": [_ONE, _TRAINS, _event("kill")],
     "asked": [_ONE, _TRAINS, _event("USR2")],
-    "grace": [_ONE, _TRAINS, _event("grace")],
+    "grace": [_ONE, _TRAINS, _event("grace"), _event("short grace"), _event("TERM")],
+    "held": [_ONE, _TRAINS, _event("hold"), ("jobs_that_wait_are_held", {})],
+    "full": [_ONE, _TRAINS, _event("disk")],
+    "pulled": [_ONE, _TRAINS, ("half_a_pull", {}), _event("requeue"), _ONE],
+    "deleted": [_ARRAY, _TRAINS, _user("delete"), _ARRAY],
+    "resized": [_ONE, _TRAINS, _event("cancel"), ("resumes", {"pick": 0, "how": _RESUMES[2]})],
     "array": [_ARRAY, _TRAINS, _event("hang", pick=1)],
     "pending": [_ARRAY, _ONE],
     "cancelled": [_ONE, _event("cancel")],
