@@ -61,7 +61,7 @@ class ByHand:
     def cell(self) -> Path:
         return self.folder / "runs" / "16b" / CELL
 
-    def submit(self, does: str, *options: str, script: Path | None = None) -> str:
+    def submit(self, does: str, *options: str, script: Path | None = None, **more: str) -> str:
         return self.slurm.submit(
             script or self.checkout / "train_16b.sh",
             *OPTIONS,
@@ -72,8 +72,15 @@ class ByHand:
                 "COOKBOOK_RUNS": str(self.folder / "runs"),
                 "DOES": does,
                 "COOKBOOK_ROOT": str(self.checkout) if script else "",
+                **more,
             },
         )
+
+    def preempt(self) -> None:
+        urgent = self.folder / "urgent.sh"
+        urgent.write_text("#!/bin/bash\nsleep 2\n")
+        options = ["--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null"]
+        self.slurm.submit(urgent, options=options, cwd=self.folder)
 
     def attempts(self) -> list[str]:
         """What each attempt did, in order."""
@@ -183,10 +190,7 @@ def test_a_preemption_saves_in_the_grace_time_and_is_no_failure(
 ) -> None:
     job = by_hand.submit(f"{does} end", f"--partition={partition}")
     by_hand.until_attempts([does])
-    urgent = by_hand.folder / "urgent.sh"
-    urgent.write_text("#!/bin/bash\nsleep 2\n")
-    options = ["--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null"]
-    by_hand.slurm.submit(urgent, options=options, cwd=by_hand.folder)
+    by_hand.preempt()
     assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED"}, 150) == "COMPLETED", by_hand.log()
     # Nothing was trained in between, and nothing was counted.
     assert by_hand.attempts() == [does, "end"]
@@ -194,6 +198,20 @@ def test_a_preemption_saves_in_the_grace_time_and_is_no_failure(
     end = json.loads((by_hand.cell / "attempt-0/end.json").read_text())
     assert (end["cause"], end["reason"][: len(said[1])]) == said, by_hand.log()
     assert "(1 of " not in by_hand.log()
+
+
+def test_a_preemption_while_nodes_are_checked_is_no_fault_of_theirs(by_hand: ByHand) -> None:
+    began = by_hand.folder / "began"
+    slow = f'[[ "$*" == *node_report* && ! -e {began} ]] && touch {began} && exec sleep 25\n'
+    write_program(by_hand.folder / "venv/bin/python", PYTHON.replace("sh\n", f"bash\n{slow}"))
+    job = by_hand.submit("end", COOKBOOK_PREFLIGHT="nodes")
+    until(began.exists, by_hand.log)
+    by_hand.preempt()
+    until(lambda: by_hand.slurm.job_field(job, "Restarts") == "1", by_hand.log)
+    end = json.loads((by_hand.cell / "attempt-0/end.json").read_text())
+    assert (end["cause"], end["reason"]) == ("stopped", "Slurm: PREEMPTED"), by_hand.log()
+    assert not (by_hand.folder / "runs/excluded.yaml").exists(), by_hand.log()
+    by_hand.slurm.run("scancel", job)
 
 
 def test_sigterm_to_a_step_without_a_preemption_restarts_it(by_hand: ByHand) -> None:

@@ -87,6 +87,9 @@ class JobNodes:
 
     def exclude(self, found: Faults) -> None:
         """Record these faults, and put their nodes on the exclusion list for later jobs."""
+        if found and slurm.is_preempted(own_job.slurm_job() or ""):
+            # It gives the checks' steps SIGTERM, too.
+            raise JobError("Slurm preempts this job; none of its nodes is excluded")
         self.faults |= found
         for node, faults in found.items():
             hours, place = max(fault.hours for fault in faults), shown_path(excluded_file())

@@ -41,6 +41,8 @@ _FULL_DISK_S = 10.0
 _ASKS = (signal.SIGUSR1, signal.SIGUSR2)
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SIGNALS = (*_STOPS, *_ASKS)
+# As what a preemption with a grace time shows, if its SIGTERM ends the step.
+_PREEMPTED = (Cause.DEAD_RANK, Cause.ERROR, Cause.BAD_NODES)
 _PREEMPTED_S = 10.0  # seconds between two questions whether a preemption goes on
 _MOST_SPAWNS = 5
 _PR_SET_PDEATHSIG = 1
@@ -160,7 +162,7 @@ class Supervisor:
         ends = exits.job_ends(cell)
         while True:
             end, decision = self._attempt(cell, record, ends)
-            if end.cause in (Cause.DEAD_RANK, Cause.ERROR) and self._is_preempted():
+            if end.cause in _PREEMPTED and self._is_preempted():
                 end = replace(end, cause=Cause.STOPPED, reason="Slurm: PREEMPTED")
                 if not self.signal_number:
                     ends.append(end)
