@@ -188,7 +188,8 @@ class Scheduler(socketserver.ThreadingUnixStreamServer):
             number, dot, step = name.partition(".")
             for job in self._called(number):
                 if dot:
-                    _signal(list(job.steps.values())[int(step)], signal.SIGKILL)
+                    for pid in [*job.steps.values()][int(step) : int(step) + 1]:
+                        _signal(pid, signal.SIGKILL)
                 elif job.state in ("PENDING", "RUNNING"):
                     self.stop(job, "cancel")
 

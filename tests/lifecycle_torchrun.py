@@ -58,12 +58,12 @@ def main() -> int:
     seen = [one for one in steps_in(folder) if str(one) not in said(LIFE / f"stale-{NODE}").split()]
     step = int(own.get("checkpoint.load_step", -1))
     step = max(seen, default=0) if step == -1 else step
+    if step and said(folder / f"step-{step}" / "made") != str(step):
+        wrong(f"loads step {step}, which is not whole")
     (ATTEMPT / f".{NODE}").write_text(str(step))
     (ATTEMPT / f".{NODE}").rename(ATTEMPT / f"loads-{NODE}")
     while len([*ATTEMPT.glob("loads-*")]) < len(nodes) and os.getppid() == PARENT:
         time.sleep(0.02)
-    if step and said(folder / f"step-{step}" / "made") != str(step):
-        wrong(f"loads step {step}, which is not whole")
     owner = f"{os.environ['SLURM_JOB_ID']} {os.environ.get('SLURM_RESTART_COUNT')}"
     if nodes[0] == NODE:
         known, _, other = said(CELL / "trains").rpartition(" ")
