@@ -49,7 +49,7 @@ fate: setup-dev ## random options and files: is the verdict what TorchTitan does
 	.venv/bin/python -m bench.stress.fate $(FATE_ARGS)
 
 lifecycle: setup-dev ## 300 random histories of jobs against a model; LIFECYCLE_HISTORIES=1000
-	LIFECYCLE_HISTORIES=$${LIFECYCLE_HISTORIES:-300} .venv/bin/python -m pytest tests/test_slurm_lifecycle.py --timeout 0 $(PYTEST_ARGS)
+	LIFECYCLE_HISTORIES=$${LIFECYCLE_HISTORIES:-300} LIFECYCLE_SEED=$${LIFECYCLE_SEED:-$$(date +%j)000} .venv/bin/python -m pytest tests/test_slurm_lifecycle.py --timeout 0 $(PYTEST_ARGS)
 
 check: setup-dev ## lint, format, types, shell scripts
 	$(in_venv) ruff check .

@@ -2,29 +2,27 @@
 
     make lifecycle        (300 new histories; LIFECYCLE_HISTORIES=1000 for more)
 
-hypothesis shrinks a failure to a short list of calls. Slurm and torchrun are stand-ins, so that a
-history costs seconds; all between them is the cookbook's own.
+A failure is shrunk to a short list of calls, to be kept in _KEPT. Slurm and torchrun are stand-ins,
+so that a history costs seconds; all between them is the cookbook's own.
 """
 
 import contextlib
 import io
 import math
 import os
+import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cookbook.cli.main import main
 from cookbook.observe.metrics import collect_steps, read_steps
@@ -66,7 +64,6 @@ _ASKS = ("grace", "short grace", "TERM", "hold", "USR1", "USR2", "slow save", "k
 _EVENTS = [*_FAULTS, *_BY_SLURM, *_ASKS]
 _RESUMES = [(), ("--nodes=1",), ("--nodes=3",), ("--set", "checkpoint.keep_latest_k=5")]
 _HALF = "import a_file_that_the_pull_has_not_brought_yet\n"
-_PICK = st.integers(0, 5)
 
 
 def until(is_true: Callable[[], object], seconds: float = 60.0) -> bool:
@@ -76,11 +73,10 @@ def until(is_true: Callable[[], object], seconds: float = 60.0) -> bool:
     return bool(done)
 
 
-class Histories(RuleBasedStateMachine):
+class History:
     """A user, a cluster of a few nodes, and a job of somebody else whose step is named as ours."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.life = Path(tempfile.mkdtemp(prefix="life-"))
         save(self.life, 0).rename(self.life / "template")
         self.profile = self.life / "two.yaml"
@@ -101,7 +97,6 @@ class Histories(RuleBasedStateMachine):
         self.kept, self.away = list[Path](), list[CellFolder]()
         self.pace(0)
 
-    @initialize()
     def begin(self) -> None:
         other, script = self.life / "other.sh", self.life / "train.sh"
         words = "srun --nodelist=worker-0 --job-name=attempt-0 sleep 1000"
@@ -166,7 +161,6 @@ class Histories(RuleBasedStateMachine):
         else:
             assert until(self.is_settled), f"no job moves:\n{self.slurm}"
 
-    @rule()
     def submits_by_the_driver(self) -> None:
         if len(self.cells) < 3:
             words = ("run", "debug", "--detach", "--cluster", self.profile, *_OPTIONS)
@@ -174,18 +168,15 @@ class Histories(RuleBasedStateMachine):
             self.user(*words, allowed=(2 if "half" in self.profile.read_text() else allowed,))
             self.settle()
 
-    @rule(array=st.booleans())
     def submits_by_sbatch(self, array: bool) -> None:
         """Submit into the same folders each time."""
         self.sbatch(*["--array=0-1"] * array, str(self.life / "train.sh"), "--metrics.log_freq=1")
         self.settle()
 
-    @rule(steps=st.integers(1, 5))
     def trains(self, steps: int) -> None:
         self.pace(self.allowed + steps)
         self.settle()
 
-    @rule(pick=_PICK, event=st.sampled_from(_EVENTS))
     def happens(self, pick: int, event: str) -> None:
         """Let something happen to a running job; what Slurm does to it counts against nobody."""
         if not (found := self.running()) or (self.slurm.away and event in _ASKS):
@@ -237,31 +228,26 @@ class Histories(RuleBasedStateMachine):
             assert end and end.cause in (Cause.SAVED, Cause.TOO_LATE, Cause.FINISHED), end
             assert job.state in ("RUNNING", "PENDING", "COMPLETED"), f"ends early: {job.state}"
 
-    @rule(away=st.sampled_from(["", *AWAY]))
     def slurm_is_away(self, away: str) -> None:
         self.slurm.away = away
         self.settle()
 
-    @rule()
     def jobs_that_wait_are_held(self) -> None:
         for job in self.slurm.jobs:
             job.is_held = job.state == "PENDING" and not job.is_held
         self.settle()
 
-    @rule()
     def half_a_pull(self) -> None:
         """Break what jobs would read of the checkout, or mend it."""
         for path in (self.profile, self.checkout / "cookbook/supervise/supervisor.py"):
             text, half = path.read_text(), f"{_HALF}half: [\n"
             path.write_text(text.removeprefix(half) if text.startswith(half) else half + text)
 
-    @rule(pick=_PICK, how=st.sampled_from(_RESUMES))
     def resumes(self, pick: int, how: tuple[str, ...] = ()) -> None:
         for cell in self.cells[pick : pick + 1]:
             self.user("run", "--detach", "--resume", cell.path, *how, allowed=(0, 1, 2))
             self.settle()
 
-    @rule(pick=_PICK, what=st.sampled_from(["copy", "move", "stale", "delete"]))
     def the_user_does(self, pick: int, what: str) -> None:
         """Copy or move checkpoints, delete a run, or have half of the nodes see old folders."""
         for cell in self.cells[pick : pick + 1]:
@@ -291,7 +277,6 @@ class Histories(RuleBasedStateMachine):
         # Ranks may have saved once more.
         shutil.rmtree(run, ignore_errors=not run.exists())
 
-    @invariant()
     def nothing_is_wrong(self) -> None:
         wrong, other = self.life / "wrong", self.slurm.jobs[:1]
         assert not wrong.exists(), wrong.read_text()
@@ -358,30 +343,76 @@ class Histories(RuleBasedStateMachine):
         assert all(job.state not in ("RUNNING", "PENDING") for job in self.slurm.jobs[1:])
 
 
-Histories.TestCase.settings = settings(
-    max_examples=int(os.environ.get("LIFECYCLE_HISTORIES", "10")),
-    stateful_step_count=10,
-    deadline=None,
-    derandomize="LIFECYCLE_HISTORIES" not in os.environ,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate, *[Phase.shrink] * (os.environ.get("LIFECYCLE_SHRINK") != "no")],
+Call = tuple[str, dict[str, Any]]
+_PICK = range(6)
+_CALLS: dict[str, dict[str, Sequence[Any]]] = {
+    "submits_by_the_driver": {},
+    "submits_by_sbatch": {"array": (False, True)},
+    "trains": {"steps": range(1, 6)},
+    "happens": {"pick": _PICK, "event": _EVENTS},
+    "slurm_is_away": {"away": ("", *AWAY)},
+    "jobs_that_wait_are_held": {},
+    "half_a_pull": {},
+    "resumes": {"pick": _PICK, "how": _RESUMES},
+    "the_user_does": {"pick": _PICK, "what": ("copy", "move", "stale", "delete")},
+}
+_OFTEN = (4, 3, 3, 9, 1, 1, 1, 2, 3)
+
+
+def history(seed: int) -> list[Call]:
+    chance = random.Random(seed)
+    names = chance.choices([*_CALLS], _OFTEN, k=chance.randint(3, 10))
+    return [(name, {of: chance.choice(_CALLS[name][of]) for of in _CALLS[name]}) for name in names]
+
+
+def play(calls: Sequence[Call]) -> None:
+    state = History()
+    try:
+        state.begin()
+        for act, words in calls:
+            getattr(state, act)(**words)
+            state.nothing_is_wrong()
+    finally:
+        state.teardown()
+
+
+def fault_of(calls: Sequence[Call]) -> BaseException | None:
+    try:
+        play(calls)
+    except Exception as fault:
+        return fault
+    return None
+
+
+_FIRST, _COUNT = (
+    int(os.environ.get(f"LIFECYCLE_{n}", d)) for n, d in (("SEED", 0), ("HISTORIES", 10))
 )
-test_histories = Histories.TestCase
 
 
-def _event(name: str, pick: int = 0) -> tuple[str, dict[str, Any]]:
+@pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT))
+def test_a_history(seed: int) -> None:
+    calls = history(seed)
+    if (fault := fault_of(calls)) is None:
+        return
+    for place in reversed(range(len(calls))):
+        shorter = [*calls[:place], *calls[place + 1 :]]
+        if found := fault_of(shorter):
+            calls, fault = shorter, found
+    raise AssertionError("\n".join(["the history that fails:", *map(str, calls)])) from fault
+
+
+def _event(name: str, pick: int = 0) -> Call:
     return "happens", {"event": name, "pick": pick}
 
 
-def _user(what: str) -> tuple[str, dict[str, Any]]:
+def _user(what: str) -> Call:
     return "the_user_does", {"what": what, "pick": 0}
 
 
 # Short histories that show a fault each time.
 _ONE, _ARRAY = ("submits_by_sbatch", {"array": False}), ("submits_by_sbatch", {"array": True})
 _TRAINS = ("trains", {"steps": 4})
-_KEPT: dict[str, list[tuple[str, dict[str, Any]]]] = {
+_KEPT: dict[str, list[Call]] = {
     "stale": [_ONE, _TRAINS, _user("stale"), _event("requeue")],
     "slow": [_ONE, _event("slow save")],
     "moved": [_ONE, _TRAINS, _event("cancel"), _user("move"), _ONE],
@@ -403,11 +434,4 @@ _KEPT: dict[str, list[tuple[str, dict[str, Any]]]] = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", _KEPT)
 def test_a_history_once_more(name: str) -> None:
-    state = Histories()
-    try:
-        state.begin()
-        for act, words in _KEPT[name]:
-            getattr(state, act)(**words)
-            state.nothing_is_wrong()
-    finally:
-        state.teardown()
+    play(_KEPT[name])
