@@ -23,6 +23,7 @@ NODES, SPARE = 2, 1
 _PARTITIONS = """
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+PartitionName=DEFAULT GraceTime=60
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE State=UP
 """
 _PROFILE = f"""

@@ -131,10 +131,8 @@ def _command(folders: Sequence[CellFolder], *before: str) -> tuple[str, list[str
 
 def _submit_to_slurm(run: Run, cells: Sequence[Cell]) -> str:
     cell, folders = cells[0], [run.cell(cell.name) for cell in cells]
-    choice, logs = (
-        nodes_to_exclude(cell),
-        folders[0].job_files if len(cells) == 1 else run.folder / "job",
-    )
+    choice = nodes_to_exclude(cell)
+    logs = folders[0].job_files if len(cells) == 1 else run.folder / "job"
     name = cell.name if len(cells) == 1 else run.record.sweep or cell.name
     options = sbatch_options(cell, name, exclude=choice.nodes)
     options |= {"output": f"{logs.resolve()}/%j.log", "chdir": str(ROOT)}
@@ -142,9 +140,8 @@ def _submit_to_slurm(run: Run, cells: Sequence[Cell]) -> str:
         options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(choice.begin))
     for program in ("sbatch", "srun"):  # submitit looks for srun, though it is not used here
         if shutil.which(program) is None:
-            raise JobError(
-                f"{program} is not on PATH; log in to the cluster, or use --cluster local"
-            )
+            remedy = "log in to the cluster, or use --cluster local"
+            raise JobError(f"{program} is not on PATH; {remedy}")
     variables = _variables(folders[0]) | {EXCLUDED_VARIABLE: ",".join(choice.nodes)}
     logs.mkdir(parents=True, exist_ok=True)
     # With exec, Slurm's signals reach the supervisor instead of a shell. Slurm keeps the batch

@@ -46,7 +46,7 @@ _RESOLVE_S = 60.0
 REHEARSED, _REHEARSAL_S = "cookbook-rehearsed ", 120.0
 
 
-class RequeueNeededError(Exception):
+class RequeueNeededError(JobError):
     """The job must be requeued, as `decision` says."""
 
     def __init__(self, why: str, decision: Decision) -> None:

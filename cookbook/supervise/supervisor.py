@@ -204,10 +204,9 @@ class Supervisor:
                 environment = self._prepare(cell, attempt, record)
             except SignalReceivedError:
                 return replace(exits.refused_end(attempt, ""), exit_code=None), None
-            except RequeueNeededError as needed:
-                return exits.refused_end(attempt, f"preflight: {needed}"), needed.decision
             except JobError as error:
-                return exits.refused_end(attempt, f"preflight: {error}"), None
+                decision = error.decision if isinstance(error, RequeueNeededError) else None
+                return exits.refused_end(attempt, f"preflight: {error}"), decision
             except (InputError, OSError) as error:
                 if isinstance(error, OSError):
                     if error.errno not in status.DISK_FULL:

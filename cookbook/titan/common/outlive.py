@@ -14,8 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-_FORWARDED = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-_WAITED = {signal.SIGTERM, signal.SIGCHLD, *_FORWARDED}
+_WAITED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
 def main(command: Sequence[str]) -> int:
@@ -26,11 +25,12 @@ def main(command: Sequence[str]) -> int:
     while (code := process.poll()) is None:
         # A child that ended before the mask was set gives no signal.
         found = signal.sigtimedwait(_WAITED, 1.0)
-        if found and found.si_signo == signal.SIGTERM:
+        number = found.si_signo if found else signal.SIGCHLD
+        if number == signal.SIGTERM:
             with contextlib.suppress(OSError):
                 print("cookbook: a node got SIGTERM", flush=True)
-        elif found and found.si_signo in _FORWARDED:
-            process.send_signal(found.si_signo)
+        elif number != signal.SIGCHLD:
+            process.send_signal(number)
     if code < 0:
         # srun names the signal.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED)
