@@ -346,11 +346,13 @@ def test_weights_and_checkpoints_are_what_is_in_them(cell: Started) -> None:
     cell.start(other, attempt=1)
 
     (cell.path / "attempt-1/metrics.jsonl").touch()
-    saved = save(cell.saved, 6)
+    saved, newer = save(cell.saved, 6), save(cell.saved, 7)
     note_saved(cell.folder, cell.folder.attempt(1))
     (saved / FILES[1]).write_bytes(b"x" * BYTES)
-    with pytest.raises(InputError, match=f"checkpoint.folder: {saved}/{FILES[1]} has changed"):
-        cell.start(other)
+    for more in (["--checkpoint.load_step=6"], []):
+        with pytest.raises(InputError, match=f"checkpoint.folder: {saved}/{FILES[1]} has changed"):
+            cell.start(other, *more)
+        shutil.rmtree(newer, ignore_errors=True)
     # An attempt that went back and saved this step anew was killed before it recorded it.
     shutil.rmtree(saved)
     save(cell.saved, 5)

@@ -34,6 +34,7 @@ CONTEXT, BATCH = DEGREES["cp"], Facts.local_batch
 CELL = on_gpus(4)
 UNHELD = ["plan", "deepseek_v3_16b", "--cluster", "h200-node"]
 ONE_NODE = [*UNHELD, "--set", f"{EP}=8"]
+FEW = ["--vary", f"{PP}=1", "--vary", f"{TP}=1", "--ep-backend", "deepep"]
 
 
 def candidate(
@@ -121,7 +122,7 @@ class Search:
         self.documents: Documents | None = None
         self.found = SearchResult()
 
-    def __call__(self, cells: Iterable[Cell], documents: Documents) -> SearchResult:
+    def __call__(self, cells: Iterable[Cell], documents: Documents, _: None) -> SearchResult:
         self.cells, self.documents = [*cells], documents
         made = [candidate(100, 50, cell=self.cells[0]), candidate(90, 50, cell=self.cells[1])]
         self.found.candidates = self.found.candidates or made
@@ -246,14 +247,31 @@ def test_rejected_values_and_reasons(search: Search, capsys: pytest.CaptureFixtu
     assert left_out == [f"{TP}=3: 3 does not divide 8 ranks; try 2", f"{CONTEXT}=2: {UNKNOWN}"]
 
 
+def test_a_gpu_of_unknown_speed_has_an_order_and_no_speeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = (RECIPES / "cluster/h200-node.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(profile.replace("name: H200", "name: H20"))
+    words = [*ONE_NODE, *FEW, "--cluster"]
+    known, new = (
+        json.loads(capsys.readouterr().out)["best"]
+        for name in ("h200-node", str(tmp_path / "mine.yaml"))
+        if main([*words, name, "--json"]) == 0
+    )
+    for one, other in zip(known, new, strict=True):
+        assert one["recomputation"] == other["recomputation"]
+        assert one["step_ms"] and other["step_ms"] is None
+    assert main([*words, str(tmp_path / "mine.yaml")]) == 0
+    assert "8 H20 is unknown (recipes/hardware/): ordered by counted" in capsys.readouterr().out
+
+
 def test_a_search_and_its_winner(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--vary", f"{PP}=1", "--vary", f"{TP}=1", "--ep-backend", "deepep"]
-    assert main([*ONE_NODE, *few, "--best", "2"]) == 0
+    assert main([*ONE_NODE, *FEW, "--best", "2"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     assert said.out.startswith("16b on 1 node(s) x 8 H200: 25 of 25 layouts; ")
     assert "tokens/s/GPU" in said.out and said.out.count("submit.py run deepseek_v3_16b ") == 2
-    assert main([*ONE_NODE, *few, "--json"]) == 0
+    assert main([*ONE_NODE, *FEW, "--json"]) == 0
     best: dict[str, Any] = json.loads(capsys.readouterr().out)["best"][0]
     words = [word for word in shlex.split(best["command"]) if "=" in word]
     options = {name: one.value for name, one in command_line_settings(words).items()}

@@ -69,4 +69,4 @@ def check_same(now: Identity, then: Identity, anew: str) -> None:
             found = f"{added[0]} {says} the run recorded them"
         elif gone := [old[content] for content in old if content not in new]:
             found = f"{gone[0]}, which the run recorded, is missing"
-        raise InputError(option, found, f"restore it, or {anew}")
+        raise InputError(option, found, f"restore what was there, or {anew}")

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
 from cookbook.config.cell import PARTS, Finding
-from cookbook.config.facts import TEXT
 from cookbook.predict.hardware import attended_text
 from cookbook.predict.memory import state_gib
 
@@ -89,12 +88,12 @@ def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None
             figures[block] = check.cell.name
             lines += block
         if check.built and check.is_built:
-            cell = check.cell
-            version = cell.options.stack.pins["torchtitan"]
+            notes = check.built.noted("not_exercised")
+            version = check.cell.options.stack.pins["torchtitan"]
             lines.append(f"  built by TorchTitan {version} in a fake world; not exercised:")
-            lines += [f"    {note}" for note in check.built.noted("not_exercised")]
-            texts = any(reader.dataset == TEXT and reader.files for reader in cell.facts.readers)
-            lines.append(f"  read: the tokenizer{', and the first texts of each file' * texts}")
+            lines += [f"    {note}" for note in notes]
+            read = [one for one in ("tokenizer", "texts") if f"{one}: not read" not in notes]
+            lines += [f"  read: {' and '.join(read)}"] if read else []
     text = "\n".join(line.rstrip() for line in lines) + "\n"
     # Repeat the verdicts where the first lines have left the screen.
     return f"{text}\n{lines[1]}\n" if text.count("\n") > 24 else text

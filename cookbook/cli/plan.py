@@ -15,7 +15,7 @@ from cookbook.config.sweep import requested_pair
 from cookbook.config.validate import validation_errors
 from cookbook.plan import render
 from cookbook.plan.search import evaluate, rejected_values, search, space_of
-from cookbook.predict.hardware import documents_of, hardware_of, parse_documents
+from cookbook.predict.hardware import documents_of, parse_documents, weights_of
 from cookbook.predict.rank import model_of
 
 
@@ -27,9 +27,9 @@ def plan(arguments: argparse.Namespace) -> int:
     # Do not validate the recipe's own layout, which may not fit this cluster.
     parts = (recipe, *requested_pair(recipe, request), request.cluster, request.nodes)
     base = merge_config(*parts, overrides=request.overrides)
-    # Fail before the search if the model is not supported or the GPU's specs are not known.
+    # Fail before the search if the model is not supported or there is no GPU.
     model_of(base)
-    hardware_of(base)
+    weights = weights_of(base)
     named = parse_documents("--documents", arguments.documents) if arguments.documents else None
     documents = documents_of(base, named)
     if named and documents is None:
@@ -42,10 +42,11 @@ def plan(arguments: argparse.Namespace) -> int:
     if not cells:
         first = refused[0] if refused else "vary more"
         raise InputError("--vary", "leaves no layout that the rules allow", first)
-    own = None if validation_errors(base) else evaluate(base, documents)
+    own = None if validation_errors(base) else evaluate(base, documents, weights)
     stderr = Console(stderr=True)
     shown: dict[str, Any] = {"console": stderr, "disable": not stderr.is_terminal}
-    found = search(track(cells, "Ctrl-C keeps these", transient=True, **shown), documents)
+    tried = track(cells, "Ctrl-C keeps these", transient=True, **shown)
+    found = search(tried, documents, weights)
     ranked = found.ranked()
     if arguments.json:
         print(render.render_json(found, base, own, arguments.best, refused), end="")

@@ -36,7 +36,8 @@ def _schedule(cell: Cell) -> str | None:
 
 def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str, Any]:
     """Return a layout as JSON data, with its speed relative to `base`; unknown values are None."""
-    cell, step, layout = candidate.cell, candidate.step, candidate.cell.layout
+    cell, layout = candidate.cell, candidate.cell.layout
+    step = None if candidate.weights else candidate.step
     terms_ms = {name: round(ms, 1) for name, ms in step.terms_ms.items()} if step else None
     return {
         "precision": cell.precision.name,
@@ -57,6 +58,7 @@ def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str,
         "tokens_per_step": round(step.tokens_per_gpu * cell.world) if step else None,
         "tokens_per_second_per_gpu": round(candidate.speed, 1) if step else None,
         "times_the_recipe": candidate.times(base),
+        "weighed_as": candidate.weights or None,
         "exposed_ms": round(step.exposed_ms, 1) if step else None,
         "bubble_ms": terms_ms.get(BUBBLE, 0.0) if terms_ms else None,
         "limited_by": step.largest if step else None,
@@ -103,7 +105,7 @@ def render_text(
         f"{counts['looked_at']:,} of {total:,} layouts; {counts['fit']:,} fit, "
         f"{counts['tight']:,} are tight, {counts['too_large']:,} do not fit",
         f"attention: {attended_text(documents, base.facts.seq_len)}",
-        "predicted, not measured (docs/evidence/prediction.md)",
+        "predicted, not measured (docs/evidence/prediction.md)" + _weighed(base, ranked),
         "",
         text_table(rows, align="rrrlrllrrrl"),
     ]
@@ -121,11 +123,18 @@ def render_text(
     return "\n".join(lines) + "\n"
 
 
+def _weighed(base: Cell, ranked: Sequence[Candidate]) -> str:
+    if not (ranked and ranked[0].weights and base.cluster.gpu):
+        return ""
+    what = f"the speed of {base.nodes} x {base.cluster.ranks} is unknown (recipes/hardware/)"
+    return f"\n{what}: ordered by counted work, weighed as on {ranked[0].weights}"
+
+
 def _row(place: str, one: Candidate, base: Candidate | None) -> list[str]:
     step, cell, ratio = one.step, one.cell, one.times(base)
     row = [
         place,
-        f"{one.speed:,.0f}" if step else "-",
+        f"{one.speed:,.0f}" if step and not one.weights else "-",
         f"{ratio:.2f}x" if ratio else "",
         degrees(cell),
         str(cell.facts.local_batch),

@@ -19,7 +19,7 @@ from cookbook.config.options import Setting, Settings
 from cookbook.config.recipe import Overlay, load_ep_backend, load_precision
 from cookbook.config.resolve import merge_config
 from cookbook.config.validate import validation_errors, wrong_value
-from cookbook.predict.hardware import Documents
+from cookbook.predict.hardware import Documents, Hardware
 from cookbook.predict.memory import FITS, TIGHT, TOO_LARGE, StageMemory, predict_memory, verdict
 from cookbook.predict.rank import describe_ranks, model_of
 from cookbook.predict.step import StepTime, predict_step, refuse_unmodelled
@@ -256,6 +256,7 @@ class Candidate:
     """A valid layout, with the `memory` of the pipeline stage that needs the most.
 
     `step` is None if the layout does not fit, or if its time is not modelled (`unknown` says why).
+    `weights` is the GPU that it is timed on, if that is not the cluster's.
     """
 
     cell: Cell
@@ -263,6 +264,7 @@ class Candidate:
     verdict: str
     step: StepTime | None = None
     unknown: str = ""
+    weights: str = ""
 
     @property
     def speed(self) -> float:
@@ -311,7 +313,9 @@ def recomputation(cell: Cell) -> str:
     return f"{mode}; keeps {kept} layers" if kept else mode
 
 
-def search(cells: Iterable[Cell], documents: Documents | None = None) -> SearchResult:
+def search(
+    cells: Iterable[Cell], documents: Documents | None = None, weights: Hardware | None = None
+) -> SearchResult:
     """Predict memory and speed of every cell; Ctrl-C returns the results so far.
 
     If a cell does not fit, do not predict those that differ from it only in options with which they
@@ -327,7 +331,7 @@ def search(cells: Iterable[Cell], documents: Documents | None = None) -> SearchR
             if any(too_large.get((structure, m), batch + 1) <= batch for m in (mode, "full")):
                 found.larger += 1
                 continue
-            candidate = evaluate(cell, documents)
+            candidate = evaluate(cell, documents, weights)
             if candidate.verdict == TOO_LARGE:
                 too_large[structure, mode] = batch
             found.candidates.append(candidate)
@@ -336,7 +340,9 @@ def search(cells: Iterable[Cell], documents: Documents | None = None) -> SearchR
     return found
 
 
-def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
+def evaluate(
+    cell: Cell, documents: Documents | None = None, weights: Hardware | None = None
+) -> Candidate:
     ranks = describe_ranks(cell)
     memory = max((predict_memory(cell, rank) for rank in ranks), key=lambda stage: stage.total)
     gpu = cell.cluster.gpu
@@ -344,6 +350,7 @@ def evaluate(cell: Cell, documents: Documents | None = None) -> Candidate:
     if fits != FITS:
         return Candidate(cell, memory, fits)
     try:
-        return Candidate(cell, memory, FITS, predict_step(cell, ranks, documents))
+        step = predict_step(cell, ranks, documents, weights)
+        return Candidate(cell, memory, FITS, step, weights=weights.name if weights else "")
     except InputError as error:
         return Candidate(cell, memory, FITS, unknown=str(error))

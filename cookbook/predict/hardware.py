@@ -110,6 +110,18 @@ def hardware_of(cell: Cell) -> Hardware:
     return found
 
 
+def weights_of(cell: Cell) -> Hardware | None:
+    """Return the GPU whose rates weigh the work of a cell, if those of its own are unknown."""
+    try:
+        hardware_of(cell)
+    except InputError:
+        if cell.cluster.gpu is None:
+            raise
+        # H200's rates are measured; B200's file has a network.
+        return load_hardware(RECIPES / "hardware" / f"{'h200' if cell.nodes == 1 else 'b200'}.yaml")
+    return None
+
+
 @functools.cache
 def load_hardware(path: Path) -> Hardware:
     """Read a hardware file; raise InputError if its facts are incomplete or invalid."""

@@ -224,14 +224,16 @@ def _check_weights(
 
 
 def note_saved(folder: CellFolder, attempt: Attempt) -> None:
-    """Record what is in the newest whole checkpoint, for the resume that will load it."""
+    """Record what is in the attempt's whole checkpoints, for the resume that will load one."""
     with contextlib.suppress(InputError, OSError, ValueError):
+        start = next(status.read_resumptions([attempt]), None)
         saved = saved_steps(folder.checkpoints(read_record(folder.record).options))
-        whole = (path for step, path in saved if not read_checkpoint(step, path).damage)
-        if (path := next(whole, None)) is not None:
-            known = json.loads(attempt.texts.read_bytes()) if attempt.texts.exists() else {}
-            known[Facts.checkpoint_folder] = _content(path, path.name)
-            write_whole(attempt.texts, json_text(known))
+        new = [path for step, path in saved if step > ((start and start.step) or 0)]
+        known = json.loads(attempt.texts.read_bytes()) if attempt.texts.exists() else {}
+        entries = known.setdefault(Facts.checkpoint_folder, [])
+        for path in (one for one in new if not read_checkpoint(0, one).damage):
+            entries += _content(path, path.name)
+        write_whole(attempt.texts, json_text(known))
 
 
 def _identify(facts: Facts) -> Identity | None:

@@ -40,10 +40,12 @@ def rehearse(config: Any, build_tokenizer: Any, *, readers: int, reads_texts: bo
     if Path(config.model.hf_assets_path, "tokenizer.json").is_file():
         with _named(config.model.hf_assets_path):
             tokenizer = build_tokenizer(config)
+    else:
+        notes.append("tokenizer: not read")
     if reads_texts:
         _read_batches(config, tokenizer, readers)
     else:
-        notes.append("data loader: not built")
+        notes.append("texts: not read")
     steps, optimizer = config.training.steps, torch.optim.AdamW([torch.zeros(1)])
     schedulers = build_lr_schedulers([optimizer], config.lr_scheduler, steps)
     for step in range(0, steps + 1, max(1, steps // _RATES)):
