@@ -13,6 +13,9 @@ from cookbook.install import attention, find_distribution, package_folder
 from cookbook.install.corpus import is_made
 from cookbook.install.deepep import find_deepep, find_nvshmem, torch_cuda
 
+# All GPU figures of docs/evidence were measured on it.
+MEASURED_TORCH = "2.11"
+
 
 @check("python", local=True)
 def python(here: Surroundings) -> Outcome:
@@ -37,7 +40,8 @@ def pins(here: Surroundings) -> Outcome:
         return "problem", "none of the packages is installed here", remedy
     if found:
         return "problem", "; ".join(found), "run ./setup.sh"
-    return "ok", f"stack {stack_name(requirements)}, {len(pinned)} packages as pinned"
+    words = f"stack {stack_name(requirements)}, {len(pinned)} packages as pinned"
+    return "ok", f"{words} (the documents' GPU figures are from torch {MEASURED_TORCH})"
 
 
 @check("torchao kernels", of_ranks=True)
