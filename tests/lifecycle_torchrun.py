@@ -33,7 +33,8 @@ def wrong(words: str) -> None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    return sorted(int(one.parent.name[5:]) for one in folder.glob("step-[0-9]*/.metadata"))
+    named = (one.parent.name[5:] for one in folder.glob("step-*/.metadata"))
+    return sorted(int(name) for name in named if name.isdecimal())
 
 
 def save(folder: Path, step: int) -> None:

@@ -430,6 +430,7 @@ _KEPT: dict[str, list[Call]] = {
     "pulled": [_ONE, _TRAINS, ("half_a_pull", {}), _event("requeue"), _ONE],
     "deleted": [_ARRAY, _TRAINS, _user("delete"), _ARRAY],
     "resized": [_ONE, _TRAINS, _event("cancel"), ("resumes", {"pick": 0, "how": _RESUMES[2]})],
+    "copied": [_ONE, _event("USR2"), _user("copy")],
     "array": [_ARRAY, _TRAINS, _event("hang", pick=1)],
     "pending": [_ARRAY, _ONE],
     "cancelled": [_ONE, _event("cancel")],
