@@ -185,7 +185,8 @@ def _run(words: Sequence[str]) -> int:
             if "=" not in setting:
                 remedy = f"write --set {setting}={word}"
                 raise InputError(f"--set {setting}", "has no value", remedy)
-        remedy = f"see: python submit.py {arguments.verb} --help"
+        how = "TorchTitan's options go after --set; " if "set" in arguments else ""
+        remedy = f"{how}see: python submit.py {arguments.verb} --help"
         raise InputError(arguments.verb, f"takes no {' '.join(unknown)!r}", remedy)
     if arguments.verb in ("show", "render") and isinstance(sys.stdout, io.TextIOWrapper):
         # Print UTF-8, as in the cookbook's files, even if the terminal has another encoding.
