@@ -43,6 +43,8 @@ asked = [os.path.basename(sys.argv[0]), sys.argv[1:], dict(os.environ), os.getcw
 link.sendall(json.dumps(asked).encode() + b"\\n")
 out, err, code, nodes, command = json.loads(link.makefile().readline())
 sys.stdout.write(out), sys.stderr.write(err)
+# As with slurmstepd, none outlives its step.
+command = ["setpriv", "--pdeathsig", "KILL", *command]
 tasks = {{
     node: subprocess.Popen(command, env=dict(os.environ, SLURMD_NODENAME=node)) for node in nodes
 }}
