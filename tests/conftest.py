@@ -75,6 +75,8 @@ def two_nodes(
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, slurm.env[name])
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    # Nodes are checked; a rehearsal, ten seconds of a core, is the matter of other tests.
+    monkeypatch.setenv("COOKBOOK_PREFLIGHT", "nodes")
     (tmp_path / "two-nodes.yaml").write_text(f"{CPU_NODES}nodes: 2\n")
     yield tmp_path / "two-nodes.yaml"
     slurm.cancel_all()

@@ -208,6 +208,8 @@ def test_a_preemption_while_nodes_are_checked_is_no_fault_of_theirs(by_hand: ByH
     until(began.exists, by_hand.log)
     by_hand.preempt()
     until(lambda: by_hand.slurm.job_field(job, "Restarts") == "1", by_hand.log)
+    # Slurm counts the restart before the job's last word.
+    until((by_hand.cell / "attempt-0/end.json").exists, by_hand.log)
     end = json.loads((by_hand.cell / "attempt-0/end.json").read_text())
     assert (end["cause"], end["reason"]) == ("stopped", "Slurm: PREEMPTED"), by_hand.log()
     assert not (by_hand.folder / "runs/excluded.yaml").exists(), by_hand.log()

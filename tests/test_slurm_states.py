@@ -110,6 +110,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[States]:
         for name in ("SLURM_CONF", "PATH"):
             environment.setenv(name, cluster.env[name])
         environment.setenv("COOKBOOK_RUNS", str(folder / "runs"))
+        environment.setenv("COOKBOOK_PREFLIGHT", "nodes")
         yield prepare(cluster, one_node_cell(folder))
 
 

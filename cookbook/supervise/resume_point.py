@@ -230,9 +230,11 @@ def note_saved(folder: CellFolder, attempt: Attempt) -> None:
         saved = saved_steps(folder.checkpoints(read_record(folder.record).options))
         new = [path for step, path in saved if step > ((start and start.step) or 0)]
         known = json.loads(attempt.texts.read_bytes()) if attempt.texts.exists() else {}
-        entries = known.setdefault(Facts.checkpoint_folder, [])
-        for path in (one for one in new if not read_checkpoint(0, one).damage):
-            entries += _content(path, path.name)
+        # Not added to: the end of an attempt may be noted twice.
+        whole = [path for path in new if not read_checkpoint(0, path).damage]
+        known[Facts.checkpoint_folder] = [
+            entry for path in whole for entry in _content(path, path.name)
+        ]
         write_whole(attempt.texts, json_text(known))
 
 
