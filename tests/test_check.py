@@ -129,7 +129,7 @@ def test_on_a_cpu_the_machines_memory_counts_and_the_verdict_stands_last(
     assert text.endswith(f"\n{verdict}\n") and "389 MiB" in verdict
     assert "memory, MiB a rank" in text and "16.5 M parameters" in text
     assert "NVLink" not in text and " 0.0 " not in text and "GPU" not in text
-    assert "the first texts of each file" in text
+    assert "read: tokenizer and texts" in text
 
 
 def test_one_refused_cell_is_told_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
