@@ -182,6 +182,11 @@ def test_ranks_outlive_slurms_sigterm_and_obey_torchruns(tmp_path: Path) -> None
     assert "exitcode  : -15" in said, said
 
 
+def test_a_program_that_is_missing_is_named_in_one_line() -> None:
+    done = python("-m", "cookbook.titan.common.outlive", "torchrun-x", "--nnodes=1")
+    assert (done.returncode, done.stderr) == (1, "torchrun-x: No such file or directory\n")
+
+
 def test_a_run_that_is_done_ends_well_whatever_comes_after(assets: Path, tmp_path: Path) -> None:
     """One rank of `python -m torchtitan.train`, which aborts when its interpreter shuts down."""
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "1"}

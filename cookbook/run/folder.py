@@ -37,7 +37,7 @@ class Attempt:
     metrics = _Below("metrics.jsonl")  # one JSON object per logged step or validation
     router_load = _Below("router_load.jsonl")  # tokens per layer and expert at logged steps
     resumption = _Below("resume.json")  # where the attempt resumed
-    texts = _Below("texts.json")  # what is in texts, tokenizer, weights and newest checkpoint
+    texts = _Below("texts.json")  # what is in texts, tokenizer, weights and what it saved
     preflight = _Below("preflight.json")  # findings of the node checks
     stop = _Below("stop")  # request to save and exit; the ranks poll for it
     stopped = _Below("stopped")  # the ranks' reply to `stop`: job id and saved step

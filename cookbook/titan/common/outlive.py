@@ -20,7 +20,10 @@ _WAITED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.
 def main(command: Sequence[str]) -> int:
     # What is started now inherits this mask: torchrun, its ranks and their helpers.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    process = subprocess.Popen(command)
+    try:
+        process = subprocess.Popen(command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
     while (code := process.poll()) is None:
         # A child that ended before the mask was set gives no signal.

@@ -156,7 +156,9 @@ class RowMoE(MoE):
         # Pad groups only without EP; with EP the receiving rank pads them before its GEMMs.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
         plan = plan_on_device(chosen, self.router.num_experts, alignment)
-        is_bf16 = getattr(experts, "use_grouped_mm", True) and not hasattr(experts, "cookbook_fp8")
+        # FP8 is quantized from the tokens as they are; the other grouped GEMMs read BF16.
+        is_fp8 = getattr(experts, "cookbook_fp8", False)
+        is_bf16 = getattr(experts, "use_grouped_mm", True) and not is_fp8
         dtype = torch.bfloat16 if is_bf16 else x.dtype
         groups = Groups(scores=row_scores(scores, plan), plan=plan, dtype=x.dtype)
         activity.rows.add("kernels")
