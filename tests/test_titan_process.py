@@ -182,6 +182,18 @@ def test_ranks_outlive_slurms_sigterm_and_obey_torchruns(tmp_path: Path) -> None
     assert "exitcode  : -15" in said, said
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL])
+def test_all_other_signals_reach_torchrun_whose_end_is_the_tasks(number: int) -> None:
+    command = [sys.executable, "-m", "cookbook.titan.common.outlive", "sleep", "600"]
+    task = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    found = psutil.Process(task.pid)
+    until(lambda: [one for one in found.children() if one.name() == "sleep"])
+    (sleep,) = found.children()
+    os.kill(sleep.pid if number == signal.SIGKILL else task.pid, number)
+    assert task.communicate(timeout=HANG_S) == (None, "") and task.returncode == -number
+    assert not sleep.is_running()
+
+
 def test_a_program_that_is_missing_is_named_in_one_line() -> None:
     done = python("-m", "cookbook.titan.common.outlive", "torchrun-x", "--nnodes=1")
     assert (done.returncode, done.stderr) == (1, "torchrun-x: No such file or directory\n")

@@ -18,6 +18,7 @@ _WAITED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.
 
 
 def main(command: Sequence[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where torchrun ends by it
     # What is started now inherits this mask: torchrun, its ranks and their helpers.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
