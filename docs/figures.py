@@ -19,7 +19,8 @@ INK, QUIET, GRID, BAND = "#1b2026", "#5d6670", "#e3e6e9", "#edf0f2"
 
 _BLUE, _ORANGE, _GREY = "#0a6ebd", "#c2500a", "#b9c2cb"
 EVIDENCE = ROOT / "docs/evidence"
-_KINDS = {"float32": "float32", "mxfp8": "MXFP8", "fault": "known faults"}
+_KINDS = {"float32": "float32", "mxfp8": "MXFP8, FP8", "bfloat16": "FP8 in BF16"}
+_KINDS |= {"fault": "known faults"}
 
 
 def _draw(name: str, height: float, paint: Callable[[Axes], None]) -> str:
@@ -98,11 +99,12 @@ def gradients() -> str:
     groups: dict[str, list[float]] = {}
     bounds: list[float | None] = []
     for family, name in (("DeepSeek-V3", "gradients"), ("Qwen3-MoE", "gradients-qwen3")):
-        for kind in ("float32", "mxfp8", "fault"):
+        for kind in ("float32", "mxfp8", "bfloat16", "fault"):
             found = [
                 worst(run, GRADIENTS)
                 for run in read_data(f"numerics/{name}.json")["runs"]
-                if run["reference"] and not run.get("scale") and run["exact"]
+                if run["reference"] and not run.get("scale")
+                if run["exact"] or run["precision"] == "float8"
                 if kind == ("fault" if run["fault"] else rounding_of(run))
             ]
             if values := [one.error for one in found if one]:
@@ -122,7 +124,7 @@ def gradients() -> str:
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.set_xlabel("largest relative error of a gradient; line: the bound", color=QUIET)
 
-    return _draw("gradients", 2.6, paint)
+    return _draw("gradients", 2.9, paint)
 
 
 def predictions() -> str:
