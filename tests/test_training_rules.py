@@ -77,11 +77,17 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         weights("native/step-6", **NATIVE, **{f"{C}.initial_load_model_only": False}),
         "is false, and {}/native/step-6 lacks dataloader, lr_scheduler, optimizer",
     ),
+    (
+        DRY_RUN,
+        {f"{C}.enable": True, f"{C}.last_save_in_hf": True},
+        "needs the model alone: the run would end with an error in its last save",
+    ),
     # What TorchTitan would ignore, or die of after its first steps.
     *[
         (DRY_RUN, dict(pair.split("=") for pair in options.split()), says)
         for options, says in {
             "comm.mode=local_tensor": "and the ranks would exchange nothing",
+            "optimizer.name=SGD": "found 'SGD', allowed: Adam, AdamW",
             "optimizer.beta2=1": "found 1.0, allowed: 0 to below 1",
             "optimizer.eps=0": "found 0.0, allowed: above 0 in FP32",
             "optimizer.eps=1e-300": "found 1e-300, allowed: above 0 in FP32",
@@ -110,6 +116,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         }.items()
     ],
     (DRY_RUN, {f"{C}.initial_load_in_hf": True}, "has no effect without checkpoints"),
+    (DRY_RUN, {f"{C}.enable": True} | FP8, "is for published"),
+    (DRY_RUN, LOAD | {f"{C}.initial_load_model_only": False}, "hold the model alone"),
     # Weights out.
     (
         "run deepseek_v3_671b --dry-run --cluster soperator-b200",
