@@ -224,14 +224,17 @@ def _check_weights(
 
 
 def note_saved(folder: CellFolder, attempt: Attempt) -> None:
-    """Record what is in the attempt's whole checkpoints, for the resume that will load one."""
+    """Record what is in the attempt's whole checkpoints, for the resume that will load one.
+
+    The one that it loaded is among them: who saved it may have been killed before recording it.
+    """
     with contextlib.suppress(InputError, OSError, ValueError):
         start = next(status.read_resumptions([attempt]), None)
         saved = saved_steps(folder.checkpoints(read_record(folder.record).options))
-        new = [path for step, path in saved if step > ((start and start.step) or 0)]
+        own = [path for step, path in saved if step >= ((start and start.step) or 0)]
         known = json.loads(attempt.texts.read_bytes()) if attempt.texts.exists() else {}
         # Not added to: the end of an attempt may be noted twice.
-        whole = [path for path in new if not read_checkpoint(0, path).damage]
+        whole = [path for path in own if not read_checkpoint(0, path).damage]
         known[Facts.checkpoint_folder] = [
             entry for path in whole for entry in _content(path, path.name)
         ]
